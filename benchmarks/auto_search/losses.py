@@ -76,7 +76,7 @@ def static_graph(model: EagerModel, context: Context):
     stage = QuantizeStatic(calibration_samples=CALIBRATED_ON)
     prepared, _, _ = stage.prepare(model, context)
     program = export_program(convert(prepared), model.signature)
-    return lower(program, model.signature, None, free_weights=True)
+    return lower(program, model.signature, None)
 
 
 def loss_file(folder: Path, name: str, widths: tuple[int, ...]) -> Path:
@@ -257,7 +257,7 @@ class ChangeableLayers(NamedTuple):
         """Match the layers of a graph with those of its float model."""
         nodes = weighted_layers(graph)
         layers = layers_of_module(model.load(), model.signature)
-        integers = [i for i, node in enumerate(nodes) if not is_float(graph, node)]
+        integers = [i for i, node in enumerate(nodes) if not is_float(node)]
         weights = {i: layers[i].weight.numpy() for i in integers}
         return cls(graph, weights, {i: layers[i].name for i in integers})
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import numpy_helper
 
 from compress.export.latency.float_layers import weighted_layers
@@ -26,10 +27,10 @@ INTEGERS, LARGEST = 127, 255
 
 
 def requantized(
-    graph: onnx.ModelProto,
+    graph: ir.Model,
     weights: Mapping[int, tuple[Array, Array]],
     samples: Array,
-) -> onnx.ModelProto:
+) -> ir.Model:
     """Return a graph of layers in 8-bit integers for other weights.
 
     Args:
@@ -37,12 +38,11 @@ def requantized(
         weights: number of a layer → its weight and its bias in float.
         samples: inputs on which the ranges of activations are observed.
     """
-    floats = _without_rounding(graph, weights)
-    rounded = [n for n in graph.graph.node if n.op_type == "QuantizeLinear"]
+    layers = {node.outputs[0].name: number for number, node in enumerate(weighted_layers(graph))}
+    found = ir.to_proto(graph)
+    floats = _without_rounding(found, layers, weights)
+    rounded = [n for n in found.graph.node if n.op_type == "QuantizeLinear"]
     ranges = _ranges(floats, [node.input[0] for node in rounded], samples)
-    found = onnx.ModelProto()
-    found.CopyFrom(graph)
-    layers = {node.output[0]: number for number, node in enumerate(weighted_layers(graph))}
     tensors: dict[str, Array] = {}
     scale_of: dict[str, Array] = {}
     source: dict[str, tuple[str, str]] = {}
@@ -76,7 +76,7 @@ def requantized(
         numpy_helper.from_array(np.asarray(array), name) for name, array in tensors.items()
     )
     del found.graph.value_info[:]
-    return found
+    return ir.from_proto(found)
 
 
 def _set(dequantize: onnx.NodeProto, integers: Array, scales: Array, tensors: dict) -> None:
@@ -86,11 +86,10 @@ def _set(dequantize: onnx.NodeProto, integers: Array, scales: Array, tensors: di
     dequantize.input[:] = names
 
 
-def _without_rounding(graph: onnx.ModelProto, weights) -> onnx.ModelProto:
+def _without_rounding(graph: onnx.ModelProto, layers, weights) -> onnx.ModelProto:
     """Return the graph in float."""
     floats = onnx.ModelProto()
     floats.CopyFrom(graph)
-    layers = {node.output[0]: number for number, node in enumerate(weighted_layers(graph))}
     same: dict[str, str] = {}
     nodes = []
     for node in floats.graph.node:

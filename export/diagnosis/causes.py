@@ -26,6 +26,7 @@ from compress.core.diagnosis.cause import (
 from compress.export.diagnosis.parity import LEAST_ERROR
 from compress.export.diagnosis.profile import QUANTIZE
 from compress.export.latency.float_layers import weighted_layers
+from compress.export.onnx.graph import sizes, stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -159,11 +160,10 @@ def _other_formats(refused: Slow, layers: Sequence[str]) -> tuple[Repair, ...]:
 def _missing_in_block(refused: Slow, layer: str) -> float | None:
     """Return how many channels are missing in the last block, as a share of the layer's."""
     measured, width = refused.measured, 0
-    tensors = {t.name: t for t in measured.model.graph.initializer}
     for name, node in zip(measured.layer_names, weighted_layers(measured.model), strict=False):
-        weight = tensors.get(node.input[1])
+        weight = stored(node.inputs[1])
         if name == layer and node.op_type == "Conv" and weight is not None:
-            width = int(weight.dims[0])
+            width = sizes(weight)[0]
     return (math.ceil(width / BLOCK) * BLOCK - width) / width if width >= BLOCK // 2 else None
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from onnx import TensorProto, numpy_helper
-from onnx.helper import make_node
+import onnx_ir as ir
 
 from compress.export.diagnosis.profile import (
     Profile,
@@ -23,7 +22,7 @@ from compress.export.diagnosis.profile import (
     without,
 )
 from compress.export.latency.float_layers import is_float, leave_float, weighted_layers
-from compress.export.onnx.graph import keep_outputs_, weight_elements
+from compress.export.onnx.graph import inputs_of, remove_unread_, sizes, weight_elements
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import opened_session
 from compress.profiling.benchmark import compare_latency
@@ -31,7 +30,6 @@ from compress.profiling.benchmark import compare_latency
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    import onnx
     import torch
 
     from compress.artifacts.artifact import Artifact
@@ -42,10 +40,10 @@ if TYPE_CHECKING:
     from compress.profiling.benchmark import Comparison, Opener
     from compress.profiling.quantiles import Interval
 
-    Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
+    Rerun = Callable[[str, Mapping[str, Any]], ir.Model | None]
 
 Unit = Literal["bytes", "weights"]
-FLOATS = {TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16}
+FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 SMALL = 1024
 """Bytes of a tensor that is not looked for twice: scales and biases are equal by chance."""
 
@@ -73,7 +71,7 @@ class FileDiagnosis(ABC):
     _saved: dict[str, float] = field(default_factory=dict, init=False)
 
     @abstractmethod
-    def saved_by(self, changed: onnx.ModelProto) -> float:
+    def saved_by(self, changed: ir.Model) -> float:
         """Return what a changed file saves."""
 
     @property
@@ -82,12 +80,12 @@ class FileDiagnosis(ABC):
         return self.file.signature.smallest_batch
 
     @cached_property
-    def model(self) -> onnx.ModelProto:
+    def model(self) -> ir.Model:
         """The file's model."""
         return as_onnx(self.file)
 
     @cached_property
-    def plain(self) -> tuple[onnx.ModelProto, list[str]]:
+    def plain(self) -> tuple[ir.Model, list[str]]:
         """The plain export of the float model, and the modules of its layers."""
         return plain_export(self.source)
 
@@ -116,11 +114,11 @@ class FileDiagnosis(ABC):
         """Of the plain export of the float model."""
         return self.profile_of(self.plain[0])
 
-    def profile_of(self, model: onnx.ModelProto) -> Profile:
+    def profile_of(self, model: ir.Model) -> Profile:
         """Profile a model on the first batch."""
         return Profile.measure(model, self.names, self.batches[0], self.context.threads)
 
-    def saved(self, key: str, change: Callable[[], onnx.ModelProto | None]) -> float:
+    def saved(self, key: str, change: Callable[[], ir.Model | None]) -> float:
         """Return what a changed file saves, measured once.
 
         Args:
@@ -170,26 +168,27 @@ class TensorSize(NamedTuple):
     """Whether the file has the same values in an earlier tensor."""
 
 
-def tensor_sizes(model: onnx.ModelProto, names: Sequence[str]) -> list[TensorSize]:
+def tensor_sizes(model: ir.Model, names: Sequence[str]) -> list[TensorSize]:
     """Return the tensors of a model with its weights, by the module that reads them first."""
-    readers: dict[str, str] = {}
-    for node, module in zip(model.graph.node, modules_by_node(model, names), strict=True):
-        for name in node.input:
-            readers.setdefault(name, module)
-    tables, elements = {node.input[0] for node in tables_of(model)}, weight_elements(model)
+    readers: dict[ir.Value, str] = {}
+    for node, module in zip(model.graph, modules_by_node(model, names), strict=True):
+        for value in inputs_of(node):
+            readers.setdefault(value, module)
+    tables, elements = {node.inputs[0] for node in tables_of(model)}, weight_elements(model)
     found, seen = [], set[bytes]()
-    for tensor in model.graph.initializer:
-        # Typed fields such as `float_data` are the other way to store values.
-        content = tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
+    for name, value in model.graph.initializers.items():
+        tensor = model.graph.initializers.get_tensor(name)
+        assert tensor is not None
+        content = tensor.tobytes()
         # Sorted, as a copy may be stored in another shape, such as (1, N) for (N, 1).
-        key = repr([tensor.data_type, *sorted(tensor.dims)]).encode() + content
+        key = repr([tensor.dtype.value, *sorted(sizes(tensor))]).encode() + content
         found.append(
             TensorSize(
-                module=readers.get(tensor.name, ""),
+                module=readers.get(value, ""),
                 bytes=len(content),
-                weights=elements.get(tensor.name, 0),
-                is_float=tensor.data_type in FLOATS,
-                is_table=tensor.name in tables,
+                weights=elements.get(name, 0),
+                is_float=tensor.dtype in FLOATS,
+                is_table=value in tables,
                 is_copy=len(content) >= SMALL and key in seen,
             )
         )
@@ -250,14 +249,14 @@ class SizeDiagnosis(CountedCost):
     def peak_values(self) -> int:
         """Bytes of the values that a call needs at the same time, at most."""
         nodes = self.profile.nodes
-        last_use = {name: i for i, n in enumerate(nodes) for name in n.node.input}
+        last_use = {value: i for i, n in enumerate(nodes) for value in inputs_of(n.node)}
         ends: Counter[int] = Counter()
         now = peak = 0
         for place, node in enumerate(nodes):
             now += node.written_bytes
             peak = max(peak, now)
             # What nobody reads is an output of the model, and stays until the call ends.
-            outputs = [last_use.get(name, len(nodes)) for name in node.node.output if name]
+            outputs = [last_use.get(v, len(nodes)) for v in node.node.outputs if v.name]
             ends[max(outputs, default=place)] += node.written_bytes
             now -= ends[place]
         return peak
@@ -273,7 +272,7 @@ class SizeDiagnosis(CountedCost):
         own = [getattr(t, self.unit) for t in self.tensors if t.module == layer and is_counted(t)]
         return sum(own) / self.whole if own else None
 
-    def saved_by(self, changed: onnx.ModelProto) -> float:
+    def saved_by(self, changed: ir.Model) -> float:
         """Return the bytes or weights that a changed file saves."""
         left = tensor_sizes(changed, self.names)
         own, others = (sum(getattr(t, self.unit) for t in some) for some in (self.tensors, left))
@@ -287,14 +286,14 @@ class MacsDiagnosis(CountedCost):
     def quantized(self) -> frozenset[str]:
         """Modules whose weights are stored in integers."""
         layers = zip(self.layer_names, weighted_layers(self.model), strict=False)  # then tables
-        return frozenset(name for name, layer in layers if not is_float(self.model, layer))
+        return frozenset(name for name, layer in layers if not is_float(layer))
 
     def share_of(self, layer: str, *, floats_alone: bool) -> float | None:
         """Return the share of all multiply-accumulates that float kernels do for a module."""
         total = self.profile.macs
         return self.profile.float_macs.get(layer, 0) / total if total else None
 
-    def saved_by(self, changed: onnx.ModelProto) -> float:
+    def saved_by(self, changed: ir.Model) -> float:
         """Return by how much the float kernels' share is smaller in a changed file."""
         return self.profile.float_share - self.profile_of(changed).float_share
 
@@ -377,24 +376,23 @@ class SpeedDiagnosis(FileDiagnosis):
     @cached_property
     def empty_call_ms(self) -> float:
         """Time of a call of a model with the same inputs that computes nothing."""
-        empty = type(self.model)()
-        empty.CopyFrom(self.model)
-        empty.graph.node.insert(
-            0, make_node("Identity", [empty.graph.input[0].name], ["unchanged"])
-        )
-        empty.graph.output.add().CopyFrom(empty.graph.input[0])
-        empty.graph.output[-1].name = "unchanged"
-        keep_outputs_(empty, ["unchanged"])
+        empty = self.model.clone()
+        value = empty.graph.inputs[0]
+        unchanged = ir.Value(name="unchanged", type=value.type, shape=value.shape)
+        empty.graph.insert_before(empty.graph[0], ir.node("Identity", [value], outputs=[unchanged]))
+        empty.graph.outputs.clear()
+        empty.graph.outputs.append(unchanged)
+        remove_unread_(empty)
         self.measured += 1
         return self.ms / self._compared(empty).speedup
 
-    def saved_by(self, changed: onnx.ModelProto) -> float:
+    def saved_by(self, changed: ir.Model) -> float:
         """Return the milliseconds that a changed file saves; 0 if it may be noise."""
         compared = self._compared(changed)
         is_faster = compared.interval.low > 1 and not compared.speedup_doubt
         return self.ms * (1 - 1 / compared.speedup) if is_faster else 0.0
 
-    def _compared(self, changed: onnx.ModelProto) -> Comparison:
+    def _compared(self, changed: ir.Model) -> Comparison:
         with TemporaryDirectory(prefix="compress-timed-") as folder:
             openers: list[Opener] = []
             # Both from files that the same code wrote, as the way of writing may tell in the time.

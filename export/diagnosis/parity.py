@@ -26,7 +26,7 @@ from compress.export.parity.sample_parity import tolerance_for
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    import onnx
+    import onnx_ir as ir
 
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
@@ -49,7 +49,7 @@ class ParityDiagnosis:
 
     stage: ExportOnnx
     source: EagerModel | GraphModel
-    model: onnx.ModelProto
+    model: ir.Model
     """The file's model; that of an export that failed is made again."""
     context: Context
     rerun: Rerun
@@ -155,7 +155,7 @@ class ParityDiagnosis:
             self.measured += search.exports
             return found
 
-    def _difference(self, model: onnx.ModelProto) -> float:
+    def _difference(self, model: ir.Model) -> float:
         with self._opened(model) as exported, self._source() as expected:
             return largest(
                 largest_difference(a, b)
@@ -169,7 +169,7 @@ class ParityDiagnosis:
             yield accept_any_batch(predict, self.source.signature)
 
     @contextmanager
-    def _opened(self, model: onnx.ModelProto) -> Iterator[Predictor]:
+    def _opened(self, model: ir.Model) -> Iterator[Predictor]:
         with TemporaryDirectory(prefix="compress-parity-") as folder:
             write(model, file := Path(folder) / "model.onnx")
             predict = session_predictor(file, self.context.threads)

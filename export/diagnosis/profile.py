@@ -19,7 +19,15 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.export.latency.float_layers import weighted_layers
-from compress.export.onnx.graph import PACKED_GATHER, keep_outputs_
+from compress.export.onnx.graph import (
+    PACKED_GATHER,
+    consumers,
+    inputs_of,
+    producer,
+    remove_unread_,
+    sizes,
+    stored,
+)
 from compress.export.onnx.kernels import (
     CONVOLUTIONS,
     COUNTED,
@@ -28,7 +36,7 @@ from compress.export.onnx.kernels import (
     is_kernel_call,
     kernel_macs,
 )
-from compress.export.onnx.proto_io import SCOPES, read, write
+from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import exact_session
 from compress.export.onnx.stage import OnnxModel
 from compress.export.onnx.translate import translate
@@ -36,12 +44,14 @@ from compress.export.onnx.translate import translate
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    import onnx
+    import onnx_ir as ir
     import torch
 
     from compress.artifacts.artifact import Artifact
 
 TABLES = {"Gather", PACKED_GATHER}
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""Property that torch's exporter gives each operator: names of its modules, as a list's text."""
 SEPARATOR = "@"
 """Between a module's name and the rest of an operator's or a value's name."""
 CALLS, WARM_UP = 60, 10
@@ -65,7 +75,7 @@ ACTIVATIONS = {
 """Operators that runtimes compute within the kernel before them, where they can."""
 
 
-def plain_export(source: EagerModel | GraphModel) -> tuple[onnx.ModelProto, list[str]]:
+def plain_export(source: EagerModel | GraphModel) -> tuple[ir.Model, list[str]]:
     """Return a float model as ONNX, and the modules of its layers with weights and of its tables.
 
     Raises:
@@ -78,7 +88,7 @@ def plain_export(source: EagerModel | GraphModel) -> tuple[onnx.ModelProto, list
     return model, [_module_of_layer(node, modules) for node in layers_of(model)]
 
 
-def as_onnx(artifact: Artifact) -> onnx.ModelProto:
+def as_onnx(artifact: Artifact) -> ir.Model:
     """Return an ONNX file's model, or the plain export of a model that is run by PyTorch.
 
     Raises:
@@ -91,18 +101,18 @@ def as_onnx(artifact: Artifact) -> onnx.ModelProto:
     raise StageFailed(f"{artifact.kind} files are not taken apart; expected an ONNX file")
 
 
-def layers_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+def layers_of(model: ir.Model) -> list[ir.Node]:
     """Return the layers with weights, in graph order, and then the lookups in tables."""
     return [*weighted_layers(model), *tables_of(model)]
 
 
-def tables_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+def tables_of(model: ir.Model) -> list[ir.Node]:
     """Return the lookups in stored tables, in graph order; scales of a table's rows are none."""
-    tables = {t.name for t in model.graph.initializer if len(t.dims) == 2 and t.dims[1] > 1}
-    return [n for n in model.graph.node if n.op_type in TABLES and n.input[0] in tables]
+    lookups = [(node, stored(node.inputs[0])) for node in model.graph if node.op_type in TABLES]
+    return [n for n, table in lookups if table and len(s := sizes(table)) == 2 and s[1] > 1]
 
 
-def fitting_names(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
+def fitting_names(model: ir.Model, names: Sequence[str]) -> list[str]:
     """Return the modules of a file's layers; by place and operator where it has more or fewer."""
     layers = layers_of(model)
     if len(layers) == len(names):
@@ -110,7 +120,7 @@ def fitting_names(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
     return [f"layer {place} ({node.op_type})" for place, node in enumerate(layers)]
 
 
-def modules_by_node(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
+def modules_by_node(model: ir.Model, names: Sequence[str]) -> list[str]:
     """Return the module of each operator; one without weights belongs to the layer before it.
 
     What stands before all layers belongs to the first one that reads it.
@@ -120,60 +130,52 @@ def modules_by_node(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
         names: modules of its layers, as :func:`plain_export` returns them.
     """
     named = zip(layers_of(model), fitting_names(model, names), strict=True)
-    of_layer = {node.output[0]: name for node, name in named}
-    by_value: dict[str, str] = {}
-    found: list[str] = []
-    for node in model.graph.node:
-        before = (by_value[name] for name in node.input if by_value.get(name))
-        module = of_layer.get(node.output[0]) or next(before, "")
-        found.append(module)
-        by_value |= dict.fromkeys(node.output, module)
-    for place in reversed(range(len(found))):
-        node = model.graph.node[place]
-        if not found[place]:
-            found[place] = next((by_value[n] for n in node.output if by_value.get(n)), "")
-        for name in node.input:
-            by_value[name] = by_value.get(name) or found[place]
-    return found
+    of_layer = dict(named)
+    by_value: dict[ir.Value, str] = {}
+    found: dict[ir.Node, str] = {}
+    for node in model.graph:
+        before = (by_value[value] for value in inputs_of(node) if by_value.get(value))
+        found[node] = of_layer.get(node) or next(before, "")
+        by_value |= dict.fromkeys(node.outputs, found[node])
+    for node in reversed(model.graph):
+        if not found[node]:
+            found[node] = next((by_value[v] for v in node.outputs if by_value.get(v)), "")
+        for value in inputs_of(node):
+            by_value[value] = by_value.get(value) or found[node]
+    return [*found.values()]
 
 
-def named_copy(model: onnx.ModelProto, modules: Sequence[str]) -> onnx.ModelProto:
+def named_copy(model: ir.Model, modules: Sequence[str]) -> ir.Model:
     """Return a model whose operators and inner values have names that begin with their module.
 
     onnxruntime names what it fuses after the operators that it was made of.
     """
-    copy = type(model)()
-    copy.CopyFrom(model)
-    public = {value.name for value in (*copy.graph.input, *copy.graph.output)}
-    names = {"": ""}
-    for number, (node, module) in enumerate(zip(copy.graph.node, modules, strict=True)):
+    copy = model.clone()
+    for number, (node, module) in enumerate(zip(copy.graph, modules, strict=True)):
         node.name = f"{module}{SEPARATOR}{number}"
-        for place, name in enumerate(node.input):
-            node.input[place] = names.get(name, name)
-        for place, name in enumerate(node.output):
-            if name and name not in public:
-                names[name] = f"{module}{SEPARATOR}{name}"
-                node.output[place] = names[name]
+        for value in node.outputs:
+            if value.name and not value.is_graph_output():
+                value.name = f"{module}{SEPARATOR}{value.name}"
     return copy
 
 
-def _module_of_layer(node: onnx.NodeProto, modules: set[str]) -> str:
-    for name in node.input:
-        module = str(name).rpartition(".")[0]
+def _module_of_layer(node: ir.Node, modules: set[str]) -> str:
+    for value in inputs_of(node):
+        module = str(value.name).rpartition(".")[0]
         if module and (not modules or module in modules):
             return module
-    scopes = next((p.value for p in node.metadata_props if p.key == SCOPES), "[]")
+    scopes = node.metadata_props.get(SCOPES, "[]")
     inner = [name for name in ast.literal_eval(scopes)[:-1] if name]
     return str(inner[-1] if inner else node.op_type)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: NodeProtos compare field by field
+@dataclass(frozen=True, eq=False)
 class ProfiledNode:
     """An operator that onnxruntime ran."""
 
-    node: onnx.NodeProto
+    node: ir.Node
     """Of the model as onnxruntime rewrote it."""
-    origin: onnx.NodeProto | None
+    origin: ir.Node | None
     """The file's operator that it has its name of; None where it was put in."""
     module: str
     ms: float
@@ -211,16 +213,16 @@ class FloatIsland:
 class Profile:
     """The operators of one call, in the order in which they ran."""
 
-    model: onnx.ModelProto
+    model: ir.Model
     """The file's model, with names that begin with modules."""
-    optimized: onnx.ModelProto
+    optimized: ir.Model
     """As onnxruntime rewrote it; without the weights."""
     nodes: tuple[ProfiledNode, ...]
 
     @classmethod
     def measure(
         cls,
-        model: onnx.ModelProto,
+        model: ir.Model,
         names: Sequence[str],
         inputs: Sequence[torch.Tensor],
         threads: int,
@@ -255,20 +257,18 @@ class Profile:
             size = int(event["args"].get("output_size", 0))
             written[name] = (types[0] if types else "", size)
             arguments[name] = event["args"]
-        weights = {tensor.name: tuple(tensor.dims) for tensor in rewritten.graph.initializer}
-        origins = {key: n for n in named.graph.node for key in (*n.output, n.name)}
-        producers = {name: node for node in rewritten.graph.node for name in node.output if name}
+        origins = {key: n for n in named.graph for key in (*(v.name for v in n.outputs), n.name)}
         nodes = tuple(
             ProfiledNode(
                 node,
-                _origin(node.name, origins),
-                _module_of(node, producers),
-                _mean(times[node.name]),
-                *written[node.name],
-                *kernel_macs(node, arguments[node.name], weights),
+                _origin(name, origins),
+                _module_of(node),
+                _mean(times[name]),
+                *written[name],
+                *kernel_macs(node, arguments[name]),
             )
-            for node in rewritten.graph.node
-            if node.name in times
+            for node in rewritten.graph
+            if (name := str(node.name)) in times
         )
         return cls(named, rewritten, nodes)
 
@@ -304,24 +304,18 @@ class Profile:
         return sum(self.float_macs.values()) / self.macs if self.macs else 0.0
 
     @cached_property
-    def _producers(self) -> dict[str, ProfiledNode]:
-        return {name: node for node in self.nodes for name in node.node.output}
-
-    @cached_property
-    def _readers(self) -> dict[str, list[ProfiledNode]]:
-        readers = defaultdict[str, list[ProfiledNode]](list)
-        for node in self.nodes:
-            for name in node.node.input:
-                readers[name].append(node)
-        return readers
+    def _profiled(self) -> dict[ir.Node, ProfiledNode]:
+        return {node.node: node for node in self.nodes}
 
     def before(self, node: ProfiledNode) -> Iterator[ProfiledNode]:
         """Yield the operators whose values an operator reads."""
-        yield from (self._producers[name] for name in node.node.input if name in self._producers)
+        sources = (producer(value) for value in node.node.inputs)
+        yield from (self._profiled[s] for s in sources if s is not None and s in self._profiled)
 
     def after(self, node: ProfiledNode) -> Iterator[ProfiledNode]:
         """Yield the operators that read an operator's values."""
-        yield from (reader for name in node.node.output for reader in self._readers[name])
+        readers = (use.node for value in node.node.outputs for use in value.uses())
+        yield from (self._profiled[reader] for reader in readers if reader in self._profiled)
 
     @cached_property
     def integer_modules(self) -> frozenset[str]:
@@ -379,11 +373,9 @@ class Profile:
         """Whether a kernel computes a normalisation alone, be it as a convolution."""
         if node.origin is None or node.origin.op_type != NORM:
             return False
-        graph = self.model.graph
-        name = node.origin.input[0]
-        before = next((n for n in graph.node if name in n.output), None)
-        readers = sum(name in n.input for n in graph.node)
-        return before is None or before.op_type not in CONVOLUTIONS or readers > 1
+        value = node.origin.inputs[0]
+        before = producer(value, *CONVOLUTIONS)
+        return before is None or value is None or len(consumers(value)) > 1
 
     def _feeds_alone(self, node: ProfiledNode) -> bool:
         if node.node.op_type in MOVES:
@@ -415,46 +407,37 @@ def _mean(times: list[float]) -> float:
     return sum(counted) / len(counted)
 
 
-def _origin(name: str, origins: dict[str, onnx.NodeProto]) -> onnx.NodeProto | None:
+def _origin(name: str, origins: dict[str | None, ir.Node]) -> ir.Node | None:
     names = (name, *(name.removesuffix(ending) for ending in IN_BLOCKS))
     return next((origins[key] for key in names if key in origins), None)
 
 
-def _module_of(node: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> str:
+def _module_of(node: ir.Node) -> str:
     """Return the module in an operator's name; where it was put in, that of what it reads."""
-    for name in (node.name, *node.output):
-        if SEPARATOR in name:
-            return str(name.partition(SEPARATOR)[0])
-    sources = [producers[name] for name in node.input if name in producers]
-    return _module_of(sources[0], producers) if sources else ""
+    for name in (node.name, *(value.name for value in node.outputs)):
+        if name and SEPARATOR in name:
+            return name.partition(SEPARATOR)[0]
+    return next(map(_module_of, node.predecessors()), "")
 
 
-def without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+def without(model: ir.Model, names: Collection[str | None]) -> ir.Model:
     """Return a model whose readers of some operators, by name, read what these read first.
 
     A pair of QuantizeLinear and DequantizeLinear is left out by the name of the former.
     """
-    copy = type(model)()
-    copy.CopyFrom(model)
-    graph = copy.graph
-    producers = {name: node for node in graph.node for name in node.output}
-    public = {output.name for output in graph.output}
-    replaced: dict[str, str] = {}
-    for node in graph.node:
-        source = producers.get(node.input[0]) if node.input else None
-        if node.output[0] in public:
+    copy = model.clone()
+    for node in copy.graph:
+        source, value = producer(node.inputs[0]) if node.inputs else None, node.outputs[0]
+        if value.is_graph_output():
             continue
+        read = None
         if node.op_type == DEQUANTIZE and source is not None and source.name in names:
-            replaced[node.output[0]] = source.input[0]
+            read = source.inputs[0]
         elif node.name in names and node.op_type != QUANTIZE:
-            replaced[node.output[0]] = node.input[0]
-    outputs = [output.name for output in graph.output]
-    for node in graph.node:
-        for place, name in enumerate(node.input):
-            while name in replaced:
-                name = replaced[name]
-            node.input[place] = name
-    keep_outputs_(copy, outputs)
+            read = node.inputs[0]
+        if read is not None:
+            value.replace_all_uses_with(read)
+    remove_unread_(copy)
     return copy
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import onnx_ir as ir
 import torch
-from onnx import helper, numpy_helper
 from torch import nn
 
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.export.onnx.graph import PACKED_MATMUL, remove_unread_
+from compress.export.onnx.graph import PACKED_MATMUL, add_tensor, producer, remove_unread_, stored
 from compress.export.onnx.lowering import lower
 from compress.export.onnx.passes.matmul_nbits import (
     ROUNDING_LEVEL,
@@ -33,9 +32,7 @@ from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import onnx
+    from collections.abc import Iterator, Sequence
 
     from compress.artifacts.streaming.packed_weight import PackedWeight
     from compress.export.common.packed_weights import DecoderWeights
@@ -115,127 +112,116 @@ NORM = ("ReduceMean", "Add", "Sqrt", "Div", "Mul")
 """Operators of an RMS norm after the first, `Pow`, each of which reads the one before."""
 
 
-def fuse_operators_(model: onnx.ModelProto) -> None:
+def fuse_operators_(model: ir.Model) -> None:
     """Fuse what stands around attention and norms, in place.
 
     It takes the shapes that the exporter wrote, and norms that divide by a root.
     """
-    fusion = _Fusion(model.graph)
-    fusion.read_before_reshapes_()
-    fusion.join_projections_()
-    fusion.add_in_norms_()
-    remove_unread_(model.graph)
+    read_before_reshapes_(model)
+    join_projections_(model.graph)
+    add_in_norms_(model.graph)
+    remove_unread_(model)
 
 
-class _Fusion:
-    """A graph, with what makes and reads each value."""
+def read_before_reshapes_(model: ir.Model) -> None:
+    """Read a value itself where it is reshaped, and then reshaped back."""
+    for node in model.graph:
+        for place, value in enumerate(node.inputs):
+            source, shape = value, _shape(value)
+            while (reshape := producer(source, "Reshape")) is not None:
+                source = reshape.inputs[0]
+                if shape and all(shape) and shape == _shape(source):
+                    node.replace_input_with(place, source)
+    remove_unread_(model)
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self.graph = graph
-        self.tensors = {tensor.name: tensor for tensor in graph.initializer}
-        self.made_by = {name: node for node in graph.node for name in node.output}
-        self.shapes: dict[str, tuple[Any, ...]] = {
-            value.name: tuple(d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim)
-            for value in (*graph.value_info, *graph.input, *graph.output)
-        }
-        self.shapes |= {name: tuple(tensor.dims) for name, tensor in self.tensors.items()}
 
-    def read_before_reshapes_(self) -> None:
-        """Read a value itself where it is reshaped, and then reshaped back."""
-        for node in self.graph.node:
-            for place, name in enumerate(node.input):
-                shape, source = self.shapes.get(name), name
-                while (maker := self.made_by.get(source)) and maker.op_type == "Reshape":
-                    source = maker.input[0]
-                    if shape and all(shape) and shape == self.shapes.get(source):
-                        node.input[place] = source
-        remove_unread_(self.graph)
+def join_projections_(graph: ir.Graph) -> None:
+    """Compute queries, keys and values of a few bits by one product, where one is attended."""
+    for attention in [node for node in graph if node.op_type == GROUP_QUERY_ATTENTION]:
+        parts = [p for v in attention.inputs[:3] if (p := producer(v, PACKED_MATMUL)) is not None]
+        if len(parts) < 3 or any(len(part.outputs[0].uses()) > 1 for part in parts):
+            continue
+        sizes = [{name: a.as_int() for name, a in part.attributes.items()} for part in parts]
+        outputs = sum(size.pop("N") for size in sizes)
+        kinds = [(p.inputs[0], len(p.inputs), size) for p, size in zip(parts, sizes, strict=True)]
+        if any(kind != kinds[0] for kind in kinds):
+            continue
+        operands = zip(*(part.inputs[1:] for part in parts), strict=True)
+        made = ir.node(
+            PACKED_MATMUL,
+            [parts[0].inputs[0], *(_concatenated(graph, values) for values in operands)],
+            dict(sorted({**sizes[0], "N": outputs}.items())),
+            domain=parts[0].domain,
+            outputs=[ir.Value(name=f"{parts[0].outputs[0].name}_joined")],
+        )
+        # In the place of the first one: nothing else reads what it gave.
+        graph.insert_before(next(node for node in graph if node in parts), made)
+        for place, value in enumerate((made.outputs[0], None, None)):
+            attention.replace_input_with(place, value)
 
-    def join_projections_(self) -> None:
-        """Compute queries, keys and values of a few bits by one product, where one is attended."""
-        readers = self._readers()
-        for attention in [n for n in self.graph.node if n.op_type == GROUP_QUERY_ATTENTION]:
-            products = [self.made_by.get(name) for name in attention.input[:3]]
-            parts = [p for p in products if p is not None and p.op_type == PACKED_MATMUL]
-            if len(parts) < 3 or any(len(readers[p.output[0]]) > 1 for p in parts):
-                continue
-            sizes = [{a.name: a.i for a in p.attribute} for p in parts]
-            outputs = sum(size.pop("N") for size in sizes)
-            kinds = [(p.input[0], len(p.input), size) for p, size in zip(parts, sizes, strict=True)]
-            if any(kind != kinds[0] for kind in kinds):
-                continue
-            operands = zip(*(p.input[1:] for p in parts), strict=True)
-            joined = [self._concatenated(names) for names in operands]
-            made = helper.make_node(
-                PACKED_MATMUL,
-                [parts[0].input[0], *joined],
-                [f"{parts[0].output[0]}_joined"],
-                domain=parts[0].domain,
-                N=outputs,
-                **sizes[0],
-            )
-            attention.input[:3] = [made.output[0], "", ""]
-            # In the place of the first one: nothing else reads what it gave.
-            first = min(parts, key=[*self.graph.node].index)
-            first.CopyFrom(made)
 
-    def add_in_norms_(self) -> None:
-        """Let a norm add to the residual stream what it normalizes."""
-        readers = self._readers()
-        for power in [n for n in self.graph.node if n.op_type == "Pow"]:
-            add, nodes = self.made_by.get(power.input[0]), [power]
-            for kind in NORM:
-                after = readers[nodes[-1].output[0]]
-                if len(after) != 1 or after[0].op_type != kind:
-                    break
-                nodes += after
-            if add is None or add.op_type != "Add" or len(nodes) <= len(NORM):
-                continue
-            _, mean, stabilize, _, divide, scale = nodes
-            shape = self.shapes.get(add.output[0], ())
-            weight = next(name for name in scale.input if name != divide.output[0])
-            constants = [self._number(name) for name in (power.input[1], *stabilize.input)]
-            epsilon = next((x for x in constants[1:] if x is not None), None)
-            if (
-                len(shape) != 3
-                or any(self.shapes.get(name) != shape for name in add.input)
-                or self.shapes.get(mean.output[0]) != (*shape[:2], 1)
-                or divide.input[0] != add.output[0]
-                or weight not in self.tensors
-                or self.shapes[weight] != shape[2:]
-                or constants[0] != 2
-                or epsilon is None
-            ):
-                continue
-            add.CopyFrom(
-                helper.make_node(
-                    SKIP_NORM,
-                    [*add.input, weight],
-                    [scale.output[0], "", "", add.output[0]],
-                    domain="com.microsoft",
-                    epsilon=epsilon,
-                )
-            )
-            self.graph.node.remove(scale)
+def add_in_norms_(graph: ir.Graph) -> None:
+    """Let a norm add to the residual stream what it normalizes."""
+    for power in [node for node in graph if node.op_type == "Pow"]:
+        add, nodes = producer(power.inputs[0], "Add"), [power]
+        for kind in NORM:
+            after = [use.node for use in nodes[-1].outputs[0].uses()]
+            if len(after) != 1 or after[0].op_type != kind:
+                break
+            nodes += after
+        if add is None or len(nodes) <= len(NORM):
+            continue
+        _, mean, stabilize, _, divide, scale = nodes
+        (stream,) = add.outputs
+        shape = _shape(stream)
+        weight = next(value for value in scale.inputs if value is not divide.outputs[0])
+        constants = [_number(value) for value in (power.inputs[1], *stabilize.inputs)]
+        epsilon = next((x for x in constants[1:] if x is not None), None)
+        if (
+            len(shape) != 3
+            or any(_shape(value) != shape for value in add.inputs)
+            or _shape(mean.outputs[0]) != (*shape[:2], 1)
+            or divide.inputs[0] is not stream
+            or stored(weight) is None
+            or _shape(weight) != shape[2:]
+            or constants[0] != 2
+            or epsilon is None
+        ):
+            continue
+        norm, summed = (
+            ir.Value(name=value.name, type=value.type, shape=value.shape)
+            for value in (scale.outputs[0], stream)
+        )
+        fused = ir.node(
+            SKIP_NORM,
+            [*add.inputs, weight],
+            {"epsilon": epsilon},
+            domain="com.microsoft",
+            outputs=[norm, ir.Value(name=""), ir.Value(name=""), summed],
+        )
+        add.append(fused)
+        scale.outputs[0].replace_all_uses_with(norm, replace_graph_outputs=True)
+        stream.replace_all_uses_with(summed, replace_graph_outputs=True)
+        graph.remove([scale, add], safe=True)
 
-    def _readers(self) -> dict[str, list[onnx.NodeProto]]:
-        found = defaultdict(list)
-        for node in self.graph.node:
-            for name in node.input:
-                found[name].append(node)
-        return found
 
-    def _number(self, name: str) -> float | None:
-        """Return the value of a constant of one number."""
-        tensor = self.tensors.get(name)
-        array = None if tensor is None else numpy_helper.to_array(tensor)
-        return float(array.item()) if array is not None and array.size == 1 else None
+def _shape(value: ir.Value | None) -> tuple[int | str | None, ...]:
+    """Return a value's sizes, by name where they are not fixed; none where none is known."""
+    tensor = stored(value)
+    shape = tensor.shape if tensor is not None else None if value is None else value.shape
+    return tuple(d if isinstance(d, int) else d.value for d in shape) if shape is not None else ()
 
-    def _concatenated(self, names: tuple[str, ...]) -> str:
-        arrays = [numpy_helper.to_array(self.tensors[name]) for name in names]
-        tensor = numpy_helper.from_array(np.concatenate(arrays), f"{names[0]}_joined")
-        self.graph.initializer.append(tensor)
-        return str(tensor.name)
+
+def _number(value: ir.Value | None) -> float | None:
+    """Return the value of a constant of one number."""
+    tensor = stored(value)
+    return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
+
+
+def _concatenated(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value:
+    arrays = [tensor.numpy() for value in values if (tensor := stored(value)) is not None]
+    name = values[0].name if values[0] is not None else ""
+    return add_tensor(graph, f"{name}_joined", np.concatenate(arrays))
 
 
 ATTENTION = "group_query_attention"
@@ -435,7 +421,7 @@ def _rotary_table(model: Any, context: int) -> tuple[torch.Tensor, torch.Tensor]
     return half_cos, half_sin
 
 
-def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> onnx.ModelProto:
+def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> ir.Model:
     """Return a decoder in ONNX; raise StageFailed where it cannot be traced or translated."""
     sizes = ("batch", shape.cached_heads, "past_length", shape.head_size)
     each = [(i, part) for i in range(shape.layers) for part in PARTS]

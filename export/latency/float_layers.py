@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-from onnx import helper, numpy_helper
 
 from compress.common.errors import StageFailed
-from compress.export.onnx.graph import PACKED_MATMUL, remove_unread_
+from compress.export.onnx.graph import (
+    PACKED_MATMUL,
+    add_tensor,
+    become_,
+    consumers,
+    inputs_of,
+    producer,
+    remove_unread_,
+    sizes,
+    stored,
+)
 from compress.export.onnx.passes.float_layers import separate_float_layers_
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+
+    import onnx_ir as ir
 
     from compress.export.latency.resizing import ResizableModel
     from compress.profiling.interaction_sum import Choice
@@ -31,23 +41,29 @@ FLOAT = "float"
 """Value of the decision about a layer that is put back."""
 
 
-def weighted_layers(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+def weighted_layers(model: ir.Model) -> list[ir.Node]:
     """Return the layers with weights of two axes and more, in graph order, float ones too."""
-    graph = _Graph(model)
-    return [n for n in model.graph.node if n.op_type in LAYERS and graph.weight_of(n) is not None]
+    return [node for node in model.graph if node.op_type in LAYERS and weight_of(node) is not None]
 
 
-def is_float(model: onnx.ModelProto, layer: onnx.NodeProto) -> bool:
+def weight_of(layer: ir.Node) -> ir.Value | None:
+    """Return the stored weight that a layer multiplies with; None where it has none."""
+    value = layer.inputs[1]
+    while (node := producer(value, "DequantizeLinear", "Transpose", "Cast")) is not None:
+        value = node.inputs[0]
+    weight = stored(value)
+    return value if weight is not None and len(weight.shape) > 1 else None
+
+
+def is_float(layer: ir.Node) -> bool:
     """Whether a layer with weights multiplies floats."""
-    graph = _Graph(model)
-    weight = graph.weight_of(layer)
     plain = layer.op_type not in ("MatMulInteger", PACKED_MATMUL)
-    return plain and weight is not None and weight.name == layer.input[1]
+    return plain and stored(layer.inputs[1]) is not None
 
 
 def leave_float(
-    model: onnx.ModelProto, layers: Collection[int], weights: Mapping[int, Array] | None = None
-) -> onnx.ModelProto:
+    model: ir.Model, layers: Collection[int], weights: Mapping[int, Array] | None = None
+) -> ir.Model:
     """Return a quantized model with some layers in float.
 
     The operators are those that the stage writes with these layers in `exclude`: what loses its
@@ -62,15 +78,13 @@ def leave_float(
     Raises:
         StageFailed: a layer has a form that is not known, or a weight has another size.
     """
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = model.clone()
     nodes = weighted_layers(changed)
-    graph = _Graph(changed)
     chosen = {number: nodes[number] for number in sorted(layers)}
-    graph.detach_(chosen.values())
+    _detach_(changed.graph, chosen.values())
     for number, node in chosen.items():
-        graph.use_floats_(node, None if weights is None else weights[number])
-    remove_unread_(changed.graph)
+        _use_floats_(changed.graph, node, None if weights is None else weights[number])
+    remove_unread_(changed)
     separate_float_layers_(changed)
     return changed
 
@@ -84,17 +98,16 @@ class MixedModel:
     """Decision → numbers of its layers, among :func:`weighted_layers`; several where a module is
     called several times."""
 
-    def resize(self, choice: Choice) -> onnx.ModelProto:
+    def resize(self, choice: Choice) -> ir.Model:
         """Return the model at other widths, and with those layers in float that are chosen so."""
         floats = [decision for decision in self.layers if choice.get(decision) == FLOAT]
         return self._with_floats(self.model.resize(choice), floats)
 
     def groups_of(self, decision: str) -> set[str]:
         """Return the groups of channels on which the weight of a decision's layer depends."""
-        model = self.model.model
-        layers = weighted_layers(model)
-        weights = [_Graph(model).weight_of(layers[number]) for number in self.layers[decision]]
-        return {g for one in weights if one is not None for g in self.model.groups_of(one.name)}
+        layers = weighted_layers(self.model.model)
+        weights = [weight_of(layers[number]) for number in self.layers[decision]]
+        return {g for w in weights if w is not None for g in self.model.groups_of(str(w.name))}
 
     def meet(self, a: str, b: str) -> bool:
         """Whether two layers in float change more than each of them alone.
@@ -102,201 +115,171 @@ class MixedModel:
         So do neighbours, between which nothing is converted, and the terms of an addition.
         """
         none, first, second, both = (
-            _Graph(self._with_floats(self.model.model, names)).operators()
+            _operators(self._with_floats(self.model.model, names))
             for names in ((), (a,), (b,), (a, b))
         )
         kinds = none | first | second | both
         return any(none[kind] + both[kind] != first[kind] + second[kind] for kind in kinds)
 
-    def _with_floats(self, model: onnx.ModelProto, decisions: Sequence[str]) -> onnx.ModelProto:
+    def _with_floats(self, model: ir.Model, decisions: Sequence[str]) -> ir.Model:
         numbers = [number for decision in decisions for number in self.layers[decision]]
         return leave_float(model, numbers) if numbers else model
 
 
-class _Graph:
-    """A graph whose values can be followed to their producers and readers."""
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self._graph = model.graph
-        self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-        self._producers = {name: node for node in model.graph.node for name in node.output}
-        self._readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
-        for node in model.graph.node:
-            for name in node.input:
-                self._readers[name].append(node)
-
-    def weight_of(self, node: onnx.NodeProto) -> onnx.TensorProto | None:
-        """Return the stored weight that a layer multiplies with; None where it has none."""
-        name = node.input[1]
-        while name not in self._tensors:
-            producer = self._producers.get(name)
-            if producer is None or producer.op_type not in (
-                "DequantizeLinear",
-                "Transpose",
-                "Cast",
-            ):
-                return None
-            name = producer.input[0]
-        weight = self._tensors[name]
-        return weight if len(weight.dims) > 1 else None
-
-    def operators(self) -> Counter[tuple[str, ...]]:
-        """Count the operators by their type and those of their neighbours."""
-        return Counter(
-            (
-                node.op_type,
-                *(self._producers[n].op_type for n in node.input if n in self._producers),
-                "→",
-                *sorted(reader.op_type for n in node.output for reader in self._readers[n]),
-            )
-            for node in self._graph.node
+def _operators(model: ir.Model) -> Counter[tuple[str, ...]]:
+    """Count the operators by their type and those of their neighbours."""
+    return Counter(
+        (
+            node.op_type,
+            *(source.op_type for v in node.inputs if (source := producer(v)) is not None),
+            "→",
+            *sorted(use.node.op_type for value in node.outputs for use in value.uses()),
         )
-
-    def detach_(self, layers: Collection[onnx.NodeProto]) -> None:
-        """Let layers, and operators that lose their integers with them, read and give floats."""
-        floats = {node.output[0] for node in layers}
-        integers: set[str] = set()
-        """First outputs of the operators that stay integer."""
-        for node in self._graph.node:
-            if self._was_integer(node) and node.output[0] not in floats:
-                name = self._source(node.input[0])
-                if node.op_type == "Add":
-                    terms = [self._source(term) for term in node.input]
-                    is_integer = all(self._is_rounded_anyway(t, integers) for t in terms)
-                elif node.op_type in MOVES:
-                    is_integer = self._is_integer_output(name, integers)
-                else:
-                    is_integer = True
-                if is_integer:
-                    integers.add(node.output[0])
-        for node in self._graph.node:
-            if node.op_type == "QuantizeLinear" or node.output[0] in integers:
-                continue
-            for place, name in enumerate(node.input):
-                source = self._source(name)
-                if source != name and not self._is_integer_output(source, integers):
-                    node.input[place] = source
-
-    def use_floats_(self, node: onnx.NodeProto, weight: Array | None) -> None:
-        """Let a layer multiply with a float weight."""
-        if node.op_type == "MatMulInteger":
-            self._use_product_(node, weight)
-            return
-        if node.op_type == PACKED_MATMUL:
-            sizes = {attribute.name: attribute.i for attribute in node.attribute}
-            scales = numpy_helper.to_array(self._tensors[node.input[2]])
-            node.CopyFrom(self._float_product(node, weight, (sizes["N"], sizes["K"]), scales))
-            return
-        dequantize = self._producers.get(node.input[1])
-        transposed = dequantize is not None and dequantize.op_type == "Transpose"
-        if dequantize is not None and transposed:
-            dequantize = self._producers.get(dequantize.input[0])
-        if dequantize is None or dequantize.op_type != "DequantizeLinear":
-            raise StageFailed(f"a layer that reads {list(node.input)} has no dequantized weight")
-        sizes_ = tuple(self._tensors[dequantize.input[0]].dims)
-        scales = numpy_helper.to_array(self._tensors[dequantize.input[1]])
-        array = _fitting(weight, sizes_, scales)
-        node.input[1] = self._constant(node, array.T if transposed else array)
-        bias = self._producers.get(node.input[2]) if len(node.input) > 2 else None
-        if bias is not None and bias.op_type == "DequantizeLinear":
-            numbers, scale = (numpy_helper.to_array(self._tensors[n]) for n in bias.input[:2])
-            tensor = numpy_helper.from_array(
-                numbers.astype(np.float32) * scale, f"{node.output[0]}_bias"
-            )
-            self._graph.initializer.append(tensor)
-            node.input[2] = tensor.name
-
-    def _use_product_(self, node: onnx.NodeProto, weight: Array | None) -> None:
-        """Replace MatMulInteger, and the Cast and the Mul after it, by a float product."""
-        ranges = self._producers.get(node.input[0])
-        casts = self._readers[node.output[0]]
-        products = self._readers[casts[0].output[0]] if len(casts) == 1 else []
-        if ranges is None or ranges.op_type != "DynamicQuantizeLinear" or len(products) != 1:
-            raise StageFailed(f"a layer that reads {list(node.input)} has no range of the call's")
-        scale = self._producers.get(products[0].input[1])
-        constants = [self._tensors.get(name) for name in scale.input] if scale is not None else []
-        scales = [numpy_helper.to_array(tensor) for tensor in constants if tensor is not None]
-        if products[0].op_type != "Mul" or len(scales) != 1:
-            raise StageFailed(f"a layer that reads {list(node.input)} has no scales of its own")
-        inputs, outputs = self._tensors[node.input[1]].dims
-        node.input[0], name = ranges.input[0], products[0].output[0]
-        product = self._float_product(node, weight, (outputs, inputs), scales[0])
-        product.output[0] = name
-        self._graph.node.remove(products[0])
-        node.CopyFrom(product)
-
-    def _float_product(
-        self, node: onnx.NodeProto, weight: Array | None, sizes: tuple[int, int], scales: Array
-    ) -> onnx.NodeProto:
-        constant = self._constant(node, _fitting(weight, sizes, scales).T)
-        return helper.make_node("MatMul", [node.input[0], constant], [node.output[0]])
-
-    def _constant(self, node: onnx.NodeProto, array: Array) -> str:
-        floats = np.ascontiguousarray(array, np.float32)
-        tensor = numpy_helper.from_array(floats, f"{node.output[0]}_weight")
-        self._graph.initializer.append(tensor)
-        return str(tensor.name)
-
-    def _source(self, name: str) -> str:
-        """Return the value of which another one is the rounded form; others are their own."""
-        dequantize = self._producers.get(name)
-        if dequantize is None or dequantize.op_type != "DequantizeLinear":
-            return name
-        quantize = self._producers.get(dequantize.input[0])
-        if quantize is None or quantize.op_type != "QuantizeLinear":
-            return name
-        return str(quantize.input[0])
-
-    def _was_integer(self, node: onnx.NodeProto) -> bool:
-        """Whether an operator of the whole quantized model is computed in integers."""
-        if node.op_type in LAYERS:
-            is_layer = self.weight_of(node) is not None and node.input[1] not in self._tensors
-            return is_layer and self._source(node.input[0]) != node.input[0]
-        if node.op_type != "Add" and node.op_type not in MOVES:
-            return False
-        values = node.input if node.op_type == "Add" else node.input[:1]
-        rounded = all(self._source(name) != name for name in values)
-        return rounded and self._is_rounded(self._tail(node))
-
-    def _is_rounded(self, name: str) -> bool:
-        return any(reader.op_type == "QuantizeLinear" for reader in self._readers[name])
-
-    def _tail(self, node: onnx.NodeProto) -> str:
-        """Return what an operator gives, after a clamp that alone reads it."""
-        readers = self._readers[node.output[0]]
-        if len(readers) == 1 and readers[0].op_type in CLAMPS:
-            return str(readers[0].output[0])
-        return str(node.output[0])
-
-    def _is_integer_output(self, name: str, integers: Collection[str]) -> bool:
-        """Whether an operator that stays integer rounds a value by itself."""
-        node = self._producers.get(name)
-        if node is not None and node.op_type in CLAMPS:
-            before = self._producers.get(node.input[0])
-            node = before if before is not None and self._tail(before) == name else node
-        # A product of sequences gives floats, and what reads them in integers rounds them.
-        rounds = node is not None and node.op_type != "MatMul" and self._is_rounded(name)
-        return node is not None and rounds and node.output[0] in integers
-
-    def _is_rounded_anyway(self, name: str, integers: Collection[str]) -> bool:
-        """Whether an integer operator gives a value, or another one before reads it."""
-        if self._is_integer_output(name, integers):
-            return True
-        dequantized = [
-            output
-            for quantize in self._readers[name]
-            if quantize.op_type == "QuantizeLinear"
-            for dequantize in self._readers[quantize.output[0]]
-            for output in dequantize.output
-        ]
-        readers = [reader for value in dequantized for reader in self._readers[value]]
-        return any(reader.output[0] in integers for reader in readers)
+        for node in model.graph
+    )
 
 
-def _fitting(weight: Array | None, sizes: Sequence[int], scales: Array) -> Array:
+def _detach_(graph: ir.Graph, layers: Collection[ir.Node]) -> None:
+    """Let layers, and operators that lose their integers with them, read and give floats."""
+    integers: set[ir.Node] = set()
+    """Operators that stay integer."""
+    for node in graph:
+        if _was_integer(node) and node not in layers:
+            source = _source(node.inputs[0])
+            if node.op_type == "Add":
+                is_integer = all(_is_rounded_anyway(_source(t), integers) for t in node.inputs)
+            elif node.op_type in MOVES:
+                is_integer = _is_integer_output(source, integers)
+            else:
+                is_integer = True
+            if is_integer:
+                integers.add(node)
+    # Found first, then replaced: what reads a value says whether it is an integer one.
+    changes = [
+        (node, place, source)
+        for node in graph
+        if node.op_type != "QuantizeLinear" and node not in integers
+        for place, value in enumerate(node.inputs)
+        if (source := _source(value)) is not value and not _is_integer_output(source, integers)
+    ]
+    for node, place, source in changes:
+        node.replace_input_with(place, source)
+
+
+def _use_floats_(graph: ir.Graph, node: ir.Node, weight: Array | None) -> None:
+    """Let a layer multiply with a float weight."""
+    if node.op_type == "MatMulInteger":
+        _use_product_(graph, node, weight)
+        return
+    name = node.outputs[0].name
+    if node.op_type == PACKED_MATMUL:
+        wide = (node.attributes["N"].as_int(), node.attributes["K"].as_int())
+        array = _fitting(weight, wide, _numbers(node.inputs[2])).T
+        become_(node, "MatMul", [node.inputs[0], _add_weight(graph, node, array)])
+        return
+    dequantize = producer(node.inputs[1])
+    transposed = dequantize is not None and dequantize.op_type == "Transpose"
+    if dequantize is not None and transposed:
+        dequantize = producer(dequantize.inputs[0])
+    integers = stored(dequantize.inputs[0]) if dequantize is not None else None
+    if dequantize is None or dequantize.op_type != "DequantizeLinear" or integers is None:
+        names = [value.name for value in inputs_of(node)]
+        raise StageFailed(f"a layer that reads {names} has no dequantized weight")
+    array = _fitting(weight, sizes(integers), _numbers(dequantize.inputs[1]))
+    node.replace_input_with(1, _add_weight(graph, node, array.T if transposed else array))
+    bias = producer(node.inputs[2], "DequantizeLinear") if len(node.inputs) > 2 else None
+    if bias is not None:
+        numbers, scale = map(_numbers, bias.inputs[:2])
+        floats = numbers.astype(np.float32) * scale
+        node.replace_input_with(2, add_tensor(graph, f"{name}_bias", floats))
+
+
+def _use_product_(graph: ir.Graph, node: ir.Node, weight: Array | None) -> None:
+    """Replace MatMulInteger, and the Cast and the Mul after it, by a float product."""
+    names = [value.name for value in inputs_of(node)]
+    ranges = producer(node.inputs[0], "DynamicQuantizeLinear")
+    casts = consumers(node.outputs[0])
+    products = consumers(casts[0].outputs[0]) if len(casts) == 1 else []
+    if ranges is None or len(products) != 1:
+        raise StageFailed(f"a layer that reads {names} has no range of the call's")
+    (product,) = products
+    scale = producer(product.inputs[1])
+    scales = [value for value in (inputs_of(scale) if scale else ()) if stored(value) is not None]
+    if product.op_type != "Mul" or len(scales) != 1:
+        raise StageFailed(f"a layer that reads {names} has no scales of its own")
+    columns, rows = _numbers(node.inputs[1]).shape
+    array = _fitting(weight, (rows, columns), _numbers(scales[0])).T
+    become_(product, "MatMul", [ranges.inputs[0], _add_weight(graph, node, array)])
+
+
+def _add_weight(graph: ir.Graph, node: ir.Node, array: Array) -> ir.Value:
+    floats = np.ascontiguousarray(array, np.float32)
+    return add_tensor(graph, f"{node.outputs[0].name}_weight", floats)
+
+
+def _numbers(value: ir.Value | None) -> Array:
+    tensor = stored(value)
+    if tensor is None:
+        raise StageFailed(f"{value} is computed, expected a stored tensor")
+    return tensor.numpy()
+
+
+def _source(value: ir.Value | None) -> ir.Value | None:
+    """Return the value of which another one is the rounded form; others are their own."""
+    dequantize = producer(value, "DequantizeLinear")
+    quantize = producer(dequantize.inputs[0], "QuantizeLinear") if dequantize else None
+    return quantize.inputs[0] if quantize else value
+
+
+def _was_integer(node: ir.Node) -> bool:
+    """Whether an operator of the whole quantized model is computed in integers."""
+    if node.op_type in LAYERS:
+        is_layer = weight_of(node) is not None and stored(node.inputs[1]) is None
+        return is_layer and _source(node.inputs[0]) is not node.inputs[0]
+    if node.op_type != "Add" and node.op_type not in MOVES:
+        return False
+    values = node.inputs if node.op_type == "Add" else node.inputs[:1]
+    return all(_source(value) is not value for value in values) and _is_rounded(_tail(node))
+
+
+def _is_rounded(value: ir.Value) -> bool:
+    return bool(consumers(value, "QuantizeLinear"))
+
+
+def _tail(node: ir.Node) -> ir.Value:
+    """Return what an operator gives, after a clamp that alone reads it."""
+    value = node.outputs[0]
+    readers = [use.node for use in value.uses()]
+    return readers[0].outputs[0] if len(readers) == 1 and readers[0].op_type in CLAMPS else value
+
+
+def _is_integer_output(value: ir.Value | None, integers: Collection[ir.Node]) -> bool:
+    """Whether an operator that stays integer rounds a value by itself."""
+    node = producer(value)
+    if node is not None and node.op_type in CLAMPS:
+        before = producer(node.inputs[0])
+        node = before if before is not None and _tail(before) is value else node
+    # A product of sequences gives floats, and what reads them in integers rounds them.
+    is_integer = node in integers and node is not None and node.op_type != "MatMul"
+    return is_integer and value is not None and _is_rounded(value)
+
+
+def _is_rounded_anyway(value: ir.Value | None, integers: Collection[ir.Node]) -> bool:
+    """Whether an integer operator gives a value, or another one before reads it."""
+    if value is None or _is_integer_output(value, integers):
+        return value is not None
+    return any(
+        reader in integers
+        for quantize in consumers(value, "QuantizeLinear")
+        for dequantize in consumers(quantize.outputs[0], "DequantizeLinear")
+        for reader in consumers(dequantize.outputs[0])
+    )
+
+
+def _fitting(weight: Array | None, shape: Sequence[int], scales: Array) -> Array:
     """Return a float weight, or one of scales as values; StageFailed if it has other sizes."""
     if weight is None:
-        return np.resize(scales, tuple(sizes))
-    if weight.shape != tuple(sizes):
-        raise StageFailed(f"a float weight has sizes {[*weight.shape]}, expected {[*sizes]}")
+        return np.resize(scales, tuple(shape))
+    if weight.shape != tuple(shape):
+        raise StageFailed(f"a float weight has sizes {[*weight.shape]}, expected {[*shape]}")
     return weight

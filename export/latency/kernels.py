@@ -18,14 +18,12 @@ from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype
 from compress.common.config import Settings
 from compress.common.errors import StageFailed, first_line
 from compress.common.sealed_json import canonical_json, read_state, write_state
-from compress.export.onnx.graph import inputs_of
-from compress.export.onnx.proto_io import read
 from compress.export.onnx.session import exact_session, onnxruntime, session_options
 from compress.profiling.benchmark import MeasuredShare, unmeasurable
 from compress.profiling.call_timer import CallTimer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -78,7 +76,7 @@ def kernels_of(file: Path, inputs: Arrays, threads: int) -> list[Kernel]:
     with TemporaryDirectory(prefix="compress-kernels-") as folder:
         optimized = Path(folder) / "optimized.onnx"
         exact_session(file, threads, optimized)
-        model = read(optimized, weights=True)
+        model = onnx.load(optimized)
     values = {**inputs, **_intermediate_values(model, inputs, file)}
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     return [_kernel(node, weights, values, model) for node in model.graph.node]
@@ -109,7 +107,7 @@ def _kernel(
     values: Arrays,
     model: onnx.ModelProto,
 ) -> Kernel:
-    names = dict.fromkeys(name for name in inputs_of(node) if name)
+    names = dict.fromkeys(name for name in _inputs_of(node) if name)
     constants = tuple(weights[name] for name in names if name in weights)
     # Names inside a body that are neither weights nor values are values of the body itself.
     read_values = {name: values[name] for name in names if name in values and name not in weights}
@@ -141,6 +139,15 @@ def _kernel(
         opsets=tuple(model.opset_import),
         ir_version=model.ir_version,
     )
+
+
+def _inputs_of(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the values that an operator reads, those that its branches take from outside too."""
+    yield from node.input
+    for attribute in node.attribute:
+        yield from (output.name for output in attribute.g.output)
+        for inner in attribute.g.node:
+            yield from _inputs_of(inner)
 
 
 def measure_kernels(kernels: Sequence[Kernel], threads: int) -> list[float]:

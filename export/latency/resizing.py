@@ -10,16 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, count
-from math import ceil, prod
+from math import ceil
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import onnx
-from onnx import numpy_helper
+import onnx_ir as ir
 from scipy.optimize import nnls
 
 from compress.common.errors import StageFailed
-from compress.export.onnx.graph import PACKED_MATMUL
+from compress.export.onnx.graph import PACKED_MATMUL, forget_shapes_, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,12 +51,12 @@ class Sum:
 class ResizableModel:
     """A model whose weights can have other sizes; their values mean nothing then."""
 
-    model: onnx.ModelProto
+    model: ir.Model
     sums: Mapping[int, Sum]
     """Place of an integer, in the order of :func:`_integers` → how it follows from widths."""
 
     @classmethod
-    def fit(cls, exports: Iterable[tuple[Widths, onnx.ModelProto]]) -> Self:
+    def fit(cls, exports: Iterable[tuple[Widths, ir.Model]]) -> Self:
         """Find how the integers of a model follow from its widths.
 
         Args:
@@ -92,32 +91,32 @@ class ResizableModel:
         return cls(models[0], sums)
 
     @classmethod
-    def of_one_size(cls, model: onnx.ModelProto) -> Self:
+    def of_one_size(cls, model: ir.Model) -> Self:
         """Return a model whose widths stay."""
         return cls(_canonical(model), {})
 
-    def resize(self, widths: Mapping[str, Any]) -> onnx.ModelProto:
+    def resize(self, widths: Mapping[str, Any]) -> ir.Model:
         """Return the model at other widths; weights repeat those of the model."""
-        resized = onnx.ModelProto()
-        resized.CopyFrom(self.model)
+        resized = self.model.clone()
+        forget_shapes_(resized.graph)  # those of the model that is resized
         places = count()
 
         def changed(number: int) -> int:
             found = self.sums.get(next(places))
             return number if found is None else found(widths)
 
-        for tensor in resized.graph.initializer:
-            _resize_(tensor, changed)
-        for node in resized.graph.node:
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.INT:
-                    attribute.i = changed(attribute.i)
-                elif attribute.type == onnx.AttributeProto.INTS:
-                    attribute.ints[:] = [*map(changed, attribute.ints)]
-                elif attribute.type == onnx.AttributeProto.TENSOR:
-                    _resize_(attribute.t, changed)
-        # Shapes of values in between are those of the model that was resized.
-        del resized.graph.value_info[:]
+        for name, tensor in resized.graph.initializers.tensor_items():
+            resized.graph.initializers[name].const_value = _resized(tensor, changed)
+        for node in resized.graph:
+            for name, attribute in node.attributes.items():
+                if attribute.type == ir.AttributeType.INT:
+                    node.attributes[name] = ir.AttrInt64(name, changed(attribute.as_int()))
+                elif attribute.type == ir.AttributeType.INTS:
+                    numbers = [*map(changed, attribute.as_ints())]
+                    node.attributes[name] = ir.AttrInt64s(name, numbers)
+                elif attribute.type == ir.AttributeType.TENSOR:
+                    tensor = _resized(attribute.as_tensor(), changed)
+                    node.attributes[name] = ir.AttrTensor(name, tensor)
         return resized
 
     def groups_together(self) -> set[tuple[str, str]]:
@@ -132,15 +131,15 @@ class ResizableModel:
     def _groups(self) -> dict[str, set[str]]:
         places = count()
         groups = {}
-        for tensor in self.model.graph.initializer:
+        for name, tensor in self.model.graph.initializers.tensor_items():
             sums = [self.sums.get(next(places)) for _ in _numbers_of(tensor)]
-            groups[tensor.name] = {g for one in sums if one for g, _ in one.coefficients}
+            groups[name] = {g for one in sums if one for g, _ in one.coefficients}
         return groups
 
 
 def _compared(
-    exports: Sequence[tuple[Widths, onnx.ModelProto]],
-) -> tuple[list[Widths], list[onnx.ModelProto], list[list[int]]]:
+    exports: Sequence[tuple[Widths, ir.Model]],
+) -> tuple[list[Widths], list[ir.Model], list[list[int]]]:
     """Return widths, models with canonical names, and the integers of each."""
     models = [_canonical(model) for _, model in exports]
     columns = [[*_integers(model)] for model in models]
@@ -185,91 +184,93 @@ def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
     return None
 
 
-def _canonical(model: onnx.ModelProto) -> onnx.ModelProto:
+def _canonical(model: ir.Model) -> ir.Model:
     """Return a model with names by the order of use, and vectors and scalars for each reader alone.
 
     Equal ones are shared in a file, such as zero points, and which are equal depends on the widths.
     Scales of groups get an axis of their own, as the size of a flat tensor is no sum over widths.
     """
-    if any(a.type == onnx.AttributeProto.GRAPH for n in model.graph.node for a in n.attribute):
+    if [*model.graph.subgraphs()]:
         return model  # bodies read values of the graph around them by name
-    canonical = onnx.ModelProto()
-    canonical.CopyFrom(model)
+    canonical = model.clone()
     graph = canonical.graph
-    weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in graph.node:
+    weights = {value: value.const_value for value in graph.initializers.values()}
+    for node in graph:
         if node.op_type == PACKED_MATMUL:
-            (outputs,) = (attribute.i for attribute in node.attribute if attribute.name == "N")
-            for name in node.input[2:4]:
-                grouped = onnx.TensorProto()
-                grouped.CopyFrom(weights[name])
-                grouped.dims[:] = [outputs, prod(grouped.dims) // outputs]
-                weights[name] = grouped
-    names = {value.name: value.name for value in (*graph.input, *graph.output)}
-    names[""] = ""  # an input that is left out
-    del graph.initializer[:]
-    for number, node in enumerate(graph.node):
+            outputs = node.attributes["N"].as_int()
+            for value in node.inputs[2:4]:
+                if value is not None and (flat := weights[value]) is not None:
+                    weights[value] = ir.tensor(flat.numpy().reshape(outputs, -1))
+    graph.initializers.clear()
+    for number, node in enumerate(graph):
         node.name = f"n{number}"
-        for i, name in enumerate(node.input):
-            tensor = weights.get(name)
-            if tensor is not None and len(tensor.dims) < 2:
-                node.input[i] = f"c{number}.{i}"
-            elif tensor is not None and name not in names:
-                node.input[i] = names[name] = f"w{number}.{i}"
-            else:
-                node.input[i] = names[name]
+        for i, value in enumerate(node.inputs):
+            tensor = None if value is None else weights.get(value)
+            if value is None or tensor is None:
                 continue
-            graph.initializer.add().CopyFrom(tensor)
-            graph.initializer[-1].name = node.input[i]
-        for i, name in enumerate(node.output):
-            node.output[i] = names.setdefault(name, f"v{number}.{i}")
+            if len(tensor.shape) < 2:
+                own = ir.Value(name=f"c{number}.{i}", const_value=tensor)
+                node.replace_input_with(i, own)
+            elif value.is_initializer():
+                continue
+            else:
+                own = value
+                own.name, own.const_value = f"w{number}.{i}", tensor
+            graph.initializers.add(own)
+        for i, value in enumerate(node.outputs):
+            if value.name and not value.is_graph_output():
+                value.name = f"v{number}.{i}"
     return canonical
 
 
-def _structure(model: onnx.ModelProto) -> bytes:
+def _structure(model: ir.Model) -> bytes:
     """Return all of a model's operators, without integers and weights."""
     nodes = [
-        (n.domain, n.op_type, *n.input, "→", *n.output, *(a.name for a in n.attribute))
-        for n in model.graph.node
+        (
+            *(n.domain, n.op_type, *("" if v is None else v.name for v in n.inputs)),
+            *("→", *(v.name for v in n.outputs), *n.attributes),
+        )
+        for n in model.graph
     ]
-    tensors = [(t.name, t.data_type, len(t.dims)) for t in model.graph.initializer]
+    tensors = [
+        (name, t.dtype.value, len(t.shape)) for name, t in model.graph.initializers.tensor_items()
+    ]
     return repr((nodes, tensors)).encode()
 
 
-def _integers(model: onnx.ModelProto) -> Iterator[int]:
+def _integers(model: ir.Model) -> Iterator[int]:
     """Yield each integer that may differ between exports at other widths."""
-    for tensor in model.graph.initializer:
+    for tensor in model.graph.initializers.tensors():
         yield from _numbers_of(tensor)
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.INT:
-                yield attribute.i
-            elif attribute.type == onnx.AttributeProto.INTS:
-                yield from attribute.ints
-            elif attribute.type == onnx.AttributeProto.TENSOR:
-                yield from _numbers_of(attribute.t)
+    for node in model.graph:
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.INT:
+                yield attribute.as_int()
+            elif attribute.type == ir.AttributeType.INTS:
+                yield from attribute.as_ints()
+            elif attribute.type == ir.AttributeType.TENSOR:
+                yield from _numbers_of(attribute.as_tensor())
 
 
-def _numbers_of(tensor: onnx.TensorProto) -> Iterator[int]:
+def _numbers_of(tensor: ir.TensorProtocol) -> Iterator[int]:
     """Yield a tensor's sizes, and its values where it may be a shape."""
-    yield from tensor.dims
+    yield from sizes(tensor)
     if _may_be_shape(tensor):
-        yield from numpy_helper.to_array(tensor).flatten().tolist()
+        yield from tensor.numpy().flatten().tolist()
 
 
-def _may_be_shape(tensor: onnx.TensorProto) -> bool:
+def _may_be_shape(tensor: ir.TensorProtocol) -> bool:
     # Shapes have 64 bits; 32 bits have the biases of integer layers.
-    is_integer = tensor.data_type == onnx.TensorProto.INT64
-    return is_integer and int(np.prod(tensor.dims)) <= MOST_VALUES
+    return tensor.dtype == ir.DataType.INT64 and tensor.size <= MOST_VALUES
 
 
-def _resize_(tensor: onnx.TensorProto, changed: Callable[[int], int]) -> None:
-    sizes, is_shape = [*map(changed, tensor.dims)], _may_be_shape(tensor)
-    before = numpy_helper.to_array(tensor).flatten().tolist() if is_shape else []
+def _resized(tensor: ir.TensorProtocol, changed: Callable[[int], int]) -> ir.TensorProtocol:
+    shape, is_shape = [*map(changed, sizes(tensor))], _may_be_shape(tensor)
+    before = tensor.numpy().flatten().tolist() if is_shape else []
     numbers = [*map(changed, before)]
-    if sizes == [*tensor.dims] and numbers == before:
-        return
-    values = numpy_helper.to_array(tensor)
+    if shape == [*sizes(tensor)] and numbers == before:
+        return tensor
+    values = tensor.numpy()
     # Repeated rather than random: scales stay positive, and integers in their type's range.
-    array = np.resize(np.array(numbers, values.dtype) if is_shape else values, sizes)
-    tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    array = np.resize(np.array(numbers, values.dtype) if is_shape else values, shape)
+    return ir.tensor(array, dtype=tensor.dtype, name=tensor.name)

@@ -32,7 +32,7 @@ from compress.profiling.interaction_sum import InteractionSum
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import onnx
+    import onnx_ir as ir
     import torch
 
     from compress.artifacts.eager_model import EagerModel
@@ -139,7 +139,7 @@ class OnnxLatency:
             )
             yield measured
 
-    def graph(self, model: EagerModel, context: Context, folder: Path) -> onnx.ModelProto:
+    def graph(self, model: EagerModel, context: Context, folder: Path) -> ir.Model:
         """Quantize and translate a model as the later stages do."""
         quantized: Any = model
         for number, stage in enumerate(self.stages):
@@ -203,7 +203,7 @@ class ServedFile(NamedTuple):
     open: Opener
 
 
-def graph_to_serve(model: EagerModel | GraphModel, title: str) -> onnx.ModelProto:
+def graph_to_serve(model: EagerModel | GraphModel, title: str) -> ir.Model:
     """Return the graph that `export_onnx` writes, which is not compared with the model here."""
     graph, _ = translate(model, None, title)
     compact_(graph)
@@ -211,7 +211,7 @@ def graph_to_serve(model: EagerModel | GraphModel, title: str) -> onnx.ModelProt
     return graph
 
 
-def write_alone(graph: onnx.ModelProto, folder: Path) -> Path:
+def write_alone(graph: ir.Model, folder: Path) -> Path:
     """Write a graph into a new folder of its own, and return the file."""
     folder.mkdir()
     write(graph, folder / "model.onnx")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from random import Random
 
-    import onnx
+    import onnx_ir as ir
     import torch
 
     from compress.export.latency.kernels import Arrays, Kernel, KernelTable
@@ -108,7 +108,7 @@ class WidthCost(NamedTuple):
 class ChangeableModel(Protocol):
     """A model whose widths or formats can be changed without an export."""
 
-    def resize(self, choice: Any, /) -> onnx.ModelProto:
+    def resize(self, choice: Any, /) -> ir.Model:
         """Return the model with other values of some decisions."""
 
 

@@ -1,4 +1,4 @@
-"""ONNX graphs: traversal, stripping, cutting, and counts of what they hold and compute."""
+"""ONNX graphs: what passes build with, stripping, cutting, counts of what is held and computed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import Counter
 from itertools import chain, count, product
 from math import prod
 from string import ascii_letters
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    Documented = (
-        onnx.ModelProto | onnx.GraphProto | onnx.NodeProto | onnx.ValueInfoProto | onnx.TensorProto
-    )
+    import numpy as np
 
 RECURRENT = {"LSTM", "GRU", "RNN"}
 INTEGER_LSTM = "DynamicQuantizeLSTM"
@@ -28,217 +28,273 @@ UNCOUNTED = {"Attention", "DeformConv", "Einsum", "If", "Loop", "Scan"}
 """Operators that multiply, or may, in ways that are not counted."""
 
 WEIGHT_TYPES = {
-    *(onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE),
-    *(onnx.TensorProto.INT8, onnx.TensorProto.UINT8, onnx.TensorProto.INT4),
+    *(ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE),
+    *(ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4),
 }
 
 
-def graphs_in(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield a graph and those inside its control flow, such as the branches of an If."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from graphs_in(attribute.g)
+def producer(value: ir.Value | None, *types: str) -> ir.Node | None:
+    """Return the operator that writes a value, if it is of one of these types, or of any."""
+    node = None if value is None else value.producer()
+    return node if node is None or not types or node.op_type in types else None
 
 
-def inputs_of(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the values that an operator reads, those that its branches take from outside too."""
-    yield from node.input
-    for attribute in node.attribute:
-        yield from (output.name for output in attribute.g.output)
-        for inner in attribute.g.node:
-            yield from inputs_of(inner)
+def inputs_of(node: ir.Node) -> list[ir.Value]:
+    """Return the values that an operator reads, without those that are left out."""
+    return [value for value in node.inputs if value is not None]
 
 
-def strip_(model: onnx.ModelProto) -> None:
+def consumers(value: ir.Value, *types: str) -> list[ir.Node]:
+    """Return the operators that read a value, each once: those of some types, or all."""
+    nodes = dict.fromkeys(use.node for use in value.uses())
+    return [node for node in nodes if not types or node.op_type in types]
+
+
+def stored(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Return the tensor that a graph stores for a value; None where it is computed or given."""
+    return value.const_value if value is not None and value.is_initializer() else None
+
+
+def sizes(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    """Return a stored tensor's sizes."""
+    return tuple(tensor.shape.numpy())
+
+
+def add_tensor(graph: ir.Graph, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
+    """Store an array in a graph, and return its value."""
+    value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+    graph.initializers.add(value)
+    return value
+
+
+def become_(
+    node: ir.Node,
+    operator: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    domain: str = "",
+) -> None:
+    """Turn an operator into another one that writes the same values, in place."""
+    node.op_type, node.domain = operator, domain
+    made = ir.node(operator, (), attributes).attributes
+    node.attributes.clear()
+    node.attributes.update(made)
+    node.resize_inputs(len(inputs))
+    for place, value in enumerate(inputs):
+        node.replace_input_with(place, value)
+
+
+def strip_(model: ir.Model) -> None:
     """Drop stack traces, default attributes and long names, in place."""
     # The stack traces beside every operator would also make the file depend on the folder it was
     # made in; in a small model they and the names outweigh the weights.
+    opset = model.opset_imports[""]
     _clear_(model)
-    for graph in graphs_in(model.graph):
+    for graph in model.graphs():
         _clear_(graph)
-        del graph.value_info[:]  # the runtime infers them again
-        for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
-            _clear_(part)
-        for tensor in graph.initializer:
-            if not tensor.data_location:
-                tensor.ClearField("data_location")  # onnx.load leaves the default there
-        for node in graph.node:
+        for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
+            _clear_(value)
+        forget_shapes_(graph)  # the runtime infers them again
+        for node in graph:
+            _clear_(node)
+            node.name = ""  # of None, a copy of the graph would make a name
             if node.domain:  # onnx has no schema of onnxruntime's own operators
                 continue
-            schema = onnx.defs.get_schema(node.op_type, model.opset_import[0].version)
-            defaults = {k: v.default_value for k, v in schema.attributes.items()}
-            needed = [
-                a
-                for a in node.attribute
-                if a.SerializeToString() != defaults[a.name].SerializeToString()
-                and set(a.ints) != {UNIT_STEPS.get(a.name)}
-            ]
-            del node.attribute[:]
-            node.attribute.extend(needed)
-    _shorten_names_(model.graph)
+            schema = onnx.defs.get_schema(node.op_type, opset).attributes
+            for name, attribute in [*node.attributes.items()]:
+                own = ir.to_proto(attribute).SerializeToString()
+                is_default = own == schema[name].default_value.SerializeToString()
+                is_unit = name in UNIT_STEPS and {*attribute.as_ints()} == {UNIT_STEPS[name]}
+                if is_default or is_unit:
+                    del node.attributes[name]
+    _shorten_names_(model)
 
 
-def keep_outputs_(model: onnx.ModelProto, names: Sequence[str]) -> None:
-    """Keep some outputs, in the order named, with what they need and all inputs, in place."""
-    graph = model.graph
-    values = {output.name: output for output in graph.output}
-    outputs = [values[name] for name in names]
-    graph.ClearField("output")
-    graph.output.extend(outputs)
-    remove_unread_(graph)
+def forget_shapes_(graph: ir.Graph) -> None:
+    """Forget the types and shapes of values between inputs and outputs, in place."""
+    written = (value for node in graph for value in node.outputs)
+    for value in chain(graph.initializers.values(), written):
+        if not (value.is_graph_input() or value.is_graph_output()):
+            value.type = value.shape = None
 
 
-def remove_unread_(graph: onnx.GraphProto) -> None:
+def _clear_(part: Any) -> None:
+    part.doc_string = None
+    part.metadata_props.clear()
+
+
+def _shorten_names_(model: ir.Model) -> None:
+    """Rename every value but the model's inputs and outputs: a, b, c … in order of appearance."""
+    public = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+    letters = (map("".join, product(ascii_letters, repeat=length)) for length in count(1))
+    unused = (name for name in chain.from_iterable(letters) if name not in public)
+    names: dict[str | None, Any] = {"": "", **{name: name for name in public}}
+    # By name, not by value: a name may stand for one value in each branch of an If.
+    values = dict.fromkeys(values_in_order(model))
+    for value in values:
+        if value.name not in names:
+            names[value.name] = next(unused)
+    rename_values_(model, values, names)
+
+
+def values_in_order(model: ir.Model) -> Iterator[ir.Value]:
+    """Yield the values of a model in the order of appearance, some of them several times."""
+    for graph in model.graphs():
+        for node in graph:
+            yield from inputs_of(node)
+            yield from node.outputs
+        yield from chain(graph.initializers.values(), graph.inputs, graph.outputs)
+
+
+def rename_values_(model: ir.Model, values: Iterable[ir.Value], names: Mapping[Any, str]) -> None:
+    """Rename values by their names, in place; initializers keep their order."""
+    held = [(graph, [*graph.initializers.values()]) for graph in model.graphs()]
+    for graph, _ in held:
+        graph.initializers.clear()
+    for value in values:
+        value.name = names.get(value.name, value.name)
+    for graph, initializers in held:
+        for value in initializers:
+            graph.initializers.add(value)
+
+
+def remove_unread_(model: ir.Model) -> None:
     """Remove operators and tensors that no output needs, in place."""
-    needed = {output.name for output in graph.output}
-    for place in reversed(range(len(graph.node))):
-        if needed & set(graph.node[place].output):
-            needed |= set(inputs_of(graph.node[place]))
-        else:
-            del graph.node[place]
-    # One by one: to clear and extend would copy the weights.
-    for place in reversed(range(len(graph.initializer))):
-        if graph.initializer[place].name not in needed:
-            del graph.initializer[place]
+    RemoveUnusedNodesPass()(model)
 
 
-def count_operators(model: onnx.ModelProto) -> dict[str, int]:
+def count_operators(model: ir.Model) -> dict[str, int]:
     """Return how many operators of each type a model has."""
-    return dict(sorted(Counter(node.op_type for node in model.graph.node).items()))
+    return dict(sorted(Counter(node.op_type for node in model.graph).items()))
 
 
-def count_weights(model: onnx.ModelProto) -> int:
+def count_weights(model: ir.Model) -> int:
     """Count the elements of all weights, see :func:`weight_elements`."""
     return sum(weight_elements(model).values())
 
 
-def weight_elements(model: onnx.ModelProto) -> dict[str, int]:
+def weight_elements(model: ir.Model) -> dict[str, int]:
     """Return stored tensor → elements: of floats, and of integers of 8 bits or dequantized ones.
 
     Scales, zero points, shapes and scalars are not weights.
     """
-    graph = model.graph
-    parameters = set(_scales_and_zero_points(graph))
-    quantizing = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    dequantized = {n.input[0] for n in quantizing if n.op_type == "DequantizeLinear"}
-    products = [node for node in graph.node if node.op_type == PACKED_MATMUL]
-    tables = {node.input[0] for node in graph.node if node.op_type == PACKED_GATHER}
-    plain = {
-        # Two of four bits in a byte.
-        tensor.name: prod(tensor.dims) * (2 if tensor.name in tables else 1)
-        for tensor in graph.initializer
-        if tensor.dims and tensor.name not in parameters
-        if tensor.data_type in WEIGHT_TYPES or tensor.name in dequantized
+    parameters = {value for node in model.graph for value in _scales_and_zero_points(node)}
+    elements = {}
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        dequantized = any(
+            use.node.op_type == "DequantizeLinear" and use.idx == 0 for use in value.uses()
+        )
+        if tensor is None or not tensor.shape or value in parameters:
+            continue
+        if tensor.dtype in WEIGHT_TYPES or dequantized:
+            # Two of four bits in a byte.
+            is_table = any(
+                use.idx == 0 for use in value.uses() if use.node.op_type == PACKED_GATHER
+            )
+            elements[name] = tensor.size * (2 if is_table else 1)
+    products = (node for node in model.graph if node.op_type == PACKED_MATMUL)
+    packed = {
+        str(node.inputs[1].name): prod(_features(node)) for node in products if node.inputs[1]
     }
-    return plain | {node.input[1]: prod(_sizes(node)) for node in products}
+    return elements | packed
 
 
-def _scales_and_zero_points(graph: onnx.GraphProto) -> Iterator[str]:
-    columns = {t.name for t in graph.initializer if list(t.dims[1:]) == [1]}
-    integers = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.INT8}
-    cast_to_float = {
-        n.output[0] for n in graph.node if n.op_type == "Cast" and n.input[0] in integers
+def _scales_and_zero_points(node: ir.Node) -> Sequence[ir.Value | None]:
+    """Return the inputs of an operator that are scales or zero points, or packed with them."""
+    first = {
+        **{"QuantizeLinear": 1, "DequantizeLinear": 1, "MatMulInteger": 2},
+        **{PACKED_MATMUL: 1, PACKED_GATHER: 2, INTEGER_LSTM: 8},
     }
-    at_run_time = {n.output[1] for n in graph.node if n.op_type == "DynamicQuantizeLinear"}
-    sums = {n.output[0] for n in graph.node if n.op_type == "MatMulInteger"}
-    float_sums = {n.output[0] for n in graph.node if n.op_type == "Cast" and n.input[0] in sums}
-    by_row = {n.output[0] for n in graph.node if n.op_type == "Mul" and n.input[0] in float_sums}
-    for node in graph.node:
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            yield from node.input[1:]
-        elif node.op_type == "MatMulInteger":
-            yield from node.input[2:]
-        elif node.op_type == PACKED_MATMUL:
-            yield from node.input[1:]
-        elif node.op_type == PACKED_GATHER:
-            yield from node.input[2:]
-        elif node.op_type == INTEGER_LSTM:
-            yield from node.input[8:]
-        elif node.op_type == "Mul" and node.input[0] in cast_to_float | at_run_time | by_row:
-            yield node.input[1]
-        elif node.op_type == "Gather" and node.input[0] in columns:
-            yield node.input[0]  # one scale for each row of a table
+    if node.op_type in first:
+        return node.inputs[first[node.op_type] :]
+    source = node.inputs[0] if node.inputs else None
+    if node.op_type == "Mul" and _is_scaled(source):
+        return node.inputs[1:2]
+    table = stored(source)
+    if node.op_type == "Gather" and table is not None and sizes(table)[1:] == (1,):
+        return (source,)  # one scale for each row of a table
+    return ()
 
 
-def count_macs(model: onnx.ModelProto) -> int | None:
+def _is_scaled(value: ir.Value | None) -> bool:
+    """Whether a factor of a value is the scale of integers that it was made of."""
+    node = producer(value, "Cast", "DynamicQuantizeLinear", "Mul")
+    if node is None or value is None:
+        return False
+    if node.op_type == "DynamicQuantizeLinear":
+        return value.index() == 1
+    if node.op_type == "Cast":
+        weight = stored(node.inputs[0])
+        return weight is not None and weight.dtype == ir.DataType.INT8
+    cast = producer(node.inputs[0], "Cast")
+    return cast is not None and producer(cast.inputs[0], "MatMulInteger") is not None
+
+
+def count_macs(model: ir.Model) -> int | None:
     """Count the multiply-accumulates of convolutions, products and recurrent layers for one sample.
 
     None where the shapes cannot be inferred, or an operator's products cannot be counted.
     """
-    sized = onnx.ModelProto()
-    sized.CopyFrom(model)
-    for value in sized.graph.input:
-        for axis, size in enumerate(value.type.tensor_type.shape.dim):
-            if size.dim_param:
-                size.dim_value = 8 if axis else 1  # as in Signature.example
-    _replace_packed_operators_(sized.graph)
-    inferred = onnx.shape_inference.infer_shapes(sized, data_prop=True).graph
-    shapes = {tensor.name: tuple(tensor.dims) for tensor in inferred.initializer}
-    for value in (*inferred.input, *inferred.value_info, *inferred.output):
-        shape = value.type.tensor_type.shape
-        shapes[value.name] = tuple(d.dim_value for d in shape.dim)
-    total: int = 0
-    for node in inferred.node:
-        macs = _macs(node, shapes)
-        if macs is None:
-            return None
-        total += macs
-    batch: int = prod(shapes[inferred.input[0].name][:1])
-    return total // batch
+    sized = model.clone()
+    graph = sized.graph
+    for value in graph.inputs:
+        for axis, size in enumerate(shape := value.shape or ir.Shape([])):
+            if isinstance(size, ir.SymbolicDim) and size.value:
+                shape[axis] = 8 if axis else 1  # as in Signature.example
+    batch = prod(_shape(graph.inputs[0])[:1])
+    for node in graph:
+        _use_standard_operator_(graph, node)
+    ShapeInferencePass(check_type=False, strict_mode=False)(sized)
+    macs = [_macs(node) for node in graph]
+    return None if None in macs else sum(n for n in macs if n) // batch
 
 
-def _replace_packed_operators_(graph: onnx.GraphProto) -> None:
-    """Replace operators with packed weights by standard ones, in place, for shape inference."""
-    sizes = {tensor.name: tensor.dims for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == INTEGER_LSTM:
-            for place in (1, 2):
-                inputs, gates = sizes[node.input[place]][1:]
-                shape = (sizes[node.input[place]][0], gates, inputs)
-                node.input[place] += "_floats"
-                graph.input.append(
-                    onnx.helper.make_tensor_value_info(
-                        node.input[place], onnx.TensorProto.FLOAT, shape
-                    )
-                )
-            node.op_type, node.domain = "LSTM", ""
-            del node.input[8:]
-        if node.op_type == PACKED_GATHER:
-            rows, half = sizes[node.input[0]]
-            table = onnx.helper.make_tensor_value_info(
-                f"{node.output[0]}_table", onnx.TensorProto.FLOAT, (rows, 2 * half)
-            )
-            graph.input.append(table)
-            gather = onnx.helper.make_node("Gather", [table.name, node.input[1]], node.output)
-            node.CopyFrom(gather)
-        if node.op_type == PACKED_MATMUL:
-            weight = onnx.helper.make_tensor_value_info(
-                f"{node.output[0]}_weight", onnx.TensorProto.FLOAT, _sizes(node)
-            )
-            graph.input.append(weight)
-            node.CopyFrom(
-                onnx.helper.make_node("MatMul", [node.input[0], weight.name], node.output)
-            )
+def _use_standard_operator_(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace an operator with packed weights by a standard one, in place, for shape inference."""
+
+    def floats(place: int, *shape: int) -> ir.Value:
+        name = f"{node.outputs[0].name}_floats{place}"
+        graph.inputs.append(ir.val(name, ir.DataType.FLOAT, shape))
+        return graph.inputs[-1]
+
+    inputs, packed = [*node.inputs], [sizes(t) if (t := stored(v)) else () for v in node.inputs]
+    if node.op_type == INTEGER_LSTM:
+        for place in (1, 2):
+            directions, features, gates = packed[place]
+            inputs[place] = floats(place, directions, gates, features)
+        become_(node, "LSTM", inputs[:8], node.attributes)
+    elif node.op_type == PACKED_GATHER:
+        rows, half = packed[0]
+        become_(node, "Gather", [floats(0, rows, 2 * half), inputs[1]])
+    elif node.op_type == PACKED_MATMUL:
+        become_(node, "MatMul", [inputs[0], floats(1, *_features(node))])
 
 
-def _sizes(node: onnx.NodeProto) -> tuple[int, int]:
+def _features(node: ir.Node) -> tuple[int, int]:
     """Return the input and output features of a MatMulNBits."""
-    sizes: dict[str, int] = {a.name: a.i for a in node.attribute}
-    return sizes["K"], sizes["N"]
+    return node.attributes["K"].as_int(), node.attributes["N"].as_int()
 
 
-def _macs(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+def _shape(value: ir.Value | None) -> tuple[int, ...]:
+    """Return a value's sizes, with 0 for those that are not known."""
+    if value is None:
+        return (0,)
+    shape = value.shape if value.const_value is None else value.const_value.shape
+    return (0,) if shape is None else tuple(d if isinstance(d, int) else 0 for d in shape)
+
+
+def _macs(node: ir.Node) -> int | None:
     """Count the multiply-accumulates of one operator; None where that is not known."""
     if node.op_type in UNCOUNTED:
         return None
     if node.op_type not in COUNTED:
         return 0
-    left, right = (shapes.get(name, (0,)) for name in node.input[:2])
+    left, right = map(_shape, node.inputs[:2])
     if node.op_type in RECURRENT:
         # Sequence and batch come first in either layout; each step reads both weights once.
-        steps, recurrent = prod(left[:2]), shapes.get(node.input[2], (0,))
+        steps, recurrent = prod(left[:2]), _shape(node.inputs[2])
         macs = steps * (prod(right) + prod(recurrent)) if prod(recurrent) and prod(right) else 0
     elif node.op_type == "ConvTranspose":
         macs = prod(left) * prod(right[1:])
@@ -248,33 +304,6 @@ def _macs(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int | 
         elif node.op_type in ("MatMul", "MatMulInteger"):
             reduced = left[-1] or right[-2:][0]  # one of them may not have been inferred
         else:
-            transposed = any(a.name == "transA" and a.i for a in node.attribute)
-            reduced = left[0] if transposed else left[-1]
-        macs = prod(shapes.get(node.output[0], (0,))) * reduced
+            reduced = left[0] if node.attributes.get_int("transA") else left[-1]
+        macs = prod(_shape(node.outputs[0])) * reduced
     return macs or None  # 0: a shape was not inferred
-
-
-def _clear_(part: Documented) -> None:
-    part.ClearField("doc_string")
-    del part.metadata_props[:]
-
-
-def _shorten_names_(graph: onnx.GraphProto) -> None:
-    """Rename every value but the model's inputs and outputs: a, b, c … in order of appearance."""
-    public = {value.name for value in (*graph.input, *graph.output)}
-    letters = (map("".join, product(ascii_letters, repeat=length)) for length in count(1))
-    unused = (name for name in chain.from_iterable(letters) if name not in public)
-    names: dict[str, str] = {"": "", **{name: name for name in public}}
-
-    def short(name: str) -> str:
-        if name not in names:
-            names[name] = next(unused)
-        return names[name]
-
-    for part in graphs_in(graph):
-        for node in part.node:
-            node.name = ""
-            node.input[:] = [short(name) for name in node.input]
-            node.output[:] = [short(name) for name in node.output]
-        for value in (*part.initializer, *part.input, *part.output):
-            value.name = short(value.name)

@@ -7,13 +7,13 @@ from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from compress.export.onnx.graph import UNCOUNTED
+from compress.export.onnx.graph import UNCOUNTED, sizes, stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import onnx
+    import onnx_ir as ir
 
 RECURRENT = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
 CONVOLUTIONS = {"Conv", "FusedConv", "ConvTranspose", "ConvInteger", "QLinearConv"}
@@ -39,9 +39,9 @@ ACTIVATIONS_IN_8_BITS = 4
 """Value of `accuracy_level` with which MatMulNBits rounds its input, and multiplies integers."""
 
 
-def count_kernels(optimized: onnx.ModelProto) -> dict[str, dict[str, int]]:
+def count_kernels(optimized: ir.Model) -> dict[str, dict[str, int]]:
     """Return how many integer and float kernels the heavy operators of a rewritten model are."""
-    kernels = Counter(node.op_type for node in optimized.graph.node)
+    kernels = Counter(node.op_type for node in optimized.graph)
     return {
         "integer_kernels": {k: kernels[k] for k in sorted(kernels) if is_integer_kernel(k)},
         "float_kernels": {k: kernels[k] for k in sorted(FLOAT_KERNELS & kernels.keys())},
@@ -53,7 +53,7 @@ def is_integer_kernel(operator: str) -> bool:
     return operator in INTEGER_KERNELS or operator.startswith("QLinear")
 
 
-def integer_macs_share(optimized: onnx.ModelProto, profile: Path) -> float | None:
+def integer_macs_share(optimized: ir.Model, profile: Path) -> float | None:
     """Return the share of the multiply-accumulates of a profiled call that integer kernels did.
 
     None where an operator's products cannot be counted, or nothing is multiplied.
@@ -65,14 +65,13 @@ def integer_macs_share(optimized: onnx.ModelProto, profile: Path) -> float | Non
     events = [e for e in json.loads(profile.read_text("utf-8")) if is_kernel_call(e)]
     # Both are in onnxruntime's topological order; names are missing or made up.
     operators = [event["args"]["op_name"] for event in events]
-    if [node.op_type for node in optimized.graph.node] != operators:
+    if [node.op_type for node in optimized.graph] != operators:
         return None
-    weights = {tensor.name: tuple(tensor.dims) for tensor in optimized.graph.initializer}
     macs: Counter[bool] = Counter()
-    for node, event in zip(optimized.graph.node, events, strict=True):
+    for node, event in zip(optimized.graph, events, strict=True):
         if node.op_type in UNCOUNTED_KERNELS:
             return None
-        count, in_integers = kernel_macs(node, event["args"], weights)
+        count, in_integers = kernel_macs(node, event["args"])
         macs[in_integers] += count
     return macs[True] / macs.total() if macs.total() else None
 
@@ -82,15 +81,12 @@ def is_kernel_call(event: Mapping[str, Any]) -> bool:
     return event["cat"] == "Node" and str(event["name"]).endswith(KERNEL_TIME)
 
 
-def kernel_macs(
-    node: onnx.NodeProto, arguments: Mapping[str, Any], weights: Mapping[str, tuple[int, ...]]
-) -> tuple[int, bool]:
+def kernel_macs(node: ir.Node, arguments: Mapping[str, Any]) -> tuple[int, bool]:
     """Return a kernel's multiply-accumulates, and whether it does them in integers.
 
     Args:
         node: an operator as onnxruntime rewrote it.
         arguments: of the event of its call in a profile.
-        weights: stored tensor → sizes.
     """
     in_integers = is_integer_kernel(node.op_type)
     if node.op_type not in COUNTED:
@@ -99,17 +95,17 @@ def kernel_macs(
         [tuple(shape) for tensor in arguments[key] for shape in tensor.values()]
         for key in ("input_type_shape", "output_type_shape")
     )
-    attributes: dict[str, Any] = {a.name: a.i for a in node.attribute}
+    weights = [sizes(tensor) if (tensor := stored(value)) else () for value in node.inputs]
     if node.op_type in RECURRENT:
         # Sequence and batch come first in either layout; each step reads both weights once.
-        size = sum(prod(weights.get(name, ())) for name in node.input[1:3])
+        size = sum(map(prod, weights[1:3]))
         return prod(inputs[0][:2]) * size, in_integers
     if node.op_type in CONVOLUTIONS:
         # The profile leaves out weights that onnxruntime packed.
-        weight = weights.get(node.input[3 if node.op_type == "QLinearConv" else 1]) or inputs[1]
+        weight = weights[3 if node.op_type == "QLinearConv" else 1] or inputs[1]
         read = inputs[0] if node.op_type == "ConvTranspose" else outputs[0]
         return prod(read) * prod(weight[1:]), in_integers
     if node.op_type == PACKED_MATMUL:
-        in_integers = attributes.get("accuracy_level") == ACTIVATIONS_IN_8_BITS
-    reduced = inputs[0][-2 if attributes.get("transA") else -1]
+        in_integers = node.attributes.get_int("accuracy_level") == ACTIVATIONS_IN_8_BITS
+    reduced = inputs[0][-2 if node.attributes.get_int("transA") else -1]
     return prod(outputs[0]) * reduced, in_integers

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import re
+import sys
 import warnings
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from onnxscript.values import TracedOnnxFunction
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+from torch.onnx._internal.fx.passes import type_promotion
 
 from compress.common.errors import StageFailed, first_line
+from compress.common.process import gc_disabled
 from compress.export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
-from compress.export.onnx.lowering import cached_registry, numbers_for_tensors
-from compress.export.onnx.metadata import INPUT, OUTPUT, rename_values_
+from compress.export.onnx.metadata import INPUT, OUTPUT, name_values_
 from compress.export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_
 from compress.export.onnx.passes.float_layers import (
@@ -23,23 +30,17 @@ from compress.export.onnx.passes.float_layers import (
     separate_transposes_,
 )
 from compress.export.onnx.passes.matmul_nbits import use_packed_weights
-from compress.export.onnx.passes.operator_forms import TRANSLATIONS as ATTENTION
-from compress.export.onnx.passes.operator_forms import TRANSLATIONS as POOLING
-from compress.export.onnx.passes.operator_forms import TRANSLATIONS as STABLE
+from compress.export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
 from compress.export.onnx.passes.rnn import lower_quantized_rnns_
-from compress.export.onnx.passes.stored_integers import (
-    INT4_OPSET,
-    has_four_bit_weights,
-)
-from compress.export.onnx.proto_io import to_proto
+from compress.export.onnx.passes.stored_integers import INT4_OPSET, has_four_bit_weights
 from compress.graph.axis_bounds import dynamic_shapes
-from compress.graph.library_cache import cached_composite_ops
+from compress.graph.library_cache import cached_composite_ops, patched_attribute
 from compress.graph.rnn import any_sequence_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import onnx
+    import onnx_ir as ir
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
@@ -53,18 +54,19 @@ UNHELPFUL = (
     *("torchvision is not installed", "Evaluation failed", "Failed to infer the signature"),
     *("Skipping constant folding", "Skipped deduplication"),
 )
-TRANSLATIONS = {**DYNAMIC, **STABLE, **ATTENTION, **POOLING}
+TRANSLATIONS = {**DYNAMIC, **FORMS}
 """Operators that torch's exporter has no ONNX form for, or one that loses digits → our form."""
+_build_registry = ONNXRegistry.from_torchlib
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def lower(
     program: ExportedProgram, signature: Signature, opset: int | None, *, free_weights: bool = False
-) -> onnx.ModelProto:
+) -> ir.Model:
     """Translate a program; inputs, outputs and axes get the signature's names.
 
-    Without an `opset` it is the exporter's default. `free_weights` empties the program's weights,
-    so that memory holds them once.
+    Without an `opset` it is the exporter's default. The model's weights are the program's own,
+    but where it has a transposed or folded copy: `free_weights` empties what it does not read.
 
     Raises:
         StageFailed: an operator has no ONNX form, or the operator set is not available.
@@ -104,15 +106,22 @@ def lower(
         raise StageFailed(f"the model has no ONNX form: {innermost_reason(error)}") from error
     if exported is None:
         raise StageFailed("torch.onnx.export gave nothing back, expected a model")
-    model = to_proto(exported, free_weights=free_weights)
-    rename_values_(model, inputs | outputs)
+    model = exported.model
+    if free_weights:
+        # Deleting the program would not free them: onnxscript (0.7) references the last graphs that
+        # it rewrote.
+        read = {id(getattr(tensor, "raw", None)) for tensor in model.graph.initializers.tensors()}
+        for weight in program.state_dict.values():
+            if id(weight) not in read:
+                weight.data = weight.data.new_empty(0)
+    name_values_(model, inputs | outputs)
     lower_quantized_rnns_(model)
     fuse_integer_products_(model)
     separate_float_layers_(model)
     separate_shared_integers_(model)
     if half:
         separate_transposes_(model)
-    written = model.opset_import[0].version
+    written = model.opset_imports[""]
     if opset is not None and written != opset:
         raise StageFailed(f"opset {opset} was asked for and the exporter wrote {written}")
     return model
@@ -164,3 +173,44 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(matters)
+
+
+@contextmanager
+def cached_registry() -> Iterator[None]:
+    """Have torch's exporter use a copy of a cached table of operators, in a block."""
+
+    # torch 2.13 builds it from 600 functions in each export: a third of a small model's time.
+    def copy_of_registry(**version: int) -> Any:
+        # Operators that are not registered yet are left out, and torchvision registers its own.
+        registry = copy.copy(_registry("torchvision" in sys.modules, **version))
+        registry.functions = {name: [*forms] for name, forms in registry.functions.items()}
+        return registry
+
+    with patched_attribute(ONNXRegistry, "from_torchlib", staticmethod(copy_of_registry)):
+        yield
+
+
+@contextmanager
+def numbers_for_tensors() -> Iterator[None]:
+    """Have torch's exporter take numbers for operands that are tensors, as calls do, in a block."""
+    # Of `1.0 - integers`, torch 2.13 makes `sub.Tensor(1.0, floats)`, whose overload it then does
+    # not find: its check of types takes no number for a tensor.
+    find: Any = getattr(type_promotion, "find_compatible_op_overload", None)
+
+    def find_overload(packet: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        try:
+            return find(packet, args, named)
+        except RuntimeError:
+            as_tensors = (torch.tensor(x) if isinstance(x, int | float) else x for x in args)
+            return find(packet, tuple(as_tensors), named)
+
+    with patched_attribute(type_promotion, "find_compatible_op_overload", find_overload):
+        yield
+
+
+@functools.cache
+def _registry(_vision: bool, **version: int) -> Any:
+    # onnxscript 0.7 parses the source of each function to find its domain, which is its opset's.
+    domain_alone = property(lambda self: SimpleNamespace(domain=self.opset.domain))
+    with gc_disabled(), patched_attribute(TracedOnnxFunction, "function_ir", domain_alone):
+        return _build_registry(**version)

@@ -9,12 +9,12 @@ from compress import __version__
 from compress.artifacts.carried_files import IMAGES, TOKENIZER
 from compress.common.errors import StageFailed
 from compress.common.sealed_json import canonical_json
-from compress.export.onnx.graph import graphs_in
+from compress.export.onnx.graph import rename_values_, values_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import onnx
+    import onnx_ir as ir
 
     from compress.artifacts.artifact import Artifact
 
@@ -24,9 +24,7 @@ OUTPUT = "compress_output_{}"
 a name that an output is given, and the graph is then invalid."""
 
 
-def add_metadata_(
-    model: onnx.ModelProto, source: Artifact, class_names: Sequence[str]
-) -> tuple[str, ...]:
+def add_metadata_(model: ir.Model, source: Artifact, class_names: Sequence[str]) -> tuple[str, ...]:
     """Write properties into a model, in place: each a JSON text, the same for the same source.
 
     Without ``class_names`` those of the source's Hugging Face config are written, if they are as
@@ -55,22 +53,22 @@ def add_metadata_(
         }
     if preprocessing:
         properties["preprocessing"] = preprocessing
-    for key in sorted(properties):
-        model.metadata_props.add(key=key, value=canonical_json(properties[key]))
+    model.metadata_props.update(
+        (key, canonical_json(properties[key])) for key in sorted(properties)
+    )
     return tuple(class_names)
 
 
-def class_names_in(model: onnx.ModelProto) -> list[str]:
+def class_names_in(properties: Mapping[str, str]) -> list[str]:
     """Return the names of classes in a model's properties; empty where it holds none as JSON."""
-    texts = [entry.value for entry in model.metadata_props if entry.key == "class_names"]
     try:
-        names: Any = json.loads(texts[0]) if texts else []
+        names: Any = json.loads(properties.get("class_names", "[]"))
     except (ValueError, RecursionError):
         return []
     return names if isinstance(names, list) and all(isinstance(n, str) for n in names) else []
 
 
-def check_class_count(model: onnx.ModelProto, class_names: Sequence[str]) -> None:
+def check_class_count(model: ir.Model, class_names: Sequence[str]) -> None:
     """Raise StageFailed where the first output has another number of classes, if it is known."""
     classes = class_count(model)
     if classes and classes != len(class_names):
@@ -79,27 +77,18 @@ def check_class_count(model: onnx.ModelProto, class_names: Sequence[str]) -> Non
         )
 
 
-def class_count(model: onnx.ModelProto) -> int:
+def class_count(model: ir.Model) -> int:
     """Return the size of the first output's last axis; 0 where it is not fixed."""
-    axes = model.graph.output[0].type.tensor_type.shape.dim
-    return axes[-1].dim_value if axes else 0
+    shape = model.graph.outputs[0].shape
+    return size if shape and isinstance(size := shape[-1], int) else 0
 
 
-def rename_values_(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
+def name_values_(model: ir.Model, names: Mapping[str, str]) -> None:
     """Rename values, in place; an inner value that already has a new name gets another one."""
-    graphs = list(graphs_in(model.graph))
-    taken = set()
-    for graph in graphs:
-        values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
-        taken |= {value.name for value in values}
-        taken |= {name for node in graph.node for name in (*node.input, *node.output)}
+    values = [*dict.fromkeys(values_in_order(model))]
+    taken = {value.name for value in values}
     renamed = dict(names)
-    for name in sorted(taken & set(names.values()) - names.keys()):
+    for name in sorted({n for n in names.values() if n in taken} - names.keys()):
         number = next(i for i in range(len(taken) + 1) if f"{name}_inside_{i}" not in taken)
         renamed[name] = f"{name}_inside_{number}"
-    for graph in graphs:
-        for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-            value.name = renamed.get(value.name, value.name)
-        for node in graph.node:
-            node.input[:] = [renamed.get(n, n) for n in node.input]
-            node.output[:] = [renamed.get(n, n) for n in node.output]
+    rename_values_(model, values, renamed)

@@ -17,7 +17,7 @@ from compress.export.common.int8_sums import has_16_bit_sums
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import onnx
+    import onnx_ir as ir
 
     from compress.common.forward import Predictor
 
@@ -101,13 +101,14 @@ def plain_session_error(
     return max(map(relative_error, exact(*inputs), plain(*inputs)), default=0.0)
 
 
-def optimize(model: onnx.ModelProto, level: Literal["basic", "extended"]) -> onnx.ModelProto:
-    """Return a model as onnxruntime rewrites it; a large model given to it loses its weights.
+def optimize(model: ir.Model, level: Literal["basic", "extended"]) -> ir.Model:
+    """Return a model as onnxruntime rewrites it.
 
     Level `basic` folds constants and BatchNorm, and gives standard operators; `extended` also fuses
     them into onnxruntime's own, which no other runtime knows.
     """
-    from compress.export.onnx.graph import graphs_in
+    from onnx_ir.passes.common import RemoveUnusedOpsetsPass
+
     from compress.export.onnx.proto_io import read, write
 
     levels = onnxruntime.GraphOptimizationLevel
@@ -120,12 +121,10 @@ def optimize(model: onnx.ModelProto, level: Literal["basic", "extended"]) -> onn
         options.graph_optimization_level = chosen
         _session(file, options)
         rewritten = read(optimized, weights=True)
-    # onnxruntime lists all operator sets that it knows.
-    used = {"", *(node.domain for graph in graphs_in(rewritten.graph) for node in graph.node)}
-    versions = {o.domain: o.version for o in rewritten.opset_import if o.domain in used}
-    del rewritten.opset_import[:]
-    for domain, version in sorted(versions.items()):
-        rewritten.opset_import.add(domain=domain, version=version)
+    RemoveUnusedOpsetsPass()(rewritten)  # onnxruntime lists all operator sets that it knows
+    used = sorted(rewritten.opset_imports.items())
+    rewritten.opset_imports.clear()
+    rewritten.opset_imports.update(used)
     return rewritten
 
 

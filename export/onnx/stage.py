@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Set
     from pathlib import Path
 
-    import onnx
+    import onnx_ir as ir
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
@@ -138,7 +138,7 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         """Translate and write a model, and free its memory."""
         from compress.export.onnx.graph import count_operators, strip_
         from compress.export.onnx.metadata import add_metadata_
-        from compress.export.onnx.proto_io import write, write_mapped
+        from compress.export.onnx.proto_io import free_weights_, write, write_mapped
         from compress.profiling.rss import release_memory
 
         graph, translation = self.translated(model)
@@ -153,7 +153,7 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         facts = {
             **({"class_names": [*class_names]} if class_names else {}),
             "exporter": translation.exporter,
-            "opset": graph.opset_import[0].version,
+            "opset": graph.opset_imports[""],
             "operators": count_operators(graph),
             **translation.facts,
             # What fused operators multiply cannot be counted in the file.
@@ -161,11 +161,12 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         }
         write(graph, file)
         write_mapped(graph, file)
+        free_weights_(graph)
         del graph
         release_memory()
         return facts
 
-    def translated(self, model: EagerModel | GraphModel) -> tuple[onnx.ModelProto, Translation]:
+    def translated(self, model: EagerModel | GraphModel) -> tuple[ir.Model, Translation]:
         """Return a model as ONNX, with names that :meth:`write` shortens."""
         from compress.export.onnx.passes.stored_integers import compact_
         from compress.export.onnx.session import optimize

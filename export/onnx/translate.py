@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import onnx
 import torch
 
 from compress.artifacts.graph_model import GraphModel, program_of
@@ -19,10 +18,13 @@ from compress.common.forward import plain_attention
 from compress.export.common.targets import NO_BFLOAT16
 from compress.export.onnx.lowering import innermost_reason, lower
 from compress.export.onnx.passes.float_layers import has_weights_of
+from compress.export.onnx.proto_io import read
 from compress.graph.axis_bounds import input_limit_facts
 from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from compress.artifacts.eager_model import EagerModel
     from compress.common.signature import Signature
 
@@ -45,7 +47,7 @@ class Translation(NamedTuple):
 
 def translate(
     source: EagerModel | GraphModel, opset: int | None, title: str
-) -> tuple[onnx.ModelProto, Translation]:
+) -> tuple[ir.Model, Translation]:
     """Return a model as ONNX; where torch's exporter fails, its older one is tried.
 
     Raises:
@@ -78,7 +80,7 @@ def translate(
 
 def _export_legacy(
     module: torch.nn.Module, signature: Signature, opset: int | None
-) -> onnx.ModelProto | None:
+) -> ir.Model | None:
     """Return a module as the older exporter traces it; None where it fails."""
     inputs = signature.example()
     try:
@@ -106,7 +108,7 @@ def _export_legacy(
                 },
                 opset_version=opset,
             )
-            return onnx.load(file)
+            return read(file, weights=True)
     except Exception as error:  # noqa: BLE001 - the usual exporter's failure is raised instead
         logger.debug("the older exporter failed too: %s", innermost_reason(error))
         return None

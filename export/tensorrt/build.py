@@ -107,7 +107,7 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
     opset = BFLOAT16_OPSET if has_weights_of(program, torch.bfloat16) else None
     graph = lower(program, signature, opset)
     unsupported = sorted(
-        {n.op_type for n in graph.graph.node if n.domain or n.op_type in RUN_TIME_INTEGERS}
+        {n.op_type for n in graph.graph if n.domain or n.op_type in RUN_TIME_INTEGERS}
     )
     if unsupported:
         raise StageFailed(

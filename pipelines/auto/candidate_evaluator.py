@@ -260,7 +260,7 @@ class CandidateEvaluator:
         if len(nodes) != len(layers):
             raise StageFailed(f"the file has {len(nodes)} layers with weights, not {len(layers)}")
         numbers: dict[str, tuple[int, ...]] = {}
-        integers = [number for number, node in enumerate(nodes) if not is_float(quantized, node)]
+        integers = [number for number, node in enumerate(nodes) if not is_float(node)]
         for number in integers:
             if (name := layers[number].name) is not None:
                 numbers[name] = (*numbers.get(name, ()), number)

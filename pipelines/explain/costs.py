@@ -43,7 +43,7 @@ from compress.training.config.training import Training
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import onnx
+    import onnx_ir as ir
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
@@ -113,7 +113,7 @@ class RefusedBranch:
         """Return what a stage reads."""
         return self.run.state.artifacts[self.run.state.plan.stage(name).input]
 
-    def rerun(self, name: str, settings: Mapping[str, Any]) -> onnx.ModelProto | None:
+    def rerun(self, name: str, settings: Mapping[str, Any]) -> ir.Model | None:
         """Return the file that the branch would make with other settings of a stage.
 
         Fine-tuning is left out, as it changes no size; None where a stage trains or fails.

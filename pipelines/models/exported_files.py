@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import Artifact
@@ -111,9 +112,10 @@ def _import_onnx(
     file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
 ) -> Artifact:
     import onnx
+    import onnx_ir as ir
 
     from compress.data.infer_signature import described
-    from compress.export.onnx.graph import count_operators, keep_outputs_
+    from compress.export.onnx.graph import remove_unread_
     from compress.export.onnx.metadata import class_names_in
     from compress.export.onnx.session import counted_predictor
     from compress.export.onnx.stage import OnnxModel
@@ -135,11 +137,18 @@ def _import_onnx(
         raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
     if model.ByteSize() >= MAX_ONNX_BYTES:
         raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
-    if wanted != given:
-        keep_outputs_(model, wanted)
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
-    facts: dict[str, Any] = {"opset": opset, "operators": count_operators(model)}
-    if names := class_names_in(model):
+    if wanted != given:
+        values = {value.name: value for value in model.graph.output}
+        del model.graph.output[:]
+        model.graph.output.extend(values[name] for name in wanted)
+        if not model.graph.sparse_initializer:  # which onnx-ir (1.1) loses
+            needed = ir.from_proto(model)
+            remove_unread_(needed)
+            model = ir.to_proto(needed)
+    operators = Counter(node.op_type for node in model.graph.node)
+    facts: dict[str, Any] = {"opset": opset, "operators": dict(sorted(operators.items()))}
+    if names := class_names_in({entry.key: entry.value for entry in model.metadata_props}):
         facts["class_names"] = names
     with OnnxModel.atomic_write(path, signature, facts=facts) as partial:
         payload = partial / OnnxModel.payload

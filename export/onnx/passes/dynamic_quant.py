@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
-from onnx import helper, numpy_helper
 from onnxscript import opset18 as op
 
-from compress.export.onnx.graph import inputs_of
+from compress.export.onnx.graph import add_tensor, producer, remove_unread_, stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 quantized = torch.ops.quantized_decomposed
 ROW_ZERO_POINT = np.array(128, np.uint8)
@@ -37,7 +36,7 @@ def _dequantize(x: Any, scale: Any, zero_point: Any, _low: int, _high: int, _dty
 
 def _identity_qparams() -> tuple[Any, Any]:
     """Return the scale and zero point with which integers stay what they are."""
-    zero = numpy_helper.from_array(np.zeros((), np.int8))
+    zero: Any = ir.tensor(np.zeros((), np.int8))
     return op.Constant(value_float=1.0), op.Constant(value=zero)
 
 
@@ -63,145 +62,115 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 """Operators on ranges found at run time, which torch's exporter has no form for."""
 
 
-def fuse_integer_products_(model: onnx.ModelProto) -> None:
+def fuse_integer_products_(model: ir.Model) -> None:
     """Turn products of dequantized activations and weights into MatMulInteger, in place."""
     # onnxruntime fuses fixed ranges by itself; of those found at run time it fuses only what its
     # own quantizer writes: MatMulInteger, Cast, Mul.
-    graph = model.graph
-    rewriter = ProductRewriter(graph)
-    for node in list(graph.node):
-        if node.op_type in ("MatMul", "Gemm"):
-            rewriter.fuse_(node)
-    while True:
-        read = {name for node in graph.node for name in inputs_of(node)}
-        read |= {output.name for output in graph.output}
-        unused = [node for node in graph.node if not read & set(node.output)]
-        if not unused:
-            break
-        for node in unused:
-            graph.node.remove(node)
-    for tensor in [t for t in graph.initializer if t.name not in read]:
-        graph.initializer.remove(tensor)
+    rewriter = ProductRewriter(model.graph)
+    for node in [n for n in model.graph if n.op_type in ("MatMul", "Gemm")]:
+        rewriter.fuse_(node)
+    remove_unread_(model)
 
 
 class ProductRewriter:
-    """Rewrites the products of one graph, whose values can be followed to their producers."""
+    """Rewrites the products of one graph, and keeps what several of them read."""
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
+    def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
-        self._producers = {name: node for node in graph.node for name in node.output}
-        self._constants = {tensor.name: tensor for tensor in graph.initializer}
-        self._added: set[str] = set()
+        self._rounded: dict[ir.Value, ir.Value] = {}
+        """Values that are rounded by rows → their integers."""
 
-    def fuse_(self, product: onnx.NodeProto) -> None:
+    def fuse_(self, product: ir.Node) -> None:
         """Rewrite one product, where both of its operands were quantized."""
-        per_tensor = self._dynamic_range(product.input[0])
-        per_row = self._row_quantized(product.input[0])
-        weight = self._quantized_weight(product) if per_tensor or per_row else None
+        features, (result,) = product.inputs[0], product.outputs
+        per_tensor, per_row = _dynamic_range(features), _row_quantized(features)
+        weight = _quantized_weight(product) if per_tensor or per_row else None
         if weight is None:
             return
-        name = product.output[0]
-        sums, as_float, both, scaled = (
-            f"{name}_{part}" for part in ("sum", "float", "scale", "scaled")
-        )
-        weight_IO, scale_O = weight
-        bias = product.input[2] if len(product.input) > 2 else None
-        result = scaled if bias else name
-        nodes = []
+        integers_IO, scale_O = (self._constant(key, array) for key, array in weight.items())
+        nodes: list[ir.Node] = []
+
+        def add(operator: str, inputs: Sequence[ir.Value | None], part: str, **named: Any) -> Any:
+            value = ir.Value(name=f"{result.name}_{part}")
+            nodes.append(ir.node(operator, inputs, named, outputs=[value]))
+            return value
+
         if per_tensor is not None:
-            integers, scale, zero_point = per_tensor.output
-            scaling = [
-                helper.make_node("Mul", [scale, scale_O], [both]),
-                helper.make_node("Mul", [as_float, both], [result]),
-            ]
+            integers, scale, zero_point = per_tensor.outputs
         elif per_row is not None:
             values, scale = per_row
-            integers = f"{values}_integers"
             zero_point = self._constant("row_zero_point", ROW_ZERO_POINT)
-            one = self._constant("row_one", np.array(1, np.float32))
-            if integers not in self._producers:
-                round_ = helper.make_node("QuantizeLinear", [values, one, zero_point], [integers])
-                nodes.append(round_)
-                self._producers[integers] = round_
-            scaling = [  # the products of both scales would be as large as the result
-                helper.make_node("Mul", [as_float, scale], [both]),
-                helper.make_node("Mul", [both, scale_O], [result]),
-            ]
-        nodes += [
-            helper.make_node("MatMulInteger", [integers, weight_IO, zero_point], [sums]),
-            helper.make_node("Cast", [sums], [as_float], to=onnx.TensorProto.FLOAT),
-            *scaling,
-        ]
-        if bias:
-            nodes.append(helper.make_node("Add", [scaled, bias], [name]))
-        place = list(self._graph.node).index(product)
-        self._graph.node.remove(product)
-        for offset, node in enumerate(nodes):
-            self._graph.node.insert(place + offset, node)
-
-    def _dynamic_range(self, name: str) -> onnx.NodeProto | None:
-        """Return the DynamicQuantizeLinear whose integers a value is, dequantized."""
-        dequantize = self._producers.get(name)
-        if dequantize is None or dequantize.op_type != "DequantizeLinear":
-            return None
-        quantize = self._producers.get(dequantize.input[0])
-        ranges = self._producers.get(dequantize.input[1])
-        if quantize is None or ranges is None or ranges.op_type != "DynamicQuantizeLinear":
-            return None
-        same = quantize.op_type == "QuantizeLinear" and quantize.input[0] == ranges.input[0]
-        return ranges if same and quantize.input[1] == dequantize.input[1] else None
-
-    def _row_quantized(self, name: str) -> tuple[str, str] | None:
-        """Return the value that was quantized with a scale for each row, and the scales."""
-        # The form of _quantize_rows followed by _dequantize_rows.
-        scaled = self._producers.get(name)
-        if scaled is None or scaled.op_type != "Mul":
-            return None
-        dequantize = self._producers.get(scaled.input[0])
-        quantize = self._producers.get(dequantize.input[0]) if dequantize is not None else None
-        if dequantize is None or quantize is None or dequantize.op_type != "DequantizeLinear":
-            return None
-        if quantize.op_type != "QuantizeLinear" or quantize.input[1:] != dequantize.input[1:]:
-            return None
-        divided = self._producers.get(quantize.input[0])
-        if divided is None or len(divided.input) < 2:
-            return None
-        inverse = self._producers.get(divided.input[1])
-        if inverse is None or inverse.op_type != "Reciprocal":
-            return None
-        return (quantize.input[0], scaled.input[1]) if inverse.input[0] == scaled.input[1] else None
-
-    def _quantized_weight(self, product: onnx.NodeProto) -> tuple[str, str] | None:
-        """Return a product's integer weight, inputs by outputs, and the outputs' scales."""
-        value, is_OI = product.input[1], False
-        attributes = {a.name: helper.get_attribute_value(a) for a in product.attribute}
-        if product.op_type == "Gemm":
-            plain = all(attributes.get(k, 1.0) == 1.0 for k in ("alpha", "beta"))
-            if attributes.get("transA") or not plain:
-                return None
-            is_OI = bool(attributes.get("transB"))
-        producer = self._producers.get(value)
-        if producer is not None and producer.op_type == "Transpose":
-            is_OI, producer = not is_OI, self._producers.get(producer.input[0])
-        if producer is None or producer.op_type != "DequantizeLinear":
-            return None
-        tensor, scale = (self._constants.get(n) for n in producer.input[:2])
-        zero = self._constants.get(producer.input[2]) if len(producer.input) > 2 else None
-        symmetric = zero is None or not numpy_helper.to_array(zero).any()
-        if tensor is None or scale is None or len(tensor.dims) != 2 or not symmetric:
-            return None
-        integers = numpy_helper.to_array(tensor)
-        scale_O = numpy_helper.to_array(scale).astype(np.float32)
-        if scale_O.size not in (1, integers.shape[0 if is_OI else 1]):
-            return None
-        weight_IO = np.ascontiguousarray(integers.T if is_OI else integers)
-        return self._constant(f"{tensor.name}_IO", weight_IO), self._constant(
-            f"{scale.name}_O", scale_O
+            if values not in self._rounded:
+                one = self._constant("row_one", np.array(1, np.float32))
+                self._rounded[values] = add("QuantizeLinear", [values, one, zero_point], "integers")
+            integers = self._rounded[values]
+        sums = add("MatMulInteger", [integers, integers_IO, zero_point], "sum")
+        floats = add("Cast", [sums], "float", to=ir.DataType.FLOAT)
+        if per_tensor is not None:
+            last = add("Mul", [floats, add("Mul", [scale, scale_O], "scale")], "scaled")
+        else:  # the products of both scales would be as large as the result
+            last = add("Mul", [add("Mul", [floats, scale], "scale"), scale_O], "scaled")
+        if len(product.inputs) > 2:
+            last = add("Add", [last, product.inputs[2]], "biased")
+        ir.convenience.replace_nodes_and_values(
+            self._graph, product, [product], nodes, [result], [last]
         )
 
-    def _constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
-        """Add a constant to the graph once; return its name."""
-        if name not in self._added:
-            self._added.add(name)
-            self._graph.initializer.append(numpy_helper.from_array(value, name))
-        return name
+    def _constant(self, name: str, value: np.ndarray[Any, Any]) -> ir.Value:
+        """Add a constant to the graph once, and return it."""
+        known = self._graph.initializers.get(name)
+        return add_tensor(self._graph, name, value) if known is None else known
+
+
+def _dynamic_range(value: ir.Value | None) -> ir.Node | None:
+    """Return the DynamicQuantizeLinear whose integers a value is, dequantized."""
+    dequantize = producer(value, "DequantizeLinear")
+    if dequantize is None:
+        return None
+    quantize = producer(dequantize.inputs[0], "QuantizeLinear")
+    ranges = producer(dequantize.inputs[1], "DynamicQuantizeLinear")
+    if quantize is None or ranges is None or quantize.inputs[0] is not ranges.inputs[0]:
+        return None
+    return ranges if quantize.inputs[1] is dequantize.inputs[1] else None
+
+
+def _row_quantized(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+    """Return the value that was quantized with a scale for each row, and the scales."""
+    # The form of _quantize_rows followed by _dequantize_rows.
+    scaled = producer(value, "Mul")
+    dequantize = producer(scaled.inputs[0], "DequantizeLinear") if scaled else None
+    quantize = producer(dequantize.inputs[0], "QuantizeLinear") if dequantize else None
+    if scaled is None or dequantize is None or quantize is None:
+        return None
+    divided, scale = producer(quantize.inputs[0]), scaled.inputs[1]
+    if quantize.inputs[1:] != dequantize.inputs[1:] or divided is None or len(divided.inputs) < 2:
+        return None
+    inverse = producer(divided.inputs[1], "Reciprocal")
+    values = quantize.inputs[0]
+    if inverse is None or inverse.inputs[0] is not scale or scale is None or values is None:
+        return None
+    return values, scale
+
+
+def _quantized_weight(product: ir.Node) -> dict[str, np.ndarray[Any, Any]] | None:
+    """Return a product's integer weight, inputs by outputs, and the outputs' scales, by name."""
+    attributes, is_OI = product.attributes, False
+    if product.op_type == "Gemm":
+        plain = all(attributes.get_float(k, 1.0) == 1.0 for k in ("alpha", "beta"))
+        if attributes.get_int("transA") or not plain:
+            return None
+        is_OI = bool(attributes.get_int("transB"))
+    node = producer(product.inputs[1])
+    if node is not None and node.op_type == "Transpose":
+        is_OI, node = not is_OI, producer(node.inputs[0])
+    if node is None or node.op_type != "DequantizeLinear":
+        return None
+    tensor, scale, *zero_points = map(stored, node.inputs)
+    symmetric = not any(zero is not None and zero.numpy().any() for zero in zero_points)
+    if tensor is None or scale is None or len(tensor.shape) != 2 or not symmetric:
+        return None
+    integers, scale_O = tensor.numpy(), scale.numpy().astype(np.float32)
+    if scale_O.size not in (1, integers.shape[0 if is_OI else 1]):
+        return None
+    weight_IO = np.ascontiguousarray(integers.T if is_OI else integers)
+    return {f"{tensor.name}_IO": weight_IO, f"{scale.name}_O": scale_O}

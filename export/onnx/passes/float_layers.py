@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx
-from onnx import helper, numpy_helper
+import onnx_ir as ir
+
+from compress.export.onnx.graph import add_tensor, consumers, producer, sizes, stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,10 +22,8 @@ MOVES = {"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 
 INTEGER_READERS = {"DequantizeLinear", "MatMulInteger"}
 
-Readers = dict[str, list[onnx.NodeProto]]
 
-
-def separate_float_layers_(model: onnx.ModelProto) -> None:
+def separate_float_layers_(model: ir.Model) -> None:
     """Put a Max with -inf between float layers and the quantization after them, in place."""
     # onnxruntime 1.31 (its optimizer WeightBiasQuantization) rounds the float weight of a layer
     # that stands between DequantizeLinear and QuantizeLinear to 8 bits, with one scale for all
@@ -33,24 +31,24 @@ def separate_float_layers_(model: onnx.ModelProto) -> None:
     # than the others. The Max, which changes no number, prevents it. Graphs quantized for GPUs have
     # no such place: there a float layer reads floats.
     graph = model.graph
-    producers = {name: node for node in graph.node for name in node.output}
-    readers = _readers(graph)
-    floats = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.FLOAT}
-    for layer in [n for n in graph.node if n.op_type in LAYERS and n.input[1] in floats]:
-        producer = producers.get(layer.input[0])
-        while producer is not None and producer.op_type in MOVES:
-            producer = producers.get(producer.input[0])
-        reads_dequantized = producer is not None and producer.op_type == "DequantizeLinear"
-        if reads_dequantized and _is_quantized(layer.output, readers):
-            name = layer.output[0]
-            lowest, result = f"{name}_lowest", f"{name}_float"
-            graph.initializer.append(numpy_helper.from_array(np.array(-np.inf, np.float32), lowest))
-            layer.output[0] = result
-            node = helper.make_node("Max", [result, lowest], [name])
-            graph.node.insert(list(graph.node).index(layer) + 1, node)
+    for layer in [node for node in graph if node.op_type in LAYERS]:
+        weight = stored(layer.inputs[1])
+        if weight is None or weight.dtype != ir.DataType.FLOAT:
+            continue
+        source = producer(layer.inputs[0])
+        while source is not None and source.op_type in MOVES:
+            source = producer(source.inputs[0])
+        reads_dequantized = source is not None and source.op_type == "DequantizeLinear"
+        if reads_dequantized and _is_quantized(layer.outputs):
+            (value,) = layer.outputs
+            lowest = add_tensor(graph, f"{value.name}_lowest", np.array(-np.inf, np.float32))
+            limited = ir.Value(name=value.name, type=value.type, shape=value.shape)
+            value.replace_all_uses_with(limited, replace_graph_outputs=True)
+            value.name = f"{value.name}_float"
+            layer.append(ir.node("Max", [value, lowest], outputs=[limited]))
 
 
-def separate_shared_integers_(model: onnx.ModelProto) -> None:
+def separate_shared_integers_(model: ir.Model) -> None:
     """Give each reader of int8 weights and zero points tensors of its own, in place.
 
     A weight stays stored once: others read a Reshape of it, which runtimes compute while they load.
@@ -58,52 +56,43 @@ def separate_shared_integers_(model: onnx.ModelProto) -> None:
     # With `session.x64quantprecision` onnxruntime 1.32 makes weights unsigned, and fails to load a
     # file in which two operators read one ("Attempt to replace the existing tensor").
     graph = model.graph
-    readers = _readers(graph)
-    tensors = {t.name: t for t in graph.initializer if t.data_type == onnx.TensorProto.INT8}
-    for node in [*graph.node]:
-        if node.op_type != "DequantizeLinear" or node.input[0] not in tensors:
-            continue
-        for i, reader in enumerate(readers[node.output[0]][1:], start=1):
-            copy = helper.make_node("DequantizeLinear", node.input, [f"{node.output[0]}_copy{i}"])
-            copy.attribute.extend(node.attribute)
-            graph.node.insert(list(graph.node).index(node), copy)
-            place = list(reader.input).index(node.output[0])
-            reader.input[place] = copy.output[0]
-    latest: dict[str, str] = {}
-    for node in [n for n in graph.node if n.op_type in INTEGER_READERS]:
-        for place, name in enumerate(node.input):
-            if name not in tensors:
+    for node in [n for n in graph if n.op_type == "DequantizeLinear" and _int8(n.inputs[0])]:
+        (value,) = node.outputs
+        for i, reader in enumerate(consumers(value)[1:], start=1):
+            copy = ir.Value(name=f"{value.name}_copy{i}")
+            node.prepend(ir.node("DequantizeLinear", node.inputs, node.attributes, outputs=[copy]))
+            reader.replace_input_with(reader.inputs.index(value), copy)
+    latest: dict[ir.Value, ir.Value] = {}
+    for node in [n for n in graph if n.op_type in INTEGER_READERS]:
+        for place, read in enumerate(node.inputs):
+            tensor = _int8(read)
+            if read is None or tensor is None:
                 continue
-            tensor = tensors[name]
-            if name in latest and (place >= 2 or not tensor.dims):  # a zero point, or a scalar
-                copy = graph.initializer.add()
-                copy.CopyFrom(tensor)
-                node.input[place] = copy.name = f"{node.output[0]}_own{place}"
-            elif name in latest:
+            own: ir.Value = read
+            name = f"{node.outputs[0].name}_own{place}"
+            if read in latest and (place >= 2 or not tensor.shape):  # a zero point, or a scalar
+                own = add_tensor(graph, name, tensor.numpy())
+            elif read in latest:
                 # Of the one before: onnxruntime merges operators that compute the same.
-                node.input[place] = own = f"{node.output[0]}_own{place}"
-                shape = numpy_helper.from_array(np.array(tensor.dims), f"{own}_shape")
-                graph.initializer.append(shape)
-                reshape = helper.make_node("Reshape", [latest[name], shape.name], [own])
-                graph.node.insert(list(graph.node).index(node), reshape)
-            latest[name] = node.input[place]
+                shape = add_tensor(graph, f"{name}_shape", np.array(sizes(tensor)))
+                own = ir.Value(name=name)
+                node.prepend(ir.node("Reshape", [latest[read], shape], outputs=[own]))
+            node.replace_input_with(place, own)
+            latest[read] = own
 
 
-def _readers(graph: onnx.GraphProto) -> Readers:
-    readers: Readers = defaultdict(list)
-    for node in graph.node:
-        for name in node.input:
-            readers[name].append(node)
-    return readers
+def _int8(value: ir.Value | None) -> ir.TensorProtocol | None:
+    tensor = stored(value)
+    return tensor if tensor is not None and tensor.dtype == ir.DataType.INT8 else None
 
 
-def _is_quantized(names: Sequence[str], readers: Readers) -> bool:
+def _is_quantized(values: Sequence[ir.Value]) -> bool:
     """Whether a tensor is quantized, at once or after a clamp and operators that move values."""
     return any(
         reader.op_type == "QuantizeLinear"
-        or (reader.op_type in CLAMPS | MOVES and _is_quantized(reader.output, readers))
-        for name in names
-        for reader in readers.get(name, ())
+        or (reader.op_type in CLAMPS | MOVES and _is_quantized(reader.outputs))
+        for value in values
+        for reader in consumers(value)
     )
 
 
@@ -112,30 +101,28 @@ def has_weights_of(program: ExportedProgram, dtype: torch.dtype) -> bool:
     return any(tensor.dtype is dtype for tensor in program.state_dict.values())
 
 
-def separate_transposes_(model: onnx.ModelProto) -> None:
+def separate_transposes_(model: ir.Model) -> None:
     """Keep onnxruntime from fusing transposed batches into float16 products, in place."""
     # onnxruntime 1.31 ends the process (SIGSEGV) while it loads a float16 MatMul that reads a
     # Transpose of leading axes. A Reshape to the same shape between the two prevents it.
     graph = model.graph
-    producers = {name: node for node in graph.node for name in node.output}
-    for product in [node for node in graph.node if node.op_type == "MatMul"]:
-        for place, name in enumerate(product.input):
-            rank = _transposed_rank(producers, name)
-            if rank:
-                shape = np.array([0] * (rank - 1) + [-1], np.int64)  # 0: the axis as it is
-                reshaped = f"{product.output[0]}_{place}"
-                graph.initializer.append(numpy_helper.from_array(shape, f"{reshaped}_shape"))
-                reshape = helper.make_node("Reshape", [name, f"{reshaped}_shape"], [reshaped])
-                graph.node.insert(list(graph.node).index(product), reshape)
-                product.input[place] = reshaped
+    for matmul in [node for node in graph if node.op_type == "MatMul"]:
+        for place, value in enumerate(matmul.inputs):
+            if rank := _transposed_rank(value):
+                name = f"{matmul.outputs[0].name}_{place}"
+                # 0: the axis as it is
+                shape = add_tensor(graph, f"{name}_shape", np.array([0] * (rank - 1) + [-1]))
+                reshaped = ir.Value(name=name)
+                matmul.prepend(ir.node("Reshape", [value, shape], outputs=[reshaped]))
+                matmul.replace_input_with(place, reshaped)
 
 
-def _transposed_rank(producers: dict[str, onnx.NodeProto], name: str) -> int:
+def _transposed_rank(value: ir.Value | None) -> int:
     """Return the rank of a Transpose's result whose last axis stays the last; 0 for others."""
-    producer = producers.get(name)
-    while producer is not None and producer.op_type == "Cast":
-        producer = producers.get(producer.input[0])
-    if producer is None or producer.op_type != "Transpose":
+    node = producer(value)
+    while node is not None and node.op_type == "Cast":
+        node = producer(node.inputs[0])
+    if node is None or node.op_type != "Transpose":
         return 0
-    order = next((list(a.ints) for a in producer.attribute if a.name == "perm"), [0])
+    order = node.attributes.get_ints("perm", [0])
     return len(order) if order[-1] == len(order) - 1 else 0

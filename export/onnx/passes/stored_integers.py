@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import torch
-from onnx import helper, numpy_helper
 
-from compress.export.onnx.graph import inputs_of
+from compress.export.onnx.graph import (
+    add_tensor,
+    consumers,
+    inputs_of,
+    rename_values_,
+    sizes,
+    stored,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,13 +41,13 @@ def has_four_bit_weights(program: ExportedProgram) -> bool:
     )
 
 
-def compact_(model: onnx.ModelProto) -> None:
+def compact_(model: ir.Model) -> None:
     """Store what quantized layers read in fewer bytes, in place; answers stay the same."""
     _use_float_biases_(model.graph)
     _store_four_bits_(model)
 
 
-def _store_four_bits_(model: onnx.ModelProto) -> None:
+def _store_four_bits_(model: ir.Model) -> None:
     """Store weights whose integers fit in 4 bits so, with a Cast to 8 bits after them, in place.
 
     Runtimes fold the Cast while they load the file, and so compute as with weights in 8 bits.
@@ -50,56 +55,56 @@ def _store_four_bits_(model: onnx.ModelProto) -> None:
     them: TensorRT knows 4 bits in other places alone.
     """
     graph = model.graph
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
-    zero_points = {n.input[-1] for n in graph.node if n.op_type == "QuantizeLinear"}
-    is_signed = any(
-        tensors[name].data_type == onnx.TensorProto.INT8 for name in zero_points & tensors.keys()
-    )
-    if model.opset_import[0].version < INT4_OPSET or is_signed:
+    roundings = [node for node in graph if node.op_type == "QuantizeLinear"]
+    zero_points = [stored(node.inputs[-1]) for node in roundings]
+    is_signed = any(t is not None and t.dtype == ir.DataType.INT8 for t in zero_points)
+    if model.opset_imports[""] < INT4_OPSET or is_signed:
         return
-    readers: dict[str, set[str]] = defaultdict(set)
-    for node in graph.node:
-        for name in node.input:
-            readers[name].add(node.op_type)
-    for tensor in tensors.values():
-        if tensor.data_type != onnx.TensorProto.INT8 or not _is_worthwhile(tensor.dims):
+    narrow = []
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or tensor.dtype != ir.DataType.INT8 or not _is_worthwhile(sizes(tensor)):
             continue
-        integers = numpy_helper.to_array(tensor)
+        integers = tensor.numpy()
         fits = INT4[0] <= integers.min() and integers.max() <= INT4[1]
-        if not fits or not readers[tensor.name] <= WEIGHT_READERS:
+        if not fits or not {node.op_type for node in consumers(value)} <= WEIGHT_READERS:
             continue
-        unpacked, tensor.name = tensor.name, f"{tensor.name}_int4"
-        tensor.data_type = onnx.TensorProto.INT4
         # Two in a byte, of which the first takes the lower half.
         nibbles = integers.flatten().view(np.uint8) & 15
         nibbles = np.pad(nibbles, (0, nibbles.size % 2))
-        tensor.raw_data = (nibbles[::2] | nibbles[1::2] << 4).tobytes()
-        cast = helper.make_node("Cast", [tensor.name], [unpacked], to=onnx.TensorProto.INT8)
-        graph.node.insert(0, cast)
+        packed = nibbles[::2] | nibbles[1::2] << 4
+        shape = sizes(tensor)
+        value.const_value = ir.PackedTensor(packed, ir.DataType.INT4, shape=shape, name=name)
+        wide = ir.Value(name=name)
+        value.replace_all_uses_with(wide)
+        cast = ir.node("Cast", [value], {"to": ir.DataType.INT8}, outputs=[wide])
+        graph.insert_before(graph[0], cast)
+        narrow.append(value)
+    rename_values_(model, narrow, {value.name: f"{value.name}_int4" for value in narrow})
 
 
-def _use_float_biases_(graph: onnx.GraphProto) -> None:
+def _use_float_biases_(graph: ir.Graph) -> None:
     """Store the integer biases of convolutions as the floats that they stand for, in place."""
     # 4 bytes for a channel instead of 8 and a zero point, in a small depthwise network a tenth of
     # the file. onnxruntime rounds them again while it loads the file (since 1.23 also where a Clip
     # follows the convolution), to the same integers, as the scale is the same. Of Gemm it does not.
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
-    convolutions = [node for node in graph.node if node.op_type == "Conv"]
-    biases = {node.input[2] for node in convolutions if len(node.input) > 2}
-    freed: set[str] = set()
-    for node in list(graph.node):
-        if node.op_type != "DequantizeLinear" or node.output[0] not in biases:
+    convolutions = [node for node in graph if node.op_type == "Conv" and len(node.inputs) > 2]
+    biases = {node.inputs[2] for node in convolutions}
+    freed: set[ir.Value] = set()
+    for node in graph:
+        if node.op_type != "DequantizeLinear" or node.outputs[0] not in biases:
             continue
-        integers, scale = (tensors.get(name) for name in node.input[:2])
-        if integers is None or scale is None or integers.data_type != onnx.TensorProto.INT32:
+        integers, scale = map(stored, node.inputs[:2])
+        if integers is None or scale is None or integers.dtype != ir.DataType.INT32:
             continue
-        floats = numpy_helper.to_array(integers).astype(np.float32) * numpy_helper.to_array(scale)
-        graph.initializer.append(numpy_helper.from_array(floats, node.output[0]))
-        graph.node.remove(node)
-        freed |= set(node.input)
-    freed -= {name for node in graph.node for name in inputs_of(node)}
-    for name in sorted(freed):
-        graph.initializer.remove(tensors[name])
+        floats = integers.numpy().astype(np.float32) * scale.numpy()
+        freed |= {*inputs_of(node)}
+        (bias,) = node.outputs
+        bias.replace_all_uses_with(add_tensor(graph, str(bias.name), floats))
+        graph.remove(node, safe=True)
+    for value in freed:
+        if not value.uses() and value.is_initializer():
+            del graph.initializers[str(value.name)]
 
 
 def _is_worthwhile(shape: Sequence[int]) -> bool:

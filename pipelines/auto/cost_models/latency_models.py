@@ -39,7 +39,7 @@ from compress.pruning.latency.widths import WidthVariants
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import onnx
+    import onnx_ir as ir
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
@@ -326,7 +326,7 @@ def build_format_models(
 
 def export_at_random_widths(
     format: Format, model: EagerModel, context: Context, settings: AutoSettings, folder: Path
-) -> tuple[dict[str, int], Iterator[tuple[dict[str, int], onnx.ModelProto]]]:
+) -> tuple[dict[str, int], Iterator[tuple[dict[str, int], ir.Model]]]:
     """Return the model's own widths, and yield exports of it in a format at a few random ones."""
     widths = settings.space.widths
     variants = WidthVariants(model, widths.selection if widths else None, context.seed)
@@ -341,7 +341,7 @@ def export_at_random_widths(
         (few, *_) = data.interleaved_parts("val", max(1, len(samples) // COMPARED_SAMPLES))
         few = replace(few, datasets={**data.datasets, **few.datasets})
 
-    def exports() -> Iterator[tuple[dict[str, int], onnx.ModelProto]]:
+    def exports() -> Iterator[tuple[dict[str, int], ir.Model]]:
         # Zero points of 4 bits stand two in a byte, and each group of inputs has one.
         round_to = 32 if format.startswith("weights") else 1
         built = variants.build_some(MOST_EXPORTS, folder, round_to)

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import pytest
 import torch
-from onnx import numpy_helper
 from onnxscript import opset18
 
 from compress.core.context import Context
@@ -52,7 +51,7 @@ def refused(tmp_path: Path) -> Callable[..., Refused]:
     """Return the diagnosis of a network's export, with changed weights on request."""
 
     def diagnose(
-        name: str, change: Callable[[onnx.ModelProto], None] = lambda model: None, **settings: str
+        name: str, change: Callable[[ir.Model], None] = lambda model: None, **settings: str
     ) -> Refused:
         source = network_of(tmp_path, NETS, f"wrong_{name.lower()}:{name}", ROWS)
         context = Context(root=tmp_path / "onnx")
@@ -60,7 +59,7 @@ def refused(tmp_path: Path) -> Callable[..., Refused]:
         model = stage.translated(source)[0]
         change(model)
 
-        def rerun(name: str, changed: dict) -> onnx.ModelProto:
+        def rerun(name: str, changed: dict) -> ir.Model:
             return ExportOnnx(name=name, **changed).translated(source)[0]
 
         found = ParityDiagnosis(stage, source, model, context, rerun)
@@ -69,11 +68,11 @@ def refused(tmp_path: Path) -> Callable[..., Refused]:
     return diagnose
 
 
-def scale_weight(model: onnx.ModelProto) -> None:
+def scale_weight(model: ir.Model) -> None:
     """Make the second layer's weights wrong by a tenth."""
-    tensor = next(t for t in model.graph.initializer if t.name == "last.weight")
-    values = 1.1 * numpy_helper.to_array(tensor)
-    tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float32), tensor.name))
+    weight = model.graph.initializers["last.weight"]
+    assert weight.const_value is not None
+    weight.const_value = ir.tensor((1.1 * weight.const_value.numpy()).astype(np.float32))
 
 
 def test_a_right_export_has_no_cause(refused: Callable[..., Refused]) -> None:

@@ -41,10 +41,8 @@ def test_a_norm_behind_an_activation_is_not_fused(plain: tuple[Profile, list[str
     (norm,) = (node.origin for node in profile.unfused)
     assert norm is not None and norm.op_type == "BatchNormalization"
     left = without(profile.model, [norm.name])
-    operators = [node.op_type for node in profile.model.graph.node]
-    assert [n.op_type for n in left.graph.node] == [
-        o for o in operators if o != "BatchNormalization"
-    ]
+    operators = [node.op_type for node in profile.model.graph]
+    assert [n.op_type for n in left.graph] == [o for o in operators if o != "BatchNormalization"]
 
 
 def test_a_file_of_other_layers_has_places_for_names(plain: tuple[Profile, list[str]]) -> None:
@@ -64,7 +62,7 @@ def test_a_pair_that_no_kernel_reads_is_found_and_left_out(
     assert {n.node.op_type for n in pair} >= kinds
     assert not profile.float_islands, "no integer kernel is beside it"
     left = without(profile.model, [n.origin.name for n in pair if n.node.op_type in kinds])
-    assert not kinds & {node.op_type for node in left.graph.node}
+    assert not kinds & {node.op_type for node in left.graph}
     write(left, tmp_path / "left.onnx")
     found = session_predictor(tmp_path / "left.onnx", 1)(*inputs)
     module = rounding.load().eval()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -15,6 +15,8 @@ from compress.common.errors import StageFailed
 from compress.export.latency.kernels import KernelTable
 from compress.export.latency.resizing import ResizableModel
 from compress.export.latency.width_costs import WidthCosts, measure_grid
+from compress.export.onnx.graph import stored
+from compress.export.onnx.proto_io import read
 
 
 class Joined(nn.Module):
@@ -31,20 +33,19 @@ class Joined(nn.Module):
         return self.head(joined.reshape(1, -1))
 
 
-def export(tmp_path: Path, a: int, b: int, module: nn.Module | None = None) -> onnx.ModelProto:
+def export(tmp_path: Path, a: int, b: int, module: nn.Module | None = None) -> ir.Model:
     file = tmp_path / "model.onnx"
     module = (module or Joined(a, b)).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own
         torch.onnx.export(module, (torch.zeros(1, 3, 8, 8),), file, external_data=False)
-    return onnx.load(file)
+    return read(file)
 
 
-def sizes(model: onnx.ModelProto) -> Iterator[list[list[int]]]:
+def sizes(model: ir.Model) -> Iterator[list[list[int]]]:
     """Yield the sizes of the weights that each operator reads."""
-    weights = {tensor.name: [*tensor.dims] for tensor in model.graph.initializer}
-    for node in model.graph.node:
-        yield [weights[name] for name in node.input if name in weights]
+    for node in model.graph:
+        yield [[*tensor.shape] for v in node.inputs if (tensor := stored(v)) is not None]
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +60,20 @@ def exports(tmp_path_factory: pytest.TempPathFactory):
 def test_sizes_are_those_of_an_export_at_these_widths(exports, tmp_path: Path) -> None:
     resized = ResizableModel.fit(exports).resize({"a": 6, "b": 11})
     expected = export(tmp_path, 6, 11)
-    read, expected_sizes = ([*sizes(model)] for model in (resized, expected))
-    assert read == expected_sizes
-    session = onnxruntime.InferenceSession(resized.SerializeToString())
+    resized_sizes, expected_sizes = ([*sizes(model)] for model in (resized, expected))
+    assert resized_sizes == expected_sizes
+    session = onnxruntime.InferenceSession(ir.to_proto(resized).SerializeToString())
     (found,) = session.run(None, {session.get_inputs()[0].name: np.ones((1, 3, 8, 8), "f")})
     assert found.shape == (1, 5)
 
 
 @pytest.mark.soak
 def test_two_exports_are_enough_where_each_size_has_one_group(tmp_path: Path) -> None:
-    def chain(a: int, b: int) -> onnx.ModelProto:
+    def chain(a: int, b: int) -> ir.Model:
         layers = nn.Conv2d(3, a, 3), nn.Conv2d(a, b, 3), nn.Flatten(), nn.Linear(16 * b, 5)
         return export(tmp_path, 0, 0, nn.Sequential(*layers))
 
-    def exports(*widths: tuple[int, int]) -> Iterator[tuple[dict[str, int], onnx.ModelProto]]:
+    def exports(*widths: tuple[int, int]) -> Iterator[tuple[dict[str, int], ir.Model]]:
         yield from (({"a": a, "b": b}, chain(a, b)) for a, b in widths)
         yield {"a": 9, "b": 4}, chain(9, 4)
         pytest.fail("a fourth export was asked for")

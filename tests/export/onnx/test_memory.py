@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -14,11 +15,13 @@ from torch import nn
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common import tensor_difference
+from compress.common.errors import ArtifactInvalid
 from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
+from compress.export.onnx import proto_io
 from compress.export.onnx.lowering import lower
-from compress.export.onnx.proto_io import is_plain, mapped, size_of, write, write_mapped
+from compress.export.onnx.proto_io import free_weights_, mapped, read, write, write_mapped
 from compress.export.onnx.session import session_predictor
 from compress.export.parity import reference_outputs
 from compress.export.parity.reference_outputs import recorded_outputs
@@ -29,7 +32,7 @@ LINEAR = Recipe(factory="torch.nn:Linear", arguments={"in_features": 20, "out_fe
 
 
 @pytest.fixture
-def graph() -> onnx.ModelProto:
+def graph() -> ir.Model:
     """Return a product and a sum: a weight that is plain, one that is not, and a small one."""
     rows = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 20]) for n in "xy"]
     weight = torch.randn(20, 20, generator=torch.Generator().manual_seed(0)).numpy()
@@ -50,43 +53,65 @@ def graph() -> onnx.ModelProto:
     opset = helper.make_opsetid("", 20)
     model = helper.make_model(made, opset_imports=[opset], ir_version=10)
     helper.set_model_props(model, {"signature": "{}"})
-    return model
+    return ir.from_proto(model)
 
 
-def test_a_file_written_in_parts_is_as_protobuf_writes_it(
-    graph: onnx.ModelProto, tmp_path: Path
-) -> None:
+def test_a_file_written_in_parts_is_as_protobuf_writes_it(graph: ir.Model, tmp_path: Path) -> None:
     file = tmp_path / "model.onnx"
     write(graph, file)
-    assert file.read_bytes() == graph.SerializeToString(deterministic=True)
+    whole = ir.to_proto(graph)
+    del whole.graph.value_info[:]  # of the tensors, whose types they say themselves
+    for tensor in whole.graph.initializer:  # each has its name, sizes, type and raw data alone
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
+    assert file.read_bytes() == whole.SerializeToString(deterministic=True)
 
 
-def test_sizes_are_counted_as_protobuf_counts_them(graph: onnx.ModelProto) -> None:
-    graph.graph.initializer.append(numpy_helper.from_array(torch.zeros(0, 3).numpy(), "empty"))
-    tensors = graph.graph.initializer
-    assert [is_plain(tensor) for tensor in tensors] == [True, False, True, False, True]
-    assert [size_of(tensor) for tensor in tensors] == [tensor.ByteSize() for tensor in tensors]
-
-
-def test_a_mapped_graph_reads_the_weights_of_the_file(
-    graph: onnx.ModelProto, tmp_path: Path
-) -> None:
+def test_a_mapped_graph_reads_the_weights_of_the_file(graph: ir.Model, tmp_path: Path) -> None:
     file = tmp_path / "model.onnx"
     write(graph, file)
     write_mapped(graph, file)
     with mapped(file) as beside:
         assert beside != file
-        assert [
-            t.data_location for t in onnx.load(beside, load_external_data=False).graph.initializer
-        ] == [TensorProto.EXTERNAL, 0, 0, 0]
+        outside = onnx.load(beside, load_external_data=False).graph.initializer
+        external = TensorProto.EXTERNAL
+        assert [t.data_location for t in outside] == [external, external, 0, 0]
         x = torch.randn(3, 20)
         (whole,), (through,) = (session_predictor(f, 1)(x) for f in (file, beside))
         assert torch.equal(whole, through)
-        plain = graph.graph.initializer[0].raw_data
+        plain = ir.to_proto(graph).graph.initializer[0].raw_data
         file.write_bytes(file.read_bytes().replace(plain, bytes(len(plain)), 1))
         (other,) = session_predictor(beside, 1)(x)
         assert not torch.equal(other, whole)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_large_model_has_its_weights_in_a_second_file(
+    graph: ir.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(3, 20)
+    write(graph, tmp_path / "whole.onnx")
+    monkeypatch.setattr(proto_io, "LARGEST", 1)
+    write(graph, file := tmp_path / "model.onnx")
+    write_mapped(graph, file)
+    assert {part.name for part in tmp_path.iterdir()} == {
+        "whole.onnx",
+        file.name,
+        "model.onnx.data",
+    }
+    (whole,), (apart,) = (session_predictor(f, 1)(x) for f in (tmp_path / "whole.onnx", file))
+    assert torch.equal(whole, apart)
+
+
+def test_weights_are_not_read_through_links(graph: ir.Model, tmp_path: Path) -> None:
+    (folder := tmp_path / "model").mkdir()
+    file, weights = folder / "model.onnx", folder / "model.onnx.data"
+    ir.save(graph, file, external_data=weights.name)
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactInvalid):
+        read(file, weights=True)
+    with pytest.raises(ValueError, match=r"model\.onnx\.data"):
+        [tensor.tobytes() for tensor in read(file).graph.initializers.tensors()]
 
 
 class Tied(nn.Module):
@@ -102,15 +127,14 @@ class Tied(nn.Module):
         return self.second(self.first(x).relu())
 
 
-def test_a_programs_weights_go_where_they_may_alone(tmp_path: Path) -> None:
+def test_a_graphs_weights_are_its_programs() -> None:
     program = export_program(Tied().eval(), ROWS)
-    kept = lower(program, ROWS, None)
-    assert all(t.numel() for t in program.state_dict.values())
-    emptied = lower(program, ROWS, None, free_weights=True)
-    assert not any(t.numel() for t in program.state_dict.values())
-    assert [t.raw_data for t in emptied.graph.initializer] == [
-        t.raw_data for t in kept.graph.initializer
-    ]
+    model = lower(program, ROWS, None)
+    own = {t.data_ptr() for t in program.state_dict.values()}
+    raw = [tensor.raw for tensor in model.graph.initializers.tensors() if tensor.nbytes > 99]
+    assert raw and all(isinstance(t, torch.Tensor) and t.data_ptr() in own for t in raw)
+    free_weights_(model)
+    assert not any(t.numel() for t in raw)
 
 
 @pytest.mark.slow

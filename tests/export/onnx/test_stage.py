@@ -2,6 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from pydantic import ValidationError
@@ -156,14 +157,15 @@ def test_macs_of_recurrent_and_transposed_layers_are_of_one_sample(
     assert artifact.macs() == transposed + recurrent + head
 
 
-def graph_of(operator: str, left: tuple[int, int], right: tuple[int, int]) -> onnx.ModelProto:
+def graph_of(operator: str, left: tuple[int, int], right: tuple[int, int]) -> ir.Model:
     node = onnx.parser.parse_node(operator)
     result = onnx.helper.make_tensor_value_info("c", onnx.TensorProto.FLOAT, [6, 5])
     values = [
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
         for name, shape in (("a", left), ("b", right))
     ]
-    return onnx.helper.make_model(onnx.helper.make_graph([node], "g", values, [result]))
+    graph = onnx.helper.make_graph([node], "g", values, [result])
+    return ir.from_proto(onnx.helper.make_model(graph))
 
 
 def test_macs_follow_the_transposition_and_are_none_where_unknown() -> None:

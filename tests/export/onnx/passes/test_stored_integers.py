@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-import onnx
+import onnx_ir as ir
 import pytest
 
 from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.gates import Parity
+from compress.export.onnx.graph import stored
 from compress.export.onnx.proto_io import read
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.quantization.config.dtype_scheme import Target
@@ -24,12 +25,11 @@ def quantized(folder: Path, target: Target = "onnxruntime-cpu") -> tuple[GraphMo
     return stage(network(folder / "source", "networks:mobilenet"), context), context
 
 
-def weights(exported: OnnxModel) -> list[onnx.TensorProto]:
+def weights(exported: OnnxModel) -> list[ir.TensorProtocol]:
     """Return the integer weights that are large enough to be packed."""
-    tensors = read(exported.payload_path).graph.initializer
-    integers = (onnx.TensorProto.INT8, onnx.TensorProto.INT4)
-    sizes = {t.name: onnx.numpy_helper.to_array(t).size for t in tensors}
-    return [t for t in tensors if t.data_type in integers and sizes[t.name] >= 64 and t.dims[1:]]
+    tensors = read(exported.payload_path).graph.initializers.tensors()
+    integers = (ir.DataType.INT8, ir.DataType.INT4)
+    return [t for t in tensors if t.dtype in integers and t.size >= 64 and len(t.shape) > 1]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def test_weights_in_4_bits_give_the_answers_of_8(
     stage = ExportOnnx.model_validate({"optimize": optimize})
     packed = stage(source, context.with_root(tmp_path / "packed"))
     whole = ExportOnnx(opset=20)(source, context.with_root(tmp_path / "whole"))
-    assert {t.data_type for t in weights(packed)} == {onnx.TensorProto.INT4}
-    assert {t.data_type for t in weights(whole)} == {onnx.TensorProto.INT8}
-    saved = sum(len(t.raw_data) for t in weights(whole)) // 2
+    assert {t.dtype for t in weights(packed)} == {ir.DataType.INT4}
+    assert {t.dtype for t in weights(whole)} == {ir.DataType.INT8}
+    saved = sum(t.nbytes for t in weights(whole)) // 2
     assert whole.payload_bytes - packed.payload_bytes > 0.6 * saved
     assert Parity(atol=0).measure(whole, packed, context) == 0
     for key in ("integer_kernels", "float_kernels"):
@@ -66,16 +66,15 @@ def test_biases_of_convolutions_are_stored_as_floats(
     source, context = graph
     exported = ExportOnnx()(source, context.with_root(tmp_path / "onnx"))
     model = read(exported.payload_path).graph
-    floats = {t.name for t in model.initializer if t.data_type == onnx.TensorProto.FLOAT}
-    convolutions = [node for node in model.node if node.op_type == "Conv"]
+    convolutions = [node for node in model if node.op_type == "Conv"]
     assert convolutions
-    assert all(node.input[2] in floats for node in convolutions)
-    read_names = {name for node in model.node for name in node.input}
-    assert read_names >= {tensor.name for tensor in model.initializer}
+    biases = [stored(node.inputs[2]) for node in convolutions]
+    assert {None if bias is None else bias.dtype for bias in biases} == {ir.DataType.FLOAT}
+    assert all(value.uses() for value in model.initializers.values())
 
 
 @pytest.mark.slow
 def test_graphs_for_gpus_keep_8_bits(tmp_path: Path) -> None:
     source, context = quantized(tmp_path, "tensorrt")
     exported = ExportOnnx()(source, context.with_root(tmp_path / "onnx"))
-    assert {t.data_type for t in weights(exported)} == {onnx.TensorProto.INT8}
+    assert {t.dtype for t in weights(exported)} == {ir.DataType.INT8}
