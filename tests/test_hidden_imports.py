@@ -19,6 +19,7 @@ from compress.pipelines.config.registry import stages
 ROOT = Path(__file__).parents[1]
 STAND_INS_LEFT = {
     ("compress.training.objectives.objective", "AttachesToModule"),
+    ("compress.serve.http.base_app", "BodyReceiver"),
 }
 """Protocols that still stand in for an import; a new one is refused."""
 

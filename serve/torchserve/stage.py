@@ -47,7 +47,6 @@ from compress.serve.torchserve.mar_file import (
     mar_manifest,
     write_mar,
 )
-from compress.serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -228,6 +227,8 @@ def archive_members(
     `served` is packed: the stage's input `model`, or an eager model's graph.
     """
     import yaml
+
+    from compress.serve.worker.wire import to_npz
 
     config = yaml.safe_dump(handler_config(served, stage, probe), sort_keys=True)
     members: dict[str, bytes | Path] = {
