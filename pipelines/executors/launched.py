@@ -24,7 +24,6 @@ from compress.training.launch.rank_group import (
     joined_group,
     launched_environment,
 )
-from compress.training.launch.worker import wait_until_visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -164,6 +163,8 @@ class RunEnvironment:
         Raises:
             StageFailed: it has not, and would read and write other files; or it has other packages.
         """
+        from compress.training.launch.worker import wait_until_visible
+
         store, here = Path(self.store), f"node {socket.gethostname()}"
         if not wait_until_visible(store, lambda: read_run_id(store) == self.run_id):
             what = f"another {store}" if store.exists() else f"no {store}"
