@@ -150,7 +150,7 @@ def test_what_layers_lose_is_measured_again_where_it_was_changed(
         ("read", lambda file, weights=False: [0, 1]),
         ("weighted_layers", lambda model: model),
         ("layers_of_module", lambda module, signature: layers),
-        ("is_float", lambda model, node: False),
+        ("is_float", lambda node: False),
         ("leave_float", lambda model, others, weights: others),
         ("write", lambda model, file: measured.append(1 - model[0])),
         ("session_predictor", lambda *_: None),
