@@ -238,7 +238,7 @@ def test_a_layer_is_added_to_a_base_with_the_same_bytes_each_time(
     assert {member.mtime for member in members} == {0}
     names = [member.name for member in members]
     assert names[:2] == ["opt", "opt/compress"]
-    for name in ("model/model.onnx", "app/cli.py", "lib/onnxruntime.py", "probe.npz"):
+    for name in ("model/model.onnx", "app/compress/cli.py", "lib/onnxruntime.py", "probe.npz"):
         assert f"opt/compress/{name}" in names
 
 
