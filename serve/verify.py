@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,16 +35,6 @@ if TYPE_CHECKING:
     Answer = Callable[[Sequence[Array]], tuple[Array, ...]]
     Pairs = Iterable[tuple[Sequence[Array], Sequence[Array]]]
 
-ARTIFACT_MODULES = (
-    "compress.artifacts.eager_model",
-    "compress.artifacts.graph_model",
-    "compress.export.aotinductor.stage",
-    "compress.export.onnx.stage",
-    "compress.export.torchscript.stage",
-    "compress.serve.repository.kserve",
-    "compress.serve.repository.triton",
-)
-"""Modules whose import registers the artifact kinds that a manifest may name."""
 NATIVE = (
     "that it answers: its model is native code, which cannot be inspected, so it was not started; "
     "give the archive's sha256, from a source that you trust, with --sha256, or --replay for a run "
@@ -267,8 +256,6 @@ def verify(
         lines = (f"{path.name}: sha256 {digest}; {advice}", *_member_lines(members, origin))
         proof = Proof(kind=TorchServeArchive.kind, sha256=digest, proven=lines)
     else:
-        for module in ARTIFACT_MODULES:
-            import_module(module)
         artifact = Artifact.from_directory(path)
         refuse_wrong_artifact_hash(artifact, sha256)
         if not isinstance(artifact, TorchServeArchive):

@@ -94,6 +94,8 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         space = WidthSpace.from_model(
             evaluator.model, evaluator.context, widths.selection, widths.values
         )
+        if not space.grid:
+            raise StageFailed("--tables-only: no channels of the model can be removed")
         state.measure_kernels(BlockVariant((), evaluator.model, space))
         if not state.models:
             raise StageFailed("--tables-only: no format could be measured; see the warnings")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.config import Settings
 from compress.common.errors import exits_refused, first_line
 from compress.common.process import usable_cores
-from compress.common.requirements import COMPILER, JAVA, pip_install
+from compress.common.requirements import COMPILER, DISTRIBUTION, JAVA, pip_install
 from compress.core.gates.gate import gate_classes
 from compress.pipelines.config.model_spec import TIMM
 from compress.pipelines.config.registry import stages
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from compress.common.requirements import Requirement
 
-DISTRIBUTION = "compress-pipeline"
 INSTALL_OF_EXTRA = {"timm": TIMM.install}
 """How to install an extra, where the extra itself would install more than is good."""
 VERSION_OPTION_OF_PROGRAM = {JAVA: "-version", COMPILER: "--version"}

@@ -1,4 +1,4 @@
-"""The process that runs stages for `--jobs`; ``process_pool`` starts it."""
+"""The process that runs stages for `--jobs`; ``engines`` starts it."""
 
 from __future__ import annotations
 

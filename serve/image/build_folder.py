@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import distribution, distributions
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
+from compress.common.requirements import DISTRIBUTION
 from compress.common.sealed_json import write_sealed
 from compress.export.exporter import EXPORTERS
 from compress.profiling.probe_rows import seeded_rows
@@ -226,7 +227,14 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
         shutil.copyfile(artifact.path / name, target)
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, folder / "app" / PACKAGE.name, ignore=skip)
-    for note in model.notes:
+    # With its entry points, by which the server finds the artifact's kind.
+    installed = distribution(DISTRIBUTION)
+    metadata = folder / "app" / f"{DISTRIBUTION.replace('-', '_')}-{installed.version}.dist-info"
+    metadata.mkdir()
+    for name in ("METADATA", "entry_points.txt"):
+        (metadata / name).write_text(str(installed.read_text(name)), encoding="utf-8")
+    _, notes = model.recorded.served_forms(artifact)
+    for note in notes:
         logger.error("note: %s", note)  # the command shows errors only
     # What `compress serve` answers here, with the libraries of this machine, the image answers.
     libraries = {"image": "pillow", "text": "tokenizers"}

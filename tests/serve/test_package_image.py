@@ -11,7 +11,7 @@ import sys
 import tarfile
 import time
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import Distribution, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -111,6 +111,9 @@ def test_the_written_server_answers_its_probe_without_torch_or_another_runtime(
     assert {"name": "manifest.json", "digest": {"sha256": digest}} in attested
     assert verify(out / "model").digest == digest
     assert all(path.stat().st_mode & 0o004 for path in out.rglob("*"))
+
+    (toolkit,) = Distribution.discover(path=[str(out / "app")])
+    assert kind in toolkit.entry_points.select(group="compress.artifacts").names
 
     # Its own command and files, on a free port, and where what is not in it cannot be imported.
     for package in absent:
@@ -235,7 +238,7 @@ def test_a_layer_is_added_to_a_base_with_the_same_bytes_each_time(
     assert {member.mtime for member in members} == {0}
     names = [member.name for member in members]
     assert names[:2] == ["opt", "opt/compress"]
-    for name in ("model/model.onnx", "app/cli.py", "lib/onnxruntime.py", "probe.npz"):
+    for name in ("model/model.onnx", "app/compress/cli.py", "lib/onnxruntime.py", "probe.npz"):
         assert f"opt/compress/{name}" in names
 
 

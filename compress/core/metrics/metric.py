@@ -99,7 +99,7 @@ class Metric:
     needs_output_names: ClassVar[bool] = False
     """Whether outputs must bear certain names, which no drafted pipeline can know."""
     adds_states: ClassVar[bool] = False
-    """Whether it may be a function of sums over samples that are no mean: see `jackknife`."""
+    """Whether it may be a function of sums over samples that are no mean: see `pseudo_values`."""
 
     def __new__(cls, name: str = "accuracy", *_: Any, **__: Any) -> Self:
         """Create an object of the class that the name is for, as ``pathlib.Path`` does."""
