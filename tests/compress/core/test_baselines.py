@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,14 @@ def test_a_missing_compiler_is_named_in_the_error(mlp, graph, context, monkeypat
     gate = speedup("compiled")
     with pytest.raises(Unavailable, match="against compiled: needs no-such-compiler"):
         gate.evaluate(baseline_for(gate, graph, graph, context), graph, context)
+
+
+def test_a_runtime_is_found_where_no_exporter_was_imported() -> None:
+    code = (
+        "from compress.core.gates import baselines\n"
+        "assert 'onnxruntime' not in baselines.BASELINES\n"
+        "assert baselines.runtime_named('onnxruntime').title == 'ONNX Runtime'\n"
+        "assert baselines.runtime_named('a_stage') is None"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
