@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.artifacts.artifact import Artifact
-from compress.artifacts.kinds import artifact_class, known_kinds
+from compress.artifacts.kinds import import_announced
 from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
 from compress.common.requirements import COMPILER, Requirement, require_all
@@ -110,10 +110,7 @@ def baseline_name(gate: Gate, result_kind: str, stage_input: str, uncompressed: 
 def runtime_named(name: str) -> BaselineRuntime | None:
     """Return the runtime of a name; None where no package here has it."""
     if name not in BASELINES:
-        # From Python, a stage that exports nothing has imported no exporter. The modules of the
-        # artifacts that runtimes open have them.
-        for kind in known_kinds():
-            artifact_class(kind)
+        import_announced()
     return BASELINES.get(name)
 
 

@@ -120,12 +120,19 @@ def test_a_missing_compiler_is_named_in_the_error(mlp, graph, context, monkeypat
         gate.evaluate(baseline_for(gate, graph, graph, context), graph, context)
 
 
-def test_a_runtime_is_found_where_no_exporter_was_imported() -> None:
+@pytest.mark.parametrize(
+    "found",
+    [
+        "baselines.runtime_named('onnxruntime').title == 'ONNX Runtime'",
+        "baselines.runtime_named('a_stage') is None",
+        "RunsIn(atol=1).requirements",
+    ],
+)
+def test_a_runtime_is_found_where_no_exporter_was_imported(found: str) -> None:
     code = (
-        "from compress.core.gates import baselines\n"
+        "from compress.core.gates import RunsIn, baselines\n"
         "assert 'onnxruntime' not in baselines.BASELINES\n"
-        "assert baselines.runtime_named('onnxruntime').title == 'ONNX Runtime'\n"
-        "assert baselines.runtime_named('a_stage') is None"
+        f"assert {found}"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
