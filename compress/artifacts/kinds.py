@@ -32,3 +32,12 @@ def artifact_class(kind: str) -> type[Any] | None:
 def known_kinds() -> tuple[str, ...]:
     """Return the names of all kinds that were imported or are announced, in order."""
     return tuple(sorted({*LOADED, *entry_points(group=ENTRY_POINT_GROUP).names}))
+
+
+def import_announced() -> None:
+    """Import the modules of all kinds, with what they register besides, such as runtimes.
+
+    From Python, a stage that exports nothing has imported no exporter.
+    """
+    for kind in known_kinds():
+        artifact_class(kind)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
 from compress.core.gates.other_runtime import OTHER_RUNTIMES, OtherRun, OtherRuntime
-from compress.export.web.browser import CHROMIUM, ONNXRUNTIME_WEB
+from compress.export.web.browser import CHROMIUM, ONNXRUNTIME_WEB, REPORT, run_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,6 @@ def run_in_browser(model: Artifact, batches: Sequence[tuple[torch.Tensor, ...]])
         Unavailable: Chromium or onnxruntime-web is missing.
         StageFailed: the file does not run there.
     """
-    from compress.export.web.browser import REPORT, run_page
     from compress.export.web.page import web_page
     from compress.profiling.benchmark import MEASURED_SECONDS
 

@@ -18,6 +18,7 @@ from compress.serve.repository.triton import (
     TritonRepository,
     backends,
     inherited_facts,
+    kind_of,
     open_predictor,
     refuse_foreign_entries,
     unchecked_ids,
@@ -142,8 +143,7 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
         metadata = {"name": self.service_name}
         if self.namespace:
             metadata["namespace"] = self.namespace
-        suffix = model.payload_path.suffix
-        (own_format,) = {b.kserve_format for b in backends().values() if b.file.endswith(suffix)}
+        own_format = backends()[kind_of(model.payload_path)].kserve_format
         resources = {"cpu": self.cpu, "memory": self.memory}
         model_spec = {
             "modelFormat": {"name": self.model_format or own_format},

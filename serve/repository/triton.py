@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -353,13 +354,23 @@ def open_predictor(packaged: Artifact, file: Path, threads: int) -> Iterator[Pre
     """Yield a predictor of a repository's model file, run in this process on the CPU.
 
     Raises:
+        ArtifactInvalid: no backend reads such a file, or the manifest lacks what opening it needs.
         Unavailable: it is native code, compiled for another machine.
     """
-    kind = next(k for k, backend in backends().items() if backend.file.endswith(file.suffix))
-    model, facts = EXPORTERS[kind].writes(), packaged.manifest.facts
+    model, facts = EXPORTERS[kind_of(file)].writes(), packaged.manifest.facts
+    for name in model.needs_facts:
+        packaged.fact(name)
     # The configuration says KIND_CPU, whatever this machine has.
     with model.open_file(file, packaged.signature, facts, "cpu", threads) as predict:
         yield predict
+
+
+def kind_of(file: Path) -> str:
+    """Return the kind of artifact that a repository's model file is, by its suffix."""
+    for kind, backend in backends().items():
+        if PurePath(backend.file).suffix == file.suffix:
+            return kind
+    raise ArtifactInvalid(f"{file}: no backend of Triton's that is known here reads such files")
 
 
 def inherited_facts(model: Artifact) -> dict[str, Any]:

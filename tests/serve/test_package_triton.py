@@ -298,6 +298,22 @@ def test_an_openvino_model_is_packaged_with_its_weights(
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("file", "message"), [("model.bin", "no backend"), ("model.pt2", "built_for")]
+)
+def test_a_file_that_cannot_be_opened_as_it_is_recorded_is_refused(
+    tmp_path: Path, file: str, message: str
+) -> None:
+    facts: dict[str, Any] = {"model_name": "m", "model_file": f"m/1/{file}"}
+    with TritonRepository.atomic_write(tmp_path / "made", POOLED, facts=facts) as partial:
+        (partial / "m/1").mkdir(parents=True)
+        (partial / "m/1" / file).touch()
+        (partial / "m/config.pbtxt").touch()
+    repository = TritonRepository.from_directory(tmp_path / "made")
+    with pytest.raises(ArtifactInvalid, match=message), repository.open():
+        pass
+
+
 def test_code_for_a_gpu_is_refused(tmp_path: Path) -> None:
     facts = {"built_for": {"device": "cuda"}}
     with AotModel.atomic_write(tmp_path / "aot", STACKED, facts=facts) as partial:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.kinds import import_announced
 from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
 from compress.common.requirements import COMPILER, Requirement, require_all
@@ -85,10 +86,9 @@ def baseline_for(gate: Gate, model: Artifact, result: Artifact, context: Context
     if gate.allows_runtime and gate.against not in context.artifacts:
         if gate.against is None:
             return in_runtime_of(result, context) or model
-        if gate.against in BASELINES:
-            return _in_runtime(
-                BASELINES[gate.against], uncompressed_model(result, context), context
-            )
+        runtime = runtime_named(gate.against)
+        if runtime is not None:
+            return _in_runtime(runtime, uncompressed_model(result, context), context)
     return model if gate.against is None else context.artifact(gate.against)
 
 
@@ -105,6 +105,13 @@ def baseline_name(gate: Gate, result_kind: str, stage_input: str, uncompressed: 
     if gate.against is None and runtime is not None:
         return f"{uncompressed} in {runtime.title}"
     return gate.against or stage_input
+
+
+def runtime_named(name: str) -> BaselineRuntime | None:
+    """Return the runtime of a name; None where no package here has it."""
+    if name not in BASELINES:
+        import_announced()
+    return BASELINES.get(name)
 
 
 def runtime_of(kind: str) -> BaselineRuntime | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from compress.artifacts.kinds import import_announced
 from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.core.gates.gate import Gate
@@ -53,6 +54,12 @@ OTHER_RUNTIMES: dict[str, OtherRuntime] = {}
 """By a gate's ``runtime``. As ``compress`` may not import ``export``, that adds its own here."""
 
 
+def _runtime_named(name: str) -> OtherRuntime:
+    if name not in OTHER_RUNTIMES:
+        import_announced()
+    return OTHER_RUNTIMES[name]
+
+
 class RunsIn(Gate):
     """The file runs in another runtime, and answers there as it does here, on samples of `val`.
 
@@ -75,14 +82,14 @@ class RunsIn(Gate):
     @property
     def requirements(self) -> tuple[Requirement, ...]:
         """The runtime's libraries and programs."""
-        return OTHER_RUNTIMES[self.runtime].requirements
+        return _runtime_named(self.runtime).requirements
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference to the answers in this process."""
         if problem := self.unsuitable_artifact(type(after)):
             raise StageFailed(problem)
         batches = context.measured_batches(after.signature, self.batch)
-        found = OTHER_RUNTIMES[self.runtime].run(after, batches)
+        found = _runtime_named(self.runtime).run(after, batches)
         logger.info(
             "%s: a call of %d takes %.3g ms (median), %.3g ms (90th percentile)",
             *(found.described, self.batch, found.p50_ms, found.p90_ms),
@@ -93,11 +100,11 @@ class RunsIn(Gate):
 
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
         """Return why the runtime cannot open such a result."""
-        kinds = OTHER_RUNTIMES[self.runtime].artifact_kinds
+        kinds = _runtime_named(self.runtime).artifact_kinds
         if written.kind in kinds:
             return ""
         return f"{self.runtime} runs {' and '.join(sorted(kinds))} files, found {written.kind}"
 
     def measurement_key(self) -> dict[str, JsonValue]:
         """Return what changes the value."""
-        return {**super().measurement_key(), **OTHER_RUNTIMES[self.runtime].versions()}
+        return {**super().measurement_key(), **_runtime_named(self.runtime).versions()}

@@ -468,9 +468,10 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
             if halfway and self.stage.amount is not None:
                 changes["amount"] = self.stage.amount / 2
             if method == BEST_METHOD:
-                # A method that calibrates ranks within layers, and refuses `scope: global`. All
-                # samples there are: of one that draws none, more may be set than the split has.
-                changes |= {"scope": None, "calibration_samples": None}
+                # A method that calibrates ranks within layers, and refuses `scope: global`.
+                changes["scope"] = None
+                if not self.stage.calibrates:  # it draws none, and may set more than there are
+                    changes["calibration_samples"] = None
             with self.context.in_temporary_folder() as context:
                 made = self.stage.with_settings(changes).run(self.model, context)
                 parameters = dict(made.load().named_parameters(remove_duplicate=False))

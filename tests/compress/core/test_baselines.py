@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,21 @@ def test_a_missing_compiler_is_named_in_the_error(mlp, graph, context, monkeypat
     gate = speedup("compiled")
     with pytest.raises(Unavailable, match="against compiled: needs no-such-compiler"):
         gate.evaluate(baseline_for(gate, graph, graph, context), graph, context)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        "baselines.runtime_named('onnxruntime').title == 'ONNX Runtime'",
+        "baselines.runtime_named('a_stage') is None",
+        "RunsIn(atol=1).requirements",
+    ],
+)
+def test_a_runtime_is_found_where_no_exporter_was_imported(found: str) -> None:
+    code = (
+        "from compress.core.gates import RunsIn, baselines\n"
+        "assert 'onnxruntime' not in baselines.BASELINES\n"
+        f"assert {found}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

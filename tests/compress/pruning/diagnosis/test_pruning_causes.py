@@ -118,6 +118,19 @@ def test_a_layer_with_too_many_zeros_is_named(module, tmp_path) -> None:
     assert layer.measure(refused, "3.weight") == pytest.approx(0.97, abs=0.01)
 
 
+def test_a_stage_is_pruned_again_on_as_many_samples_as_it_was(tmp_path) -> None:
+    torch.manual_seed(0)
+    state = net().state_dict()
+    recipe = Recipe(factory="digit_nets:net")
+    model = EagerModel.create(tmp_path / "model", recipe, state, IMAGES, folder=HERE)
+    context = Context(tmp_path / "made", Splits(data(0.0), 64), metric=Metric("accuracy"))
+    stage = PruneWeights(method="sparsegpt", amount=0.5, calibration_samples=16)
+    after = stage.run(model, context)
+    measured = ZeroedWeights(stage, model, after, context, 1.0)
+    again, made = measured.changed_module(measured.own).state_dict(), after.load().state_dict()
+    assert all(torch.equal(again[name], made[name]) for name in made)
+
+
 def test_fewer_zeros_are_no_repair_where_a_pattern_says_how_many() -> None:
     (cause,) = [cause for cause in CAUSES if cause.key == "amount_too_high"]
     stages = [PruneWeights(pattern="2:4"), PruneWeights(amount=0.8)]
