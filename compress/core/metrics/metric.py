@@ -99,7 +99,8 @@ class Metric:
     needs_output_names: ClassVar[bool] = False
     """Whether outputs must bear certain names, which no drafted pipeline can know."""
     adds_states: ClassVar[bool] = False
-    """Whether it may be a function of sums over samples that are no mean: see `jackknife`."""
+    """Whether it may be a function of sums over samples that are no mean: see
+    :func:`~compress.core.metrics.score.pseudo_values`."""
 
     def __new__(cls, name: str = "accuracy", *_: Any, **__: Any) -> Self:
         """Create an object of the class that the name is for, as ``pathlib.Path`` does."""
@@ -108,7 +109,9 @@ class Metric:
     @property
     def higher_is_better(self) -> bool:
         """Whether larger is better; raises PipelineInvalid where nobody declares it."""
-        direction = self.declared_direction() if self.direction is None else self.direction
+        direction = self.direction if self.higher is None else self.higher
+        if direction is None:
+            direction = self.declared_direction()
         if direction is None:
             raise PipelineInvalid(
                 f"metric {self.name!r} does not tell its direction; write "
@@ -117,8 +120,8 @@ class Metric:
         return bool(direction)
 
     def declared_direction(self) -> bool | None:
-        """Return whether larger is better by the class; None where it does not say."""
-        return self.higher
+        """Return whether larger is better by what the name imports; None where that does not say."""
+        return None
 
     @property
     def reads_all_outputs(self) -> bool:
