@@ -100,7 +100,7 @@ PLANTED: dict[str, Callable[[Path], bytes]] = {
     ),
     "a persistent id": lambda ran: b"\x80\x02cos\nsystem\nQ.",
     "an extension": lambda ran: b"\x80\x02\x82\x01.",
-    "cli.main": lambda ran: global_call("cli", "main"),
+    "compress.cli.main": lambda ran: global_call("compress.cli", "main"),
     "the toolkit's own loader": lambda ran: global_call(
         "compress.checkpoint.loading", "read_state_dict", str(ran)
     ),

@@ -120,7 +120,7 @@ class Metric:
         return bool(direction)
 
     def declared_direction(self) -> bool | None:
-        """Return whether larger is better by what the name imports; None where that does not say."""
+        """Return whether larger is better by what the name imports; None where unknown."""
         return None
 
     @property
