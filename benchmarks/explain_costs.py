@@ -46,7 +46,6 @@ from compress.pipelines.config.run_options import RunOptions  # noqa: E402
 from compress.pipelines.explain.explain import explain_run  # noqa: E402
 from compress.pipelines.explain.finished_run import FinishedRun  # noqa: E402
 from compress.pipelines.explain.repair import repair_run  # noqa: E402
-from compress.pipelines.results import measurements  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 
 LIMIT = {
@@ -118,7 +117,6 @@ def main() -> None:
     logging.disable(logging.ERROR)
     benchmark.compare_latency.__defaults__ = (SECONDS,)
     quantiles.WIDEST = math.inf
-    measurements.SELF_SPEEDUP_TOLERANCE = math.inf
     real_peak = peak_memory.peak_memory
     faults = [*cost_faults(), *clean_controls()]
     outcomes: list[Outcome] = []

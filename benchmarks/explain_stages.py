@@ -39,7 +39,6 @@ from compress.pipelines.config.run_options import RunOptions  # noqa: E402
 from compress.pipelines.explain.explain import explain_run  # noqa: E402
 from compress.pipelines.explain.finished_run import FinishedRun  # noqa: E402
 from compress.pipelines.explain.repair import repair_run  # noqa: E402
-from compress.pipelines.results import measurements  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 
 SET_ON = ("chain", "depthwise", "perceptron")
@@ -102,7 +101,6 @@ def main() -> None:
     benchmark.compare_latency.__defaults__ = (0.001,)
     quantiles.WIDEST = math.inf
     peak_memory.peak_memory = lambda *_: 0.0
-    measurements.SELF_SPEEDUP_TOLERANCE = math.inf
     outcomes, began = [], time.monotonic()
     if options.json and options.json.exists():
         outcomes = [Outcome(**json.loads(line)) for line in options.json.read_text().splitlines()]

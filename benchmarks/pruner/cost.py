@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[2]))
 
 from shapes import minilm, resnet50
 
@@ -71,7 +72,7 @@ def model(name: str, depth: int) -> tuple[torch.nn.Module, tuple[torch.Tensor, .
 
 def warm_up() -> None:
     """Import what the first use of torch.export and of the planner imports."""
-    from compress.pruning.allocation.ranking import plan_slices
+    from tests.compress.pruning.planning import plan_slices
 
     small = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     plan_slices(small.eval(), (torch.randn(2, 4),), ratio=0.5)
@@ -79,8 +80,8 @@ def warm_up() -> None:
 
 def measured(name: str, depth: int, what: str) -> tuple[float, float, float]:
     """Return seconds of the processor, seconds of the clock, and MiB above what was there."""
-    from compress.pruning.allocation.ranking import plan_slices
     from compress.pruning.dependency.graph import trace
+    from tests.compress.pruning.planning import plan_slices
 
     module, inputs = model(name, depth)
     reset_peak()
