@@ -114,24 +114,32 @@ def undisturbed(settings: Settings) -> bool:
     return any(getattr(part, "undisturbed", False) for _, part in settings.nested())
 
 
+def announced_entries(group: str, kind: str) -> list[EntryPoint]:
+    """Return a group's entry points in alphabetical order, this toolkit's first.
+
+    Raises:
+        Unavailable: this toolkit was installed before it announced anything in the group.
+    """
+    # This toolkit's first, so that of two with one name the other package's is refused.
+    entries = sorted(entry_points(group=group), key=lambda entry: (is_foreign(entry), entry.name))
+    if not entries or is_foreign(entries[0]):
+        raise Unavailable(
+            f"this installation of {DISTRIBUTION} names no {kind} of its own, as it is older than "
+            "the source; install it again (in a clone: pip install -e .)"
+        )
+    return entries
+
+
 def announced(group: str, kind: str, key: str = "") -> dict[str, Any]:
     """Import what installed packages announce in a group of entry points, this toolkit's first.
 
     By the entry point's name, or the default of the setting `key` of the class.
 
     Raises:
-        Unavailable: a package's is broken or its name is taken, or this toolkit was installed
-            before it announced anything in the group.
+        Unavailable: a package's is broken or its name is taken, or as :func:`announced_entries`.
     """
-    # This toolkit's first, so that of two with one name the other package's is refused.
-    entries = sorted(entry_points(group=group), key=_is_foreign)
-    if not entries or _is_foreign(entries[0]):
-        raise Unavailable(
-            f"this installation of {DISTRIBUTION} names no {kind} of its own, as it is older than "
-            "the source; install it again (in a clone: pip install -e .)"
-        )
     found: dict[str, Any] = {}
-    for entry in entries:
+    for entry in announced_entries(group, kind):
         target = load_entry_point(entry, kind)
         name = target.model_fields[key].default if key else entry.name
         if name in found:
@@ -147,12 +155,13 @@ def announcing_package(group: str, name: str) -> str:
     Nothing of this toolkit, whose version is in every key.
     """
     for entry in entry_points(group=group, name=name):
-        if _is_foreign(entry) and entry.dist is not None:
+        if is_foreign(entry) and entry.dist is not None:
             return f"{entry.dist.name} {entry.dist.version}"
     return ""
 
 
-def _is_foreign(entry: EntryPoint) -> bool:
+def is_foreign(entry: EntryPoint) -> bool:
+    """Whether another package than this toolkit announces it."""
     return entry.dist is None or entry.dist.name != DISTRIBUTION
 
 

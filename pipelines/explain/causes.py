@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import Unavailable
-from compress.common.requirements import DISTRIBUTION, load_entry_point
+from compress.common.requirements import announced_entries, is_foreign, load_entry_point
 from compress.core.diagnosis import layer_diagnosis
 from compress.core.diagnosis.cause import ENTRY_POINT_GROUP, Cause, RefusedStage, Repair
 from compress.pipelines.results.explanation import FoundCause
 from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
@@ -42,19 +39,6 @@ class Explained:
     repairs: tuple[Repair, ...]
 
 
-def _announced(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group, this toolkit's first, in alphabetical order."""
-    found = sorted(entry_points(group=group), key=lambda entry: (_is_added(entry), entry.name))
-    if not found or _is_added(found[0]):
-        # An editable installation keeps the entry points of the day on which it was made.
-        raise Unavailable(f"{DISTRIBUTION} announces no {group}: install it again")
-    return found
-
-
-def _is_added(entry: EntryPoint) -> bool:
-    return entry.dist is None or entry.dist.name != DISTRIBUTION
-
-
 @cache
 def announced_causes() -> dict[str, tuple[Cause, bool]]:
     """Return key → cause, and whether another package adds it; this toolkit's come first.
@@ -63,12 +47,12 @@ def announced_causes() -> dict[str, tuple[Cause, bool]]:
         Unavailable: an installed package announces one that cannot be imported or clashes.
     """
     known: dict[str, tuple[Cause, bool]] = {}
-    for entry in _announced(ENTRY_POINT_GROUP):
+    for entry in announced_entries(ENTRY_POINT_GROUP, "cause"):
         table = load_entry_point(entry, "cause")
         for cause in (table,) if isinstance(table, Cause) else table:
             if cause.key in known:
                 raise Unavailable(f"cause {entry.name!r} of {entry.value}: the name is taken")
-            known[cause.key] = cause, _is_added(entry)
+            known[cause.key] = cause, is_foreign(entry)
     return known
 
 
@@ -88,7 +72,7 @@ def diagnose(
 
     `allowed` are the points that the refused gate allows.
     """
-    for entry in _announced(layer_diagnosis.ENTRY_POINT_GROUP):
+    for entry in announced_entries(layer_diagnosis.ENTRY_POINT_GROUP, "diagnosis"):
         if entry.name == stage.stage:
             kind: type[LayerDiagnosis] = load_entry_point(entry, "diagnosis")
             return kind(stage, before, after, context, allowed)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 class _ShareGate(Gate):
     """A gate on a share of the work that the exporter counted."""
 
-    share: Annotated[float, Field(gt=0, le=1)]
-
     limit_field: ClassVar[str] = "share"
     higher_passes: ClassVar[bool] = True
     compares: ClassVar[bool] = False

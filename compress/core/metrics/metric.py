@@ -108,7 +108,9 @@ class Metric:
     @property
     def higher_is_better(self) -> bool:
         """Whether larger is better; raises PipelineInvalid where nobody declares it."""
-        direction = self.declared_direction() if self.direction is None else self.direction
+        direction = self.direction if self.higher is None else self.higher
+        if direction is None:
+            direction = self.declared_direction()
         if direction is None:
             raise PipelineInvalid(
                 f"metric {self.name!r} does not tell its direction; write "
@@ -117,8 +119,8 @@ class Metric:
         return bool(direction)
 
     def declared_direction(self) -> bool | None:
-        """Return whether larger is better by the class; None where it does not say."""
-        return self.higher
+        """Return whether larger is better by what the name imports; None where unknown."""
+        return None
 
     @property
     def reads_all_outputs(self) -> bool:

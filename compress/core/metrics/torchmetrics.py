@@ -38,9 +38,7 @@ class Torchmetrics(Metric):
     """Whether the value has a number for each output, of which the mean is meant."""
 
     def declared_direction(self) -> bool | None:
-        """Return whether larger is better, by this class or the library's."""
-        if self.higher is not None:
-            return self.higher
+        """Return whether larger is better by the library's class, or the user's."""
         return getattr(self.implementation(), "higher_is_better", None)
 
     def implementation(self, inferred: Mapping[str, Any] | None = None) -> Any:

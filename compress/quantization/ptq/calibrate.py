@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from compress.quantization.pt2e.observer_ranges import RangeMonitor
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+DEQUANTIZE_ROWS = torch.ops.quantized_decomposed.dequantize_per_channel.default
+
 
 @dataclass
 class Corrections:
@@ -98,12 +103,6 @@ class Corrections:
                     correct_bias_(prepared, layer, weight, inputs.pairs(layer))
         if changed:
             self.facts["rounded_away"] = round(sum(changed) / len(changed), 4)
-
-
-logger = logging.getLogger(__name__)
-
-aten = torch.ops.aten
-DEQUANTIZE_ROWS = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
 def quantize(

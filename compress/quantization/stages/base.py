@@ -41,8 +41,8 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
     exclude: tuple[str, ...] = ()
     """Names of modules left in float; `*` and `?` stand for any characters."""
     calibration_samples: CalibrationSamples = None
-    """Samples of the data on which the model is looked at. By default 512 (256 for `smooth` of
-    `quantize_dynamic`, 128 for `quantize_weights` and `convert_precision`), or all there are."""
+    """Samples of the data on which the model is looked at. By default 512 (128 for
+    `quantize_weights` and `convert_precision`), or all there are."""
 
     def rounding_error(self, model: Artifact) -> float:
         """Return the error that fewer bits explain where they cost an R² 0.01."""
@@ -153,7 +153,7 @@ class IntegerStage(QuantizationStage):
 
     calibration_samples: Annotated[int, Field(ge=FEW_SAMPLES)] | None = None
     """Samples on which the ranges of activations are observed; fewer than 16 tell too little. By
-    default 512 (256 for `smooth` of `quantize_dynamic`), or all there are."""
+    default 512, or all there are."""
     target: Target = "onnxruntime-cpu"
     """Runtime whose fused integer kernels decide which operators are quantized, and how."""
     embeddings: bool = True

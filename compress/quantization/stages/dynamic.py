@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from compress.core.stage import CalibrationSamples
 from compress.quantization.config.dtype_scheme import (
     SIGNED_ACTIVATIONS,
     Smoothing,
@@ -56,6 +57,8 @@ class QuantizeDynamic(IntegerStage):
     smooth: Smoothing = "off"
     """SmoothQuant: how far outliers of what linear layers read are moved into their weights, from 0
     to 1; `auto` searches each layer's best and leaves alone what gains nothing."""
+    calibration_samples: CalibrationSamples = None
+    """Samples that `smooth` looks at; by default 256, or all there are."""
 
     @property
     def needs_data(self) -> bool:

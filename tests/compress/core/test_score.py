@@ -113,7 +113,7 @@ def test_ignored_labels_of_several_yes_or_no_stay_beside_their_sample() -> None:
     assert score.value == pytest.approx(2 / 3) and score.samples == 2
     assert score.parts is not None and not score.are_hits
     assert score.parts == pytest.approx([8 / 9, 4 / 9])
-    summed = evaluate(answer, data, "val", replace(metric, name="loss"))
+    summed = evaluate(answer, data, "val", Metric("loss", loss=metric.loss))
     assert summed.parts is not None and summed.parts.mean() == pytest.approx(summed.value)
 
 

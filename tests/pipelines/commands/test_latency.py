@@ -36,14 +36,14 @@ def test_variants_are_predicted_beside_what_was_measured(
 ) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "net.yaml").write_text(FILE)
-    monkeypatch.setattr(latency, "FITTED", 3)
-    monkeypatch.setattr(latency, "JUDGED", 2)
+    monkeypatch.setattr(latency, "FITTED_VARIANTS", 3)
+    monkeypatch.setattr(latency, "TESTED_VARIANTS", 2)
     arguments = ["latency", str(tmp_path / "net.yaml"), "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as end:
         cli.app([*arguments, "--batch", "2", "--json"])
     assert not end.value.code
     found = json.loads(capfd.readouterr().out)
-    assert found == json.loads((tmp_path / "out" / latency.FILE).read_text())
+    assert found == json.loads((tmp_path / "out" / latency.LATENCY_FILE).read_text())
     whole, *others = found["variants"]
     assert whole["widths"] == {"2": 32}, "the stage excludes the first layer"
     assert all(8 <= variant["widths"]["2"] <= 32 for variant in others)

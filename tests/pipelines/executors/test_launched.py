@@ -116,7 +116,7 @@ def start(
     )
 
 
-RUN = ["cli", "run", "p.yaml", "--out", "out"]
+RUN = ["compress.cli", "run", "p.yaml", "--out", "out"]
 
 
 def torchrun(

@@ -11,6 +11,7 @@ import pytest
 
 from compress import Train, cli
 from compress.common.errors import GateRefused, Unavailable
+from compress.common.requirements import is_foreign
 from compress.core.diagnosis.cause import RefusedStage
 from compress.pipelines.config.registry import stages
 from compress.pipelines.explain import causes
@@ -49,7 +50,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_what_this_toolkit_announces_is_installed_and_comes_first(install) -> None:
     announced = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     for group, entries in announced.items():
-        installed = {e.name: e.value for e in entry_points(group=group) if not causes._is_added(e)}
+        installed = {e.name: e.value for e in entry_points(group=group) if not is_foreign(e)}
         assert installed == entries, "pip install -e . again"
     install()
     known = causes.announced_causes()
