@@ -80,7 +80,8 @@ def install(page: str, folder: Path) -> None:
     if "pyproject.toml" not in files:
         return
     project = tomllib.loads(files["pyproject.toml"])["project"]
-    (installed := folder / f"{project['name']}-{project['version']}.dist-info").mkdir()
+    name = project["name"].replace("-", "_")  # as pip does, or it is not found by its name
+    (installed := folder / f"{name}-{project['version']}.dist-info").mkdir()
     (installed / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
     )

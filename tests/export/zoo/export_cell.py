@@ -80,7 +80,7 @@ def formats_here() -> list[str]:
     return [
         name
         for name, (stage, *_) in FORMATS.items()
-        if not any(need.missing() for need in stage.requirements)
+        if not any(need.missing() for need in stage.all_requirements())
     ]
 
 
