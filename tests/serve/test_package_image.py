@@ -309,7 +309,10 @@ def test_an_index_that_names_another_twice_is_read_once(tmp_path: Path) -> None:
         read_base(cases.oci_doubling(tmp_path))
 
 
-@pytest.mark.parametrize("layer", [b"", b"no archive", cases._layer()[:40]])
+# Named, as gzip writes the time, and workers must collect the same tests.
+@pytest.mark.parametrize(
+    "layer", [b"", b"no archive", cases._layer()[:40]], ids=["empty", "other", "cut off"]
+)
 def test_a_layer_that_cannot_be_read_is_refused(tmp_path: Path, layer: bytes) -> None:
     base = cases._image(cases._layout(tmp_path), layer)
     with pytest.raises(ArtifactInvalid, match="not a readable layer"):
