@@ -6,7 +6,6 @@ sample's index alone: not from the worker or the rank that reads it, nor from wh
 
 from __future__ import annotations
 
-import multiprocessing.connection
 import re
 import traceback
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from compress.common.dependency_recorder import recording_paused
@@ -199,11 +199,12 @@ def original_error(error: Exception) -> Exception:
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Whether another process ended while it was asked for a tensor, before torch looked at it."""
-    if not isinstance(error, EOFError | ConnectionError) or error.__traceback__ is None:
+    """Whether another process ended while torch took over a tensor of it."""
+    if not isinstance(error, EOFError | ConnectionError):
         return False
-    (*_, (innermost, _)) = traceback.walk_tb(error.__traceback__)
-    return innermost.f_code.co_filename == multiprocessing.connection.__file__
+    frames = traceback.walk_tb(error.__traceback__)
+    # A connection of the user's own may end as well, outside of torch's code for tensors.
+    return reductions.__file__ in {frame.f_code.co_filename for frame, _ in frames}
 
 
 def spread_indices(available: int, wanted: int) -> Sequence[int]:

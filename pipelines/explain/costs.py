@@ -200,7 +200,7 @@ def _explain_speed(branch: RefusedBranch) -> Found:
     earlier = branch.judged.verdict.value
     found = _speed_gate(gate, compared, earlier)
     if found.spread_in_margin > NOISE.limit:
-        # It may be told in more time than a run takes.
+        # More time than a run takes may show it.
         compared = branch.context.compare_latency(before, after, gate.batch, LONGER_SECONDS)
         found = _speed_gate(gate, compared, earlier)
     # A busy machine makes each file slow, and every cause of that would be a guess.

@@ -162,7 +162,7 @@ class WidthSpace:
 def measure_loss_increases(
     space: WidthSpace,
     progress: Progress,
-    judge: Callable[[nn.Module], float],
+    loss_of: Callable[[nn.Module], float],
     known: dict[str, float] | None = None,
     save: Callable[[], Any] = lambda: None,
     deadline: float = math.inf,
@@ -173,7 +173,7 @@ def measure_loss_increases(
     Args:
         space: the groups and their widths.
         progress: called with the progress.
-        judge: a module → what it loses.
+        loss_of: a module → what it loses.
         known: losses by group and width, as `group:width`. What is measured is added.
         save: called after each measurement.
         deadline: on the clock of :func:`time.monotonic`; widths that were not measured by then are
@@ -198,7 +198,7 @@ def measure_loss_increases(
             continue
         if time.monotonic() > deadline:
             break
-        known[key] = judge(space.cut(group, width))
+        known[key] = loss_of(space.cut(group, width))
         save()
     return {
         group: {

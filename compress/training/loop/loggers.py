@@ -1,4 +1,4 @@
-"""Who is told of steps and epochs: TensorBoard and MLflow, and the callbacks of the user."""
+"""Receivers of steps and epochs: TensorBoard, MLflow and the user's callbacks."""
 
 from __future__ import annotations
 
