@@ -90,7 +90,7 @@ mutation: .venv/mutation
 	$(PYTHON) -m venv .venv
 
 .venv/demo: .venv/bin/pip pyproject.toml
-	$(BIN)/pip install -q -e '.[serve,examples]'
+	$(BIN)/pip install -q -e '.[serve,server,examples]'
 	touch $@
 
 # pip brings torch, as it reads where to find its builds; uv the rest, which takes less time. Where uv does not
