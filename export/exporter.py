@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from compress.artifacts.artifact import Artifact
-from compress.common.forward import opened_model
+from compress.common.forward import count_forwards, opened_model
 from compress.common.requirements import require_all
 from compress.core.gates.baselines import BASELINES, BaselineRuntime
 from compress.core.stage import Reads, Stage, Writes, members_of
@@ -208,10 +208,10 @@ class Exporter(Stage[Reads, Writes]):
         inputs = chain((x for _, x in tried), val_batches)
         # The source runs first, and leaves memory before the runtime loads the file.
         with (
-            recorded_outputs(model, inputs, context.threads) as expected,
+            recorded_outputs(model, inputs, context) as expected,
             self.open(file, model, facts, context) as opened,
         ):
-            exported = on_cpu(opened)
+            exported = on_cpu(count_forwards(opened, self.writes().kind))
             parity = ParityContext(
                 title=self.title,
                 source=model,
@@ -238,12 +238,13 @@ class Exporter(Stage[Reads, Writes]):
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Compare a file of an earlier run with its source, on the data of this one."""
         from compress.export.parity.compare import on_cpu
+        from compress.export.parity.reference_outputs import source_predictor
         from compress.export.parity.sample_parity import val_inputs
 
         facts, val_batches = artifact.manifest.facts, [*val_inputs(context)]
         with (
             artifact.open(self.device_for(context), context.threads) as exported,
-            model.open(threads=context.threads) as expected,
+            source_predictor(model, context) as expected,
         ):
             self.compare(model, expected, on_cpu(exported), facts, val_batches)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import remove, temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import CompressError, StageFailed
+from compress.core.answers import KeptAnswers
 from compress.core.metrics import Metric, evaluate
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.progress import Progress, silent
@@ -101,6 +102,8 @@ class Context:
     """Cache of compared latencies, with what user code read for each."""
     exports: ExportCache = field(default_factory=ExportCache, compare=False)
     """Exports of the uncompressed model."""
+    answers: KeptAnswers = field(default_factory=KeptAnswers, compare=False)
+    """Outputs of the models that were called so far."""
     served_latency: Any = None
     """How fast models will be where a later stage exports them to; None where that is not known.
     A :class:`~compress.pruning.latency.latency_target.ServedLatency`."""
@@ -195,12 +198,21 @@ class Context:
         return max(self.served_batch_size, *fixed, 1)
 
     @contextmanager
-    def predictor(self, artifact: Artifact) -> Iterator[Predictor]:
-        """Open an artifact as a predictor that takes any number of samples."""
+    def predictor(self, artifact: Artifact, *, kept: bool = True) -> Iterator[Predictor]:
+        """Provide an artifact as a predictor that takes any number of samples.
+
+        What it was called with before, it answers from :attr:`answers`, unless not `kept`.
+        """
         from compress.common.forward import accept_any_batch
 
-        with artifact.open(self.device, self.threads) as predict:
+        answers = self.answers.predictor(artifact, self.device, self.threads)
+        with answers if kept else artifact.open(self.device, self.threads) as predict:
             yield accept_any_batch(predict, artifact.signature)
+
+    def answers_by_row(self, artifact: Artifact) -> bool:
+        """Whether an artifact is known to answer to a row alike in every batch of `val`."""
+        found = self.dependences.get(artifact.digest)
+        return found is not None and not found.why_not_joined
 
     def compare_latency(
         self, before: Artifact, after: Artifact, batch: int, seconds: float | None = None

@@ -13,6 +13,7 @@ from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, relative_error
 from compress.export.parity.adversarial_inputs import adversarial_inputs, find_adversarial_mismatch
 from compress.export.parity.float64_reference import Float64Reference
+from compress.export.parity.reference_outputs import source_predictor
 from compress.export.parity.sample_parity import (
     FLOAT,
     NOTHING_FINITE,
@@ -79,7 +80,7 @@ def check_parity(
     operators: Container[str] = (),
 ) -> None:
     """Compare an exported model with its source, which is opened: see :func:`compare_outputs`."""
-    with source.open(threads=context.threads) as expected:
+    with source_predictor(source, context) as expected:
         val_batches = list(val_inputs(context))
         compare_outputs(source, expected, exported, val_batches, limits, operators)
 

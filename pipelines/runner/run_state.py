@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import CompressError, GateRefused, lines_of
+from compress.core.answers import KeptAnswers
 from compress.core.context import Context
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.results.schema import FailureReport, SkippedReport
@@ -171,6 +172,8 @@ class RunState:
     def __post_init__(self) -> None:
         self.outcome = RunOutcome(self.plan, self.emit)
         self.exports = StoredExports(self.store)
+        # On the disk of the store: temporary files may be in memory.
+        self.answers = KeptAnswers(self.store.root / WORK)
 
     @cached_property
     def contents(self) -> Contents | None:
@@ -245,6 +248,7 @@ class RunState:
             dependences=self.batch_dependences,
             comparisons=self.comparisons,
             exports=self.exports,
+            answers=self.answers,
         )
 
 

@@ -114,7 +114,9 @@ class MinEqualTokens(_NextTokenGate):
         import torch
 
         equal: list[int] = []
-        with context.predictor(before) as expected, context.predictor(after) as got:
+        # Not kept: each token adds the scores of a whole text, which nothing else asks for.
+        opened = (context.predictor(model, kept=False) for model in (before, after))
+        with next(opened) as expected, next(opened) as got:
             for prompt in self._prompts(before.signature, context):
                 texts = [
                     continue_greedily(predict, before.signature, prompt, self.tokens)

@@ -1,0 +1,257 @@
+"""Models' outputs, computed once: metric, gates and parity read the same answers.
+
+A model is called once for each batch of a split, whatever compares its outputs: another metric,
+other targets or one more gate read what is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from compress.common.dependency_recorder import Recording, add_to_recordings, recording
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import torch
+
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
+
+    Tensors = tuple[torch.Tensor, ...]
+
+# A decoder scores 150,000 tokens at each place: 64 texts of 64 tokens take 2.5 GB, and are computed
+# again where they are needed twice; a classifier's 50,000 samples of 1,000 classes take 0.2 GB.
+MAX_BYTES = 2**31
+"""Bytes of outputs kept of one artifact."""
+MAX_TOTAL_BYTES = 2**32
+"""Bytes kept of all artifacts: those of the one that was not read for the longest time go first."""
+MAX_MODELS = 64
+"""Artifacts of which outputs are kept; each has a file open."""
+
+
+class KeptAnswers:
+    """Outputs of artifacts by the inputs that they were called with, until this process ends.
+
+    They are in unnamed files, so that nobody else reads or changes them. Inputs are known by their
+    content: data that differ each time they are read are never answered from here. Other processes
+    begin with none.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Keep them on the disk of a folder, by default that of temporary files."""
+        self._folder = folder
+        self._by_model: OrderedDict[tuple[str, str, int], _Answers] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type[KeptAnswers], tuple[()]]:
+        return KeptAnswers, ()
+
+    @contextmanager
+    def predictor(
+        self,
+        artifact: Artifact,
+        device: str,
+        threads: int,
+        *,
+        by_row: bool = False,
+        keep_errors: bool = False,
+    ) -> Iterator[Predictor]:
+        """Provide an artifact's predictor, which calls it for new inputs alone.
+
+        The artifact is opened for the first of them. With `by_row`, rows are also taken from other
+        batches, for models whose outputs do not depend on the rest of a batch. With `keep_errors`,
+        inputs that were refused are refused again without a call.
+        """
+        answers = self._answers_of(artifact, device, threads)
+        with ExitStack() as stack:
+            load = cache(lambda: stack.enter_context(artifact.open(device, threads)))
+
+            def answer(*inputs: torch.Tensor) -> Tensors:
+                return answers.get_or_compute(inputs, load, by_row=by_row, keep_errors=keep_errors)
+
+            try:
+                yield answer
+            finally:
+                answers.forget_frames()
+        self._drop_oldest()
+
+    def has_room(self, artifact: Artifact, device: str, threads: int) -> bool:
+        """Whether more outputs of an artifact would be kept."""
+        return not self._answers_of(artifact, device, threads).is_full
+
+    def _answers_of(self, artifact: Artifact, device: str, threads: int) -> _Answers:
+        key = artifact.digest, device, threads
+        if key not in self._by_model:
+            self._by_model[key] = _Answers(self._folder)
+        self._by_model.move_to_end(key)
+        return self._by_model[key]
+
+    def _drop_oldest(self) -> None:
+        total = sum(answers.bytes for answers in self._by_model.values())
+        while len(self._by_model) > 1 and (
+            total > MAX_TOTAL_BYTES or len(self._by_model) > MAX_MODELS
+        ):
+            total -= self._by_model.popitem(last=False)[1].bytes
+
+
+class _StoredTensor(NamedTuple):
+    """Where a tensor lies in a file."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Answers:
+    """One artifact's outputs in a file, by the hashes of batches and of their rows."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.bytes = 0
+        self.is_full = False
+        """Whether outputs were left out for want of room."""
+        self._folder = folder
+        self._file = -1
+        self._lock = threading.Lock()
+        self._batches: dict[bytes, tuple[_StoredTensor, ...]] = {}
+        self._rows: dict[bytes, tuple[tuple[_StoredTensor, ...], int]] = {}
+        """Of a row: its batch's outputs, and its number in the batch."""
+        self._errors: dict[bytes, Exception] = {}
+        self._recorded = Recording()
+        """What user code read while the model was opened and called."""
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def get_or_compute(
+        self, inputs: Tensors, load: Callable[[], Predictor], *, by_row: bool, keep_errors: bool
+    ) -> Tensors:
+        """Return the outputs that are kept for inputs, else those that the loaded model returns."""
+        rows = _row_hashes(inputs)
+        key = _joint_hash(inputs, rows)
+        if keep_errors and key in self._errors:
+            raise self._errors[key]
+        outputs = self._read_batch(key)
+        if outputs is None and by_row:
+            outputs = self._read_rows(rows)
+        if outputs is not None:
+            # The measurement depends on what the model's code read, as if it had called it itself.
+            add_to_recordings(self._recorded)
+            return outputs
+        with recording() as recorded:
+            predict = load()
+            try:
+                outputs = predict(*inputs)
+            except Exception as error:
+                if keep_errors:
+                    self._errors[key] = error
+                raise
+        self._recorded.add(recorded)
+        try:
+            self._keep(key, rows, outputs)
+        except OSError:  # no room on the disk
+            self.is_full = True
+        return outputs
+
+    def forget_frames(self) -> None:
+        """Drop the tracebacks of errors, whose frames would keep the model in memory."""
+        for error in self._errors.values():
+            error.__traceback__ = None
+
+    def _keep(self, key: bytes, rows: list[bytes], outputs: Tensors) -> None:
+        import torch
+
+        contents = [t.detach().cpu().contiguous() for t in outputs if t.layout == torch.strided]
+        size = sum(t.nbytes for t in contents)
+        if self.bytes + size > MAX_BYTES or len(contents) < len(outputs):
+            self.is_full = True
+            return
+        with self._lock:
+            if self._file < 0:
+                if self._folder is not None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self._folder) as file:
+                    self._file = os.dup(file.fileno())
+            offset, stored = self.bytes, []
+            for t in contents:
+                stored.append(_StoredTensor(offset, t.dtype, tuple(t.shape)))
+                written = memoryview(t.reshape(-1).view(torch.uint8).numpy())
+                while written:
+                    done = os.pwrite(self._file, written, offset)
+                    written, offset = written[done:], offset + done
+            self.bytes = offset
+            self._batches[key] = place = tuple(stored)
+        if rows and all(t.dim() and len(t) == len(rows) for t in contents):
+            self._rows |= {row: (place, i) for i, row in enumerate(rows)}
+
+    def _read_batch(self, key: bytes) -> Tensors | None:
+        place = self._batches.get(key)
+        return None if place is None else tuple(self._read(*tensor) for tensor in place)
+
+    def _read_rows(self, rows: list[bytes]) -> Tensors | None:
+        import torch
+
+        places = [self._rows.get(row) for row in rows]
+        outputs: list[list[torch.Tensor]] = []
+        for place in places:
+            if place is None:
+                return None
+            tensors, i = place
+            outputs.append([self._read_row(tensor, i) for tensor in tensors])
+        columns = [*zip(*outputs, strict=True)]
+        if any(a.shape != b.shape for column in columns for a, b in pairwise(column)):
+            return None  # padded to other lengths
+        return tuple(map(torch.stack, columns)) or None
+
+    def _read_row(self, tensor: _StoredTensor, i: int) -> torch.Tensor:
+        import torch
+
+        size = torch.Size(tensor.shape[1:]).numel() * tensor.dtype.itemsize
+        return self._read(tensor.offset + i * size, tensor.dtype, tensor.shape[1:])
+
+    def _read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        import torch
+
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        content, done = bytearray(size), 0
+        while done < size:  # Linux reads at most 2 GiB at once
+            done += os.preadv(self._file, [memoryview(content)[done:]], offset + done)
+        return torch.frombuffer(content, dtype=dtype).reshape(shape)
+
+
+def _row_hashes(inputs: Tensors) -> list[bytes]:
+    """Hash each row's values, types and shapes; none where the inputs have no rows in common."""
+    if len({len(x) if x.dim() else 0 for x in inputs}) != 1 or not inputs[0].numel():
+        return []
+    form = "".join(f"{x.dtype}{tuple(x.shape[1:])}" for x in inputs).encode()
+    columns = [_as_bytes(x).reshape(len(x), x.nbytes // len(x)) for x in inputs]
+    return [
+        hashlib.sha256(form + b"".join(row.numpy().data for row in row_parts)).digest()
+        for row_parts in zip(*columns, strict=True)
+    ]
+
+
+def _joint_hash(inputs: Tensors, rows: list[bytes]) -> bytes:
+    """Hash a batch: of its rows' hashes, or of all values."""
+    digest = hashlib.sha256(b"".join(rows))
+    digest.update("".join(f"{x.dtype}{tuple(x.shape)}" for x in inputs).encode())
+    for x in () if rows else inputs:
+        digest.update(_as_bytes(x).numpy().data)
+    return digest.digest()
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
