@@ -104,6 +104,9 @@ class Context:
     """Exports of the uncompressed model."""
     answers: KeptAnswers = field(default_factory=KeptAnswers, compare=False)
     """Outputs of the models that were called so far."""
+    forms: Mapping[str, Artifact] = field(default_factory=dict, compare=False)
+    """Digest of a graph → the file exported from it that answers in its place, where quality alone
+    is measured: integers take torch ten times as long as the runtime that the file is for."""
     served_latency: Any = None
     """How fast models will be where a later stage exports them to; None where that is not known.
     A :class:`~compress.pruning.latency.latency_target.ServedLatency`."""
@@ -150,8 +153,8 @@ class Context:
 
     def score_key(self, artifact: Artifact, split: str) -> tuple[Any, ...]:
         """Return the key of an artifact's metric in :attr:`scores`."""
-        batch = self.judged_batch_size(artifact)
-        return (artifact.digest, split, self.metric, id(self.data), self.device, batch)
+        batch, asked = self.judged_batch_size(artifact), self.form_of(artifact)
+        return (asked.digest, split, self.metric, id(self.data), self.device, batch)
 
     def score_by_sample(self, artifact: Artifact, split: str = "val") -> Score:
         """Return an artifact's metric on a split with each sample's part in it, measured once."""
@@ -191,7 +194,8 @@ class Context:
         """Return the batch size at which artifacts are evaluated; None for the data's own."""
         # Models whose outputs depend on the batch are evaluated at the size that they are served
         # with, or at a fixed size of theirs.
-        if not any(self.batch_dependence(artifact).depends for artifact in artifacts):
+        asked = {a.digest: a for a in (*artifacts, *map(self.form_of, artifacts))}
+        if not any(self.batch_dependence(artifact).depends for artifact in asked.values()):
             return None
         sizes = [a.signature.inputs[0].shape[:1] for a in artifacts]
         fixed = [size[0] for size in sizes if size and isinstance(size[0], int)]
@@ -205,9 +209,14 @@ class Context:
         """
         from compress.common.forward import accept_any_batch
 
+        artifact = self.form_of(artifact)
         answers = self.answers.predictor(artifact, self.device, self.threads)
         with answers if kept else artifact.open(self.device, self.threads) as predict:
             yield accept_any_batch(predict, artifact.signature)
+
+    def form_of(self, artifact: Artifact) -> Artifact:
+        """Return the exported file that answers in an artifact's place, else the artifact."""
+        return self.forms.get(artifact.digest, artifact)
 
     def answers_by_row(self, artifact: Artifact) -> bool:
         """Whether an artifact is known to answer to a row alike in every batch of `val`."""

@@ -116,6 +116,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
             yield Text(f"{stage.name}: {fidelity.line()}")
         if sameness := sameness_of(stage):
             yield Text(f"{stage.name}: {sameness.line()}")
+        if stage.answered_by:
+            yield Text(f"{stage.name}: metric and outputs were measured on {stage.answered_by}")
     yield from gate_lines(report)
     if report.test:
         values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())

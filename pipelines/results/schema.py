@@ -83,6 +83,9 @@ class StageReport(Settings):
     """Seconds that measurements and gates took in this run; 0 when they were cached."""
     artifact: ArtifactReport
     measurements: Measurements
+    answered_by: str = ""
+    """The stage that exports this one's graph, where its file was called for metric and gates on
+    outputs in the graph's place; empty where the artifact itself was."""
     unread_outputs: dict[str, float] = {}
     """Outputs that no loss, metric or gate reads and that differ from the input's by more than
     rounding explains → by how much on `val`, relative to how much the output varies there."""

@@ -127,6 +127,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         judged_seconds=cache.seconds,
         artifact=ArtifactReport.from_artifact(artifact, f"artifacts/{name}"),
         measurements=measurements,
+        answered_by=state.exported_as.get(name, ""),
         unread_outputs={
             o.name: moved[o.name] for o in others if o.name in {*moved} - read_by_gates
         },
@@ -152,6 +153,8 @@ def _moved_outputs(
     context = state.context(planned.name)
     if before is None or not (before.outputs and measurements.outputs):
         return {}
+    if state.exported_as.get(planned.input) == planned.name:
+        return {}  # this file answered for its input, with which the export compared it
     if context.judged_batch_size(model) != context.judged_batch_size(artifact):
         return {}  # they were called in other batches, on which outputs depend
     limit, moved = planned.stage.rounding_error(model), {}
@@ -187,7 +190,7 @@ def _evaluate_gate(
         batch_dependence(state, planned.name, cache)
         if gate.compares and state.artifacts.get(compared) is before:
             batch_dependence(state, compared)
-        key |= _batch_size_part(state, planned.name, before)
+        key |= _conditions_of_calls(state, planned.name, before)
     verdict = cache.get_or_measure(
         key,
         measure=lambda: gate.evaluate(before, after, context),
@@ -220,7 +223,7 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     key = {"measurements": 3, "against": baseline.digest, **conditions}
     with name_stage_in_errors(name, state.out), artifact.keep_loaded():
         measurements = cache.get_or_measure(
-            key | _batch_size_part(state, name),
+            key | _conditions_of_calls(state, name),
             measure=lambda: Measurements.from_artifact(artifact, baseline, context),
             load=Measurements.model_validate,
             # On a machine too busy to tell, the next run measures again.
@@ -271,7 +274,7 @@ def score_of(
     key = {"metric by part, and outputs": split, **state.measurement_conditions()}
     with name_stage_in_errors(name, state.out):
         score = cache.get_or_measure(
-            key | _batch_size_part(state, name),
+            key | _conditions_of_calls(state, name),
             measure=lambda: context.score_by_sample(artifact, split),
             load=Score.from_json,
             dump=Score.to_json,
@@ -302,8 +305,10 @@ def batch_dependence(
     return known[artifact.digest]
 
 
-def _batch_size_part(state: RunState, name: str, *before: Artifact) -> dict[str, JsonValue]:
-    """Return the part of a measurement's key for artifacts whose outputs depend on their batch."""
+def _conditions_of_calls(state: RunState, name: str, *before: Artifact) -> dict[str, JsonValue]:
+    """Return the part of a measurement's key for what is called, and with how many rows."""
     batch_dependence(state, name)
-    size = state.context(name).judged_batch_size(*before, state.artifacts[name])
-    return {} if size is None else {"batch size": size}
+    context, artifact = state.context(name), state.artifacts[name]
+    size, form = context.judged_batch_size(*before, artifact), context.form_of(artifact)
+    key: dict[str, JsonValue] = {} if size is None else {"batch size": size}
+    return key if form is artifact else key | {"answered by": form.digest}

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import Artifact
 from compress.common.dependency_recorder import Recording, recording
+from compress.common.errors import CompressError
 from compress.common.requirements import undisturbed
 from compress.core.context import ExportCache
 from compress.core.stage import refusal
+from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.executors.task import StageTask
 from compress.pipelines.planning.loss_and_metric import fitting_loss
 from compress.pipelines.results.measurements import Measurements
-from compress.pipelines.results.schema import TestReport
+from compress.pipelines.results.schema import FIDELITY, TestReport
 from compress.pipelines.runner.cache_keys import (
     history_before,
     served_latency,
@@ -25,6 +27,7 @@ from compress.pipelines.runner.cache_keys import (
 from compress.pipelines.runner.evaluator import (
     NOT_ASKED_FOR,
     MeasurementCache,
+    batch_dependence,
     evaluate_stage,
     measure_artifact,
     score_of,
@@ -34,6 +37,7 @@ from compress.pipelines.runner.run_report import unlike_test
 from compress.pipelines.runner.run_state import CacheLookup
 from compress.pipelines.store.entry import Entry, Record
 from compress.pipelines.store.local import publish, unpublish
+from compress.pipelines.system import signals
 from compress.pipelines.system.error_context import name_stage_in_errors
 from compress.pipelines.system.jsonl_log import RunEvent
 
@@ -55,6 +59,8 @@ class PipelineExecutor:
     """Executes the stages of one run, in whichever order :func:`schedule` calls for them."""
 
     state: RunState
+    ahead: dict[str, CacheLookup | CompressError] = field(default_factory=dict)
+    """Exports that ran before the stage that they read was evaluated, or why they failed."""
 
     def import_model(self) -> None:
         """Import the model that the pipeline starts from, and publish it."""
@@ -130,6 +136,48 @@ class PipelineExecutor:
         # The store's exports stay here: another process may run the stage, and compares no speed.
         context = replace(context, history=history, served_latency=served, exports=ExportCache())
         return StageTask(planned.name, planned.stage, planned.input, context)
+
+    def find_or_run(self, planned: PlannedStage) -> CacheLookup:
+        """Take a stage's artifact from the store, else run the stage in this process."""
+        known = self.ahead.pop(planned.name, None)
+        if isinstance(known, CompressError):
+            raise known
+        lookup = known or self.lookup(planned.name, stage_key_parts(self.state, planned))
+        if not (known or lookup.cached):
+            task = self.task_for(planned, lookup)
+            lookup = self.commit(lookup, *task(self.state.progress))
+        return lookup
+
+    def export_ahead(self, planned: PlannedStage) -> None:
+        """Export an integer graph to ONNX before its turn: the file answers for the graph.
+
+        Only where the plan has that export anyway, which compares the two; where it fails, its own
+        turn says so.
+        """
+        state, facts = self.state, self.state.artifacts[planned.name].manifest.facts
+        # Stages that quantize or convert record the fidelity, those that convert the type as well.
+        is_integer = FIDELITY in facts and "dtype" not in facts
+        has_val = state.data is not None and "val" in state.data.datasets
+        if not (is_integer and has_val and state.pipeline.device == "cpu"):
+            return
+        ready = {planned.name, SOURCE, *state.reports}
+        for export in state.plan.stages:
+            is_export = isinstance(export.stage, ExportOnnx) and export.input == planned.name
+            if is_export and {*export.reads} <= ready:
+                break
+        else:
+            return
+        state.outcome.current = export.name
+        try:
+            self.ahead[export.name] = self.find_or_run(export)
+            batch_dependence(state, export.name)
+        except CompressError as error:
+            if signals.exit_code():  # the error is a consequence of it
+                raise
+            self.ahead[export.name] = error
+        else:
+            state.exported_as[planned.name] = export.name
+        state.outcome.current = planned.name
 
     def evaluate(self, planned: PlannedStage, lookup: CacheLookup) -> None:
         """Evaluate a stage's artifact, and record its report, and its refusal if a gate refused."""
@@ -207,12 +255,12 @@ def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
             executor.import_model()
         if engine is None:
             for planned in state.plan.stages:
-                if not outcome.should_skip(planned):
+                if outcome.should_skip(planned):
+                    state.artifacts.pop(planned.name, None)  # that of an export ahead of its turn
+                else:
                     with outcome.record_failures(planned.name):
-                        lookup = executor.lookup(planned.name, stage_key_parts(state, planned))
-                        if not lookup.cached:
-                            task = executor.task_for(planned, lookup)
-                            lookup = executor.commit(lookup, *task(state.progress))
+                        lookup = executor.find_or_run(planned)
+                        executor.export_ahead(planned)
                         executor.evaluate(planned, lookup)
         else:
             ParallelScheduler(executor, engine, list(state.plan.stages)).run()

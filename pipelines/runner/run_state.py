@@ -164,6 +164,8 @@ class RunState:
     scores: dict[tuple[Any, ...], tuple[Score, Recording]] = field(default_factory=dict)
     batch_dependences: dict[str, BatchDependence] = field(default_factory=dict)
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
+    exported_as: dict[str, str] = field(default_factory=dict)
+    """Stage → the later stage whose file answers for it while its quality is evaluated."""
     unmeasured: frozenset[str] = frozenset()
     """Stages of whose results only the size is measured."""
     baseline: Measurements | None = None
@@ -227,6 +229,7 @@ class RunState:
         It sees the artifacts of its ancestors, and those that it names. `root` is the directory of
         the artifact, by default that of its store entry.
         """
+        form = self.artifacts.get(self.exported_as.get(name, ""))
         visible = {SOURCE, self.plan.baseline, *self.plan.branch(name), *self.plan.needs(name)}
         return Context(
             root=root or self.entries[name].artifact_path,
@@ -249,6 +252,8 @@ class RunState:
             comparisons=self.comparisons,
             exports=self.exports,
             answers=self.answers,
+            # Of the stage itself alone: what judges the file compares it with the graph's own.
+            forms={self.artifacts[name].digest: form} if form else {},
         )
 
 

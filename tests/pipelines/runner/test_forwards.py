@@ -1,0 +1,96 @@
+"""How often a run calls models: what each further sample of `val` costs, by form of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compress.common.counts import counted
+from compress.common.errors import GateRefused, StageFailed
+from compress.export.onnx.stage import ExportOnnx
+from compress.pipelines import Pipeline
+from compress.pipelines.results.schema import Report
+
+NETS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
+
+def data(val):
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(64 + val) % 3
+    x = torch.randn(64 + val, 4, generator=generator) + 3 * torch.eye(4)[y]
+    parts = {"train": slice(0, 64), "val": slice(64, None)}
+    return {name: TensorDataset(x[s], y[s]) for name, s in parts.items()}
+"""
+FILE = """
+version: 1
+model: {{factory: "nets:mlp", inputs: [{{name: x, shape: [batch, 4]}}]}}
+data: {{factory: "nets:data", arguments: {{val: {val}}}, batch_size: 32}}
+stages:
+  - {{stage: quantize_static, name: int8, gates: [{{gate: max_drop, points: {points}}}]}}
+  - stage: export_onnx
+    name: onnx
+    gates:
+      - {{gate: max_drop, points: 50, against: {against}}}
+      - {{gate: label_agreement, minimum: 0.1, against: {against}}}
+      - {{gate: parity, atol: 100, against: {against}}}
+"""
+
+
+def run(folder: Path, val: int, against: str, points: float = 50) -> tuple[dict[str, int], Report]:
+    """Run the pipeline on so many samples of `val`; return the rows by form, and its report."""
+    folder.mkdir(parents=True)
+    (folder / "nets.py").write_text(NETS)
+    (folder / "small.yaml").write_text(FILE.format(val=val, against=against, points=points))
+    before = counted()
+    report = Pipeline.from_yaml(folder / "small.yaml").run(folder / "out", measured="none")
+    rows = {
+        form: counted()[f"forwards.{form}.rows"] - before.get(f"forwards.{form}.rows", 0)
+        for form in ("eager", "graph", "onnx")
+    }
+    return rows, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("against", "graph_passes"), [("int8", 1), ("source", 0)])
+def test_each_form_answers_once_for_a_sample_and_the_file_for_its_graph(
+    tmp_path: Path, against: str, graph_passes: int
+) -> None:
+    val = 1000
+    rows, report = run(tmp_path / "run", val, against)
+    int8, onnx = report.stages
+    assert (int8.answered_by, onnx.answered_by) == ("onnx", "")
+    # Beside `val`: batch dependence, sizes of the axes, adversarial inputs, 128 samples of parity.
+    assert val <= rows["eager"] < val + 250
+    assert val <= rows["onnx"] < val + 350
+    assert graph_passes * val <= rows["graph"] < graph_passes * val + 350
+
+
+def test_a_refused_graph_leaves_no_export(tmp_path: Path) -> None:
+    with pytest.raises(GateRefused):
+        run(tmp_path / "run", 60, "source", points=-99)
+    report = Report.read(tmp_path / "run" / "out")
+    assert [s.name for s in report.stages] == ["int8"]
+    assert [s.name for s in report.skipped] == ["onnx"]
+    assert report.stages[0].answered_by == "onnx"
+    assert {p.name for p in (tmp_path / "run/out/artifacts").iterdir()} == {"source", "int8"}
+
+
+def test_a_graph_whose_export_fails_answers_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StageFailed("no file today")
+
+    monkeypatch.setattr(ExportOnnx, "prove", fail)
+    with pytest.raises(StageFailed, match="^onnx: no file today"):
+        run(tmp_path / "run", 60, "source")
+    report = Report.read(tmp_path / "run" / "out")
+    assert [(s.name, s.answered_by, s.status) for s in report.stages] == [("int8", "", "passed")]
+    assert [f.name for f in report.failures] == ["onnx"]
