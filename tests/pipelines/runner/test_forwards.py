@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +11,9 @@ from compress.common.errors import GateRefused, StageFailed
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines import Pipeline
 from compress.pipelines.results.schema import Report
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NETS = """
 import torch
@@ -89,7 +92,7 @@ def test_a_graph_whose_export_fails_answers_itself(
         raise StageFailed("no file today")
 
     monkeypatch.setattr(ExportOnnx, "prove", fail)
-    with pytest.raises(StageFailed, match="^onnx: no file today"):
+    with pytest.raises(StageFailed, match="no file today"):
         run(tmp_path / "run", 60, "source")
     report = Report.read(tmp_path / "run" / "out")
     assert [(s.name, s.answered_by, s.status) for s in report.stages] == [("int8", "", "passed")]
