@@ -182,7 +182,7 @@ class _Answers:
                     self._folder.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=self._folder) as file:
                     self._file = os.dup(file.fileno())
-            offset, stored = self.bytes, []
+            offset, stored = self.bytes, list[_StoredTensor]()
             for t in contents:
                 stored.append(_StoredTensor(offset, t.dtype, tuple(t.shape)))
                 written = memoryview(t.reshape(-1).view(torch.uint8).numpy())

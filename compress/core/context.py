@@ -20,6 +20,7 @@ from compress.profiling.output_summary import OutputSummarizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -210,8 +211,12 @@ class Context:
         from compress.common.forward import accept_any_batch
 
         artifact = self.form_of(artifact)
-        answers = self.answers.predictor(artifact, self.device, self.threads)
-        with answers if kept else artifact.open(self.device, self.threads) as predict:
+        opened: AbstractContextManager[Predictor]
+        if kept:
+            opened = self.answers.predictor(artifact, self.device, self.threads)
+        else:
+            opened = artifact.open(self.device, self.threads)
+        with opened as predict:
             yield accept_any_batch(predict, artifact.signature)
 
     def form_of(self, artifact: Artifact) -> Artifact:
