@@ -158,7 +158,8 @@ class _Answers:
                 raise
         self._recorded.add(recorded)
         try:
-            self._keep(key, rows, outputs)
+            # Parity asks at sizes that a model may refuse: its own calls answer whole batches alone.
+            self._keep(key, [] if by_row else rows, outputs)
         except OSError:  # no room on the disk
             self.is_full = True
         return outputs

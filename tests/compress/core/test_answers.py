@@ -93,7 +93,9 @@ def test_kept_outputs_are_those_of_the_model(context: Context) -> None:
         assert rows_of(lambda: kept(mixed)) == 0
         for whole, part in zip(predict_rows(model, x), kept(mixed), strict=True):
             assert torch.equal(part, whole[[5, 2, 5]])
-        assert rows_of(lambda: kept(torch.cat([mixed, torch.randn(1, 6)]))) == 4
+        new = torch.cat([mixed, torch.randn(1, 6)])
+        assert rows_of(lambda: kept(new)) == 4
+        assert rows_of(lambda: kept(new[3:])) == 1, "rows come from evaluations alone"
     with context.predictor(model) as kept:
         assert rows_of(lambda: kept(mixed)) == 3, "by default another batch is another call"
 
