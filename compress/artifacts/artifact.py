@@ -392,9 +392,13 @@ class Artifact:
         """Return the number of weights that the producing stage counted, or None."""
         return self._int_fact("parameters")
 
-    def macs(self) -> int | None:
-        """Return the multiply-accumulates per sample that the producing stage counted, or None."""
-        return self._int_fact("macs")
+    def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
+        """Return the multiply-accumulates of a sample; None where the format has not the operators.
+
+        Named axes have their number in `sizes`, by default 8 as in :meth:`Signature.example`; of
+        these alone a stage may have recorded the count.
+        """
+        return None if sizes else self._int_fact("macs")
 
     def fact(self, name: str) -> Any:
         """Return an entry of the manifest's facts; raise ArtifactInvalid where it is missing."""

@@ -1,4 +1,4 @@
-"""Counts of what a process did; kept in :mod:`compress.common.counts`, which every layer imports."""
+"""Counts of what a process did, of :mod:`compress.common.counts`."""
 
 from compress.common.counts import count, counted
 

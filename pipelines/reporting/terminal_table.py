@@ -207,6 +207,7 @@ def _samples(report: Report) -> str:
 
 
 def _measured_cells(m: Measurements) -> dict[str, str | Text]:
+    missing = "–" if m.was_left_out else NOT_MEASURABLE
     return {
         "metric": f"{m.metric.value:.4f}" if m.metric else "–",
         "drop (95 %)": m.metric.drop.cell(m.metric.name) if m.metric and m.metric.drop else "–",
@@ -214,8 +215,8 @@ def _measured_cells(m: Measurements) -> dict[str, str | Text]:
         "smaller": f"{m.bytes_ratio:.2f}×",
         "params": readable_count(m.parameters),
         "MACs": readable_count(m.macs),
-        "p50 ms": NOT_MEASURABLE if m.latency_ms.p50 is None else f"{m.latency_ms.p50:.3f}",
-        "p95 ms": NOT_MEASURABLE if m.latency_ms.p95 is None else f"{m.latency_ms.p95:.3f}",
+        "p50 ms": missing if m.latency_ms.p50 is None else f"{m.latency_ms.p50:.3f}",
+        "p95 ms": missing if m.latency_ms.p95 is None else f"{m.latency_ms.p95:.3f}",
         "faster": _ratio(m.same_runtime) if m.same_runtime else "–",
         VS_EAGER: _ratio(m),
         "peak MiB": "–" if m.peak_mebibytes is None else f"{m.peak_mebibytes:.1f}",
@@ -223,7 +224,9 @@ def _measured_cells(m: Measurements) -> dict[str, str | Text]:
 
 
 def _ratio(measured: SpeedupReport) -> str:
-    return NOT_MEASURABLE if measured.speedup is None else f"{measured.speedup:.2f}×"
+    if measured.speedup is None:
+        return "–" if measured.was_left_out else NOT_MEASURABLE
+    return f"{measured.speedup:.2f}×"
 
 
 def print_table(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:

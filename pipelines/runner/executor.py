@@ -71,7 +71,9 @@ class PipelineExecutor:
         cache = MeasurementCache(lookup.entry, source)
         if state.plan.baseline == SOURCE:
             if SOURCE in state.unmeasured:
-                state.baseline = Measurements.sizes(source, source, NOT_ASKED_FOR)
+                state.baseline = Measurements.sizes(
+                    source, source, state.context(SOURCE), NOT_ASKED_FOR
+                )
             else:
                 state.baseline = measure_artifact(state, SOURCE, cache)
         self._emit_finished(lookup, cache.seconds, state.baseline)
