@@ -51,7 +51,7 @@ TURN_SECONDS = 0.01
 """Of one model's calls, before another one's: so that a small model's weights are in the
 processor's caches, as they are where it is served alone."""
 OPENING_SECONDS = 0.6
-"""For which a model is opened anew at most, as long as it is called. Where it lies in memory
+"""For which a model is opened anew and warmed up at most, as long as it is called. Where it lies in memory
 matters to small ones; large ones take longer to open, and lie in so many pages that it averages
 out."""
 WARM_UP_CALLS = 2
@@ -260,7 +260,7 @@ def compare_latencies(
 class _Blocks:
     """Blocks of two rounds: in each round every model has a turn of calls with the same batch.
 
-    Blocks of one round where two would take too long.
+    Of one round where calls take long.
     """
 
     models: Sequence[Opener]
@@ -333,6 +333,7 @@ class _Blocks:
 
     def _warm_up(self, turns: Batches) -> None:
         """Call without measuring, as some runtimes compile for each shape."""
+        start = time.perf_counter()
         for batch in turns:
             shapes = tuple(size for x in batch for size in (-1, *x.shape))
             if shapes not in self._warm:
@@ -340,6 +341,7 @@ class _Blocks:
                     for _ in range(WARM_UP_CALLS):
                         predict(*batch)
                 self._warm.add(shapes)
+        self._opening_seconds += time.perf_counter() - start
 
     def _choose_counts(self) -> None:
         """Choose from the time of first calls how many calls and rounds follow."""
@@ -350,16 +352,16 @@ class _Blocks:
         longest = 0.0
         for i in range(len(self.models)):
             shortest, start = math.inf, time.perf_counter()
-            while (began := time.perf_counter()) < start + self.seconds / 4:
+            while True:
+                began = time.perf_counter()
                 self._predictors[i](*typical)
                 shortest = min(shortest, time.perf_counter() - began)
-                if shortest > DEAR_SECONDS:
+                if shortest > DEAR_SECONDS or time.perf_counter() > start + self.seconds / 4:
                     break
             self._calls.append(max(1, round(turn / max(shortest, 1e-6))))
             longest = max(longest, shortest)
-        if 2 * FEWEST_BLOCKS * longest > self.seconds:
-            self._rounds = 1
         if longest > DEAR_SECONDS:
+            self._rounds = 1
             count, shapes = len(self.models), [x.shape for x in typical]
             self._fewest = -(-FEWEST_DEAR_BLOCKS // count) * count
             self.batches = [b for b in self.batches if [x.shape for x in b] == shapes]
