@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from compress.artifacts.artifact import Artifact
-from compress.common.forward import opened_model
+from compress.common.forward import opened_model, with_counted_calls
 from compress.common.requirements import require_all
 from compress.core.gates.baselines import BASELINES, BaselineRuntime
 from compress.core.stage import Reads, Stage, Writes, members_of
@@ -148,7 +148,9 @@ class Exporter(Stage[Reads, Writes]):
     ) -> AbstractContextManager[Predictor]:
         """Open what was written; facts that opening shows, such as kernels, are added."""
         device = self.device_for(context)
-        return self.writes().open_file(file, model.signature, facts, device, context.threads)  # type: ignore[no-any-return]
+        kind = self.writes()
+        opened = kind.open_file(file, model.signature, facts, device, context.threads)
+        return with_counted_calls(opened, kind.kind)
 
     def device_for(self, context: Context) -> str:
         """Return where the file is opened to be compared."""

@@ -23,6 +23,7 @@ from compress.common.atomic_files import (
     sync,
 )
 from compress.common.config import Settings
+from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.forward import KeptModels
 from compress.common.sealed_json import (
@@ -457,8 +458,9 @@ def files_below(folder: Path) -> dict[str, os.stat_result]:
 
 def _digest(file: Path) -> FileDigest:
     with open_regular(file, follow_link=False) as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FileDigest(sha256=sha256, bytes=os.fstat(stream.fileno()).st_size)
+        size = os.fstat(stream.fileno()).st_size
+        count("hashed.bytes", size)
+        return FileDigest(sha256=hashlib.file_digest(stream, "sha256").hexdigest(), bytes=size)
 
 
 def seal(folder: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
+from compress.common.counts import count, counts_calls
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.signature import OutputSpec, Signature
@@ -128,11 +129,33 @@ def opened_model(
     @wraps(open_model)
     def opened(artifact: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> OpenedModel:
         model, kept = manager(artifact, *args, **kwargs), artifact.kept_models
+        # A baseline in another runtime has no kind, and opens an artifact that has one.
+        if kind := getattr(artifact, "kind", ""):
+            model = with_counted_calls(model, kind)
         if kept is None:
             return OpenedModel(model)
         return OpenedModel(kept.predictor(model, (*args, *sorted(kwargs.items()))))
 
     return opened
+
+
+def with_counted_calls(
+    opened: AbstractContextManager[Predictor], kind: str
+) -> AbstractContextManager[Predictor]:
+    """Return what opens a model of a kind so that its calls are counted, where any are."""
+    return _counted(opened, kind) if counts_calls() else opened
+
+
+@contextmanager
+def _counted(opened: AbstractContextManager[Predictor], kind: str) -> Iterator[Predictor]:
+    with opened as predict:
+
+        def counting(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            count(f"forwards.{kind}.calls")
+            count(f"forwards.{kind}.rows", len(inputs[0]) if inputs and inputs[0].dim() else 1)
+            return predict(*inputs)
+
+        yield counting
 
 
 @contextmanager

@@ -51,9 +51,11 @@ TURN_SECONDS = 0.01
 """Of one model's calls, before another one's: so that a small model's weights are in the
 processor's caches, as they are where it is served alone."""
 OPENING_SECONDS = 0.6
-"""For which a model is opened anew and warmed up at most, as long as it is called. Where it lies in memory
-matters to small ones; large ones take longer to open, and lie in so many pages that it averages
-out."""
+"""For which a model is opened anew and warmed up at most, as long as it is called.
+
+Where it lies in memory matters to small ones; large ones take longer to open, and lie in so many
+pages that it averages out.
+"""
 WARM_UP_CALLS = 2
 """After a model was opened, for each shape: TorchScript optimizes a model in its second call."""
 MOST_BATCHES = 16

@@ -40,6 +40,9 @@ class RunOptions:
     measured: Literal["all", "last", "none"] = "all"
     """Of which models metric, latency and memory are measured: the input model and all stages, the
     input model and the last stage, or none. Gates are evaluated in any case."""
+    profile: bool = False
+    """Whether the report counts what each stage costs: CPU seconds, traces, calls of models, bytes
+    hashed, read and written, processes."""
     progress: Progress = silent
     """Receives the progress of each task of a stage."""
     announce: Callable[[str], None] = lambda line: None

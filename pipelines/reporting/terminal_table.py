@@ -123,6 +123,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
         yield Text(f"test {report.test.metric}{counted}: {values}")
     for warning in report.warnings:
         yield Text(f"! {warning}", style="bold yellow")
+    for line in report.profile.lines() if report.profile else ():
+        yield Text(f"profile: {line}")
     cached = sum(stage.cached for stage in report.stages)
     counted = f"{cached} of {len(report.stages)} stages cached; "
     yield Text(f"{'' if report.failed_stage else counted}report: {out / 'report.html'}")

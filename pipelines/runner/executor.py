@@ -63,7 +63,11 @@ class PipelineExecutor:
         lookup = self.lookup(SOURCE, source_key_parts(state))
         if not lookup.cached:
             began = time.monotonic()
-            with name_stage_in_errors(SOURCE, state.out), recording() as recorded:
+            with (
+                name_stage_in_errors(SOURCE, state.out),
+                state.profiler.section(SOURCE, "run"),
+                recording() as recorded,
+            ):
                 artifact = import_source(state.pipeline, lookup.entry.artifact_path, state.data)
             lookup = self.commit(lookup, artifact, time.monotonic() - began, recorded)
         source = state.artifacts[SOURCE]
@@ -75,7 +79,8 @@ class PipelineExecutor:
                     source, source, state.context(SOURCE), NOT_ASKED_FOR
                 )
             else:
-                state.baseline = measure_artifact(state, SOURCE, cache)
+                with state.profiler.section(SOURCE, "evaluation"):
+                    state.baseline = measure_artifact(state, SOURCE, cache)
         self._emit_finished(lookup, cache.seconds, state.baseline)
         loss_key: dict[str, Any] = {
             "loss": state.plan.loss.identity(),
@@ -136,7 +141,8 @@ class PipelineExecutor:
     def evaluate(self, planned: PlannedStage, lookup: CacheLookup) -> None:
         """Evaluate a stage's artifact, and record its report, and its refusal if a gate refused."""
         state, name = self.state, planned.name
-        report = state.reports[name] = evaluate_stage(state, planned, lookup)
+        with state.profiler.section(name, "evaluation"):
+            report = state.reports[name] = evaluate_stage(state, planned, lookup)
         if name == state.plan.baseline:
             state.baseline = report.measurements
         state.outcome.current = ""  # from here on an interruption finds the stage finished
@@ -214,7 +220,8 @@ def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
                         lookup = executor.lookup(planned.name, stage_key_parts(state, planned))
                         if not lookup.cached:
                             task = executor.task_for(planned, lookup)
-                            lookup = executor.commit(lookup, *task(state.progress))
+                            with state.profiler.section(planned.name, "run"):
+                                lookup = executor.commit(lookup, *task(state.progress))
                         executor.evaluate(planned, lookup)
         else:
             ParallelScheduler(executor, engine, list(state.plan.stages)).run()

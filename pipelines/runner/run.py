@@ -35,6 +35,7 @@ from compress.pipelines.system.jsonl_log import (
     log_handler,
 )
 from compress.pipelines.system.machine_info import machine, versions
+from compress.pipelines.system.run_profile import Profiler
 from compress.pipelines.system.signals import INTERRUPTED
 from compress.pipelines.system.temp_files import temporary_files
 from compress.profiling.peak_memory import fork_worker, measurement_process
@@ -71,6 +72,7 @@ def run(
     """
     check_engine(pipeline, options.engine)
     announce, root = options.announce, options.cache or out / ".store"
+    profiler = Profiler(is_on=options.profile)
     remote = _open_remote(options.store, announce)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     for warning in plan.warnings:
@@ -87,6 +89,7 @@ def run(
         within_quota(),
         measurement_process(),
         store.locked(),
+        profiler.watch(),
         ExitStack() as log_handlers,
     ):
         write_run_id(root)
@@ -95,6 +98,7 @@ def run(
         remove_report(out)
         emit = event_listener(announce)
         state = RunState(pipeline, plan, out, store, data, options.progress, emit)
+        state.profiler = profiler
         stages = [planned.name for planned in plan.stages]
         if options.measured == "last":
             state.unmeasured = frozenset(stages[:-1])

@@ -19,6 +19,7 @@ from compress.pipelines.store.local import WORK, StoredExports
 from compress.pipelines.system import signals
 from compress.pipelines.system.jsonl_log import RunEvent
 from compress.pipelines.system.machine_info import machine
+from compress.pipelines.system.run_profile import Profiler
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ class RunState:
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
     unmeasured: frozenset[str] = frozenset()
     """Stages of whose results only the size is measured."""
+    profiler: Profiler = field(default_factory=lambda: Profiler(is_on=False))
     baseline: Measurements | None = None
     test: TestReport | None = None
 
