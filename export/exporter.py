@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from compress.artifacts.artifact import Artifact
-from compress.common.forward import opened_model, with_counted_calls
+from compress.common.forward import count_forwards, opened_model
 from compress.common.requirements import require_all
 from compress.core.gates.baselines import BASELINES, BaselineRuntime
 from compress.core.stage import Reads, Stage, Writes, members_of
@@ -148,9 +148,7 @@ class Exporter(Stage[Reads, Writes]):
     ) -> AbstractContextManager[Predictor]:
         """Open what was written; facts that opening shows, such as kernels, are added."""
         device = self.device_for(context)
-        kind = self.writes()
-        opened = kind.open_file(file, model.signature, facts, device, context.threads)
-        return with_counted_calls(opened, kind.kind)
+        return self.writes().open_file(file, model.signature, facts, device, context.threads)  # type: ignore[no-any-return]
 
     def device_for(self, context: Context) -> str:
         """Return where the file is opened to be compared."""
@@ -213,7 +211,7 @@ class Exporter(Stage[Reads, Writes]):
             recorded_outputs(model, inputs, context.threads) as expected,
             self.open(file, model, facts, context) as opened,
         ):
-            exported = on_cpu(opened)
+            exported = on_cpu(count_forwards(opened, self.writes().kind))
             parity = ParityContext(
                 title=self.title,
                 source=model,

@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
-from compress.common.counts import count, counts_calls
+from compress.common.counts import count
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.signature import OutputSpec, Signature
@@ -56,14 +56,14 @@ class OpenedModel:
     Called directly it is loaded by the first call, and unloaded by :meth:`close`.
     """
 
-    def __init__(self, manager: AbstractContextManager[Predictor]) -> None:
-        self._manager = manager
+    def __init__(self, manager: AbstractContextManager[Predictor], kind: str = "") -> None:
+        self._manager, self._kind = manager, kind
         self._stack = ExitStack()
         self._predict: Predictor | None = None
         self._threads = 0
 
     def __enter__(self) -> Predictor:
-        return self._stack.enter_context(self._manager)
+        return count_forwards(self._stack.enter_context(self._manager), self._kind)
 
     def __exit__(self, *error: object) -> bool | None:
         return self._stack.__exit__(*error)  # type: ignore[arg-type]
@@ -76,7 +76,8 @@ class OpenedModel:
         own_threads = torch.get_num_threads()
         try:
             if self._predict is None:
-                self._predict = self._stack.enter_context(self._manager)
+                predict = self._stack.enter_context(self._manager)
+                self._predict = count_forwards(predict, self._kind)
                 self._threads = torch.get_num_threads()
             torch.set_num_threads(self._threads)
             return self._predict(*inputs)
@@ -129,33 +130,28 @@ def opened_model(
     @wraps(open_model)
     def opened(artifact: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> OpenedModel:
         model, kept = manager(artifact, *args, **kwargs), artifact.kept_models
-        # A baseline in another runtime has no kind, and opens an artifact that has one.
-        if kind := getattr(artifact, "kind", ""):
-            model = with_counted_calls(model, kind)
+        kind = getattr(artifact, "kind", "")  # without one, it opens another artifact
         if kept is None:
-            return OpenedModel(model)
-        return OpenedModel(kept.predictor(model, (*args, *sorted(kwargs.items()))))
+            return OpenedModel(model, kind)
+        arguments = (*args, *sorted(kwargs.items()))
+        return OpenedModel(kept.predictor(model, arguments), kind)
 
     return opened
 
 
-def with_counted_calls(
-    opened: AbstractContextManager[Predictor], kind: str
-) -> AbstractContextManager[Predictor]:
-    """Return what opens a model of a kind so that its calls are counted, where any are."""
-    return _counted(opened, kind) if counts_calls() else opened
+def count_forwards(predict: Predictor, kind: str) -> Predictor:
+    """Count the calls of a predictor and their rows, below `forwards.KIND.calls` and `.rows`.
 
+    A predictor without a kind, which calls one that is counted, stays as it is.
+    """
+    calls, rows = f"forwards.{kind}.calls", f"forwards.{kind}.rows"
 
-@contextmanager
-def _counted(opened: AbstractContextManager[Predictor], kind: str) -> Iterator[Predictor]:
-    with opened as predict:
+    def predict_and_count(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count(calls)
+        count(rows, len(inputs[0]) if inputs[0].dim() else 1)
+        return predict(*inputs)
 
-        def counting(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            count(f"forwards.{kind}.calls")
-            count(f"forwards.{kind}.rows", len(inputs[0]) if inputs and inputs[0].dim() else 1)
-            return predict(*inputs)
-
-        yield counting
+    return predict_and_count if kind else predict
 
 
 @contextmanager

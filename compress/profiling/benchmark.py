@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
+from compress.common.counts import count, counting_paused
 from compress.common.errors import StageFailed
 from compress.profiling.call_timer import CallTimer
 from compress.profiling.quantiles import Interval, median_interval, quantile, quantile_interval
@@ -252,9 +253,10 @@ def compare_latencies(
             or the blocks are too few.
         threads: CPU threads of a call.
     """
-    with ExitStack() as stack:
+    with counting_paused(), ExitStack() as stack:
         blocks = _Blocks(models, batches, seconds, threads, stack)
         blocks.measure()
+    count("forwards.timed.calls", sum(map(len, blocks.times)) + blocks.warm_up_calls)
     return blocks.results()
 
 
@@ -279,6 +281,7 @@ class _Blocks:
     """Shapes that the opened models were called with."""
     _calls: list[int] = field(default_factory=list)
     """Calls of a turn, by model."""
+    warm_up_calls: int = 0
     _opening_seconds: float = 0.0
     _rounds: int = 2
     """Rounds of a block."""
@@ -342,6 +345,7 @@ class _Blocks:
                 for predict in self._predictors.values():
                     for _ in range(WARM_UP_CALLS):
                         predict(*batch)
+                self.warm_up_calls += WARM_UP_CALLS * len(self._predictors)
                 self._warm.add(shapes)
         self._opening_seconds += time.perf_counter() - start
 
@@ -356,6 +360,7 @@ class _Blocks:
             shortest, start = math.inf, time.perf_counter()
             while True:
                 began = time.perf_counter()
+                self.warm_up_calls += 1
                 self._predictors[i](*typical)
                 shortest = min(shortest, time.perf_counter() - began)
                 if shortest > DEAR_SECONDS or time.perf_counter() > start + self.seconds / 4:

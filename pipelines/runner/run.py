@@ -89,7 +89,6 @@ def run(
         within_quota(),
         measurement_process(),
         store.locked(),
-        profiler.watch(),
         ExitStack() as log_handlers,
     ):
         write_run_id(root)

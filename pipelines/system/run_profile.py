@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from compress.common.config import Settings
-from compress.common.counts import calls_counted, count, counted
+from compress.common.counts import count, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,8 @@ class RunProfile(Settings):
     """What a run costs: CPU seconds of this process and its children, and counts of its work.
 
     `traces` are calls of `torch.export`; `forwards.<kind>.calls` and `.rows` those of artifacts
-    that were opened in this process, by their kind; `hashed.bytes` of files and data; `read.bytes`
+    in this process, by their kind, and `forwards.timed.calls` those whose time was measured, with
+    their warm-up; `hashed.bytes` of files and data; `read.bytes`
     and `written.bytes` what the process read and wrote, cached by the system or not; `processes`
     those that it started. Of other processes only CPU time is counted.
     """
@@ -72,12 +73,6 @@ class Profiler:
         if is_on:
             _count_starts()
             self._start = _now()
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Count calls of models within a block."""
-        with calls_counted() if self.is_on else nullcontext():
-            yield
 
     @contextmanager
     def section(self, stage: str, part: str) -> Iterator[None]:

@@ -3,17 +3,19 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 
-from compress.artifacts.eager_model import EagerModel
 from compress.common.counts import counted
+from compress.common.forward import count_forwards
 from compress.pipelines import Pipeline
 from compress.pipelines.results.schema import Report
 from compress.pipelines.system.run_profile import Profiler
 from compress.profiling import benchmark
-from compress.profiling.benchmark import Comparison, Latency
+from compress.profiling.benchmark import Comparison, Latency, compare_latency
 from tests.pipelines.conftest import FILE, NETS, Project
 
 
@@ -59,12 +61,22 @@ def test_the_profile_is_in_the_report_and_in_words(profiled: Report) -> None:
 
 
 def test_a_run_is_not_profiled_unless_asked(finished_run: Project) -> None:
-    report = json.loads((finished_run.out / "report.json").read_text())
-    assert report["profile"] is None
-    before = counted().get("forwards.eager.calls")
-    with EagerModel.from_directory(finished_run.out / "artifacts" / "train").open() as predict:
-        predict(torch.zeros(2, 4))
-    assert counted().get("forwards.eager.calls") == before
+    assert json.loads((finished_run.out / "report.json").read_text())["profile"] is None
+
+
+def test_counting_takes_no_part_in_a_latency() -> None:
+    def predict(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x,)
+
+    def counts() -> dict[str, int]:
+        return {name: n for name, n in counted().items() if name.startswith("forwards.")}
+
+    before, calls = counts(), []
+    opener = partial(nullcontext, count_forwards(lambda x: calls.append(1) or predict(x), "timed"))
+    compare_latency(opener, opener, [(torch.zeros(2, 1),)], 1e-9, threads=1)
+    assert counts() == before | {
+        "forwards.timed.calls": before.get("forwards.timed.calls", 0) + len(calls)
+    }
 
 
 def test_the_cpu_time_of_a_child_that_still_runs_is_counted() -> None:
