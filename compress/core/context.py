@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 TYPICAL_OF = 32
 """Samples of `val` of whose sizes the median is typical: reading all may take long."""
+QUICK_SAMPLES = 16
+"""Of `val`, on which a quick judgement compares two models."""
 COMPARED_BATCHES = 4
 """Seeded batches compared where there is no data."""
 
@@ -96,6 +98,8 @@ class Context:
     served_batch_size: int = 1
     """Rows of one call in deployment, at which models whose outputs depend on the batch are
     evaluated."""
+    is_quick: bool = False
+    """Whether little is measured: comparisons see 16 samples of `val`."""
     dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
     """Cache: an artifact's digest → whether its outputs depend on the batch."""
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(
@@ -183,7 +187,7 @@ class Context:
             from compress.profiling.batch_dependence import measure_artifact
 
             self.dependences[artifact.digest] = measure_artifact(
-                artifact, self.data, self.device, self.threads, self.seed
+                artifact, self.data, self.device, self.threads, self.seed, briefly=self.is_quick
             )
         return self.dependences[artifact.digest]
 
@@ -289,7 +293,8 @@ class Context:
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the inputs on which two models are compared: `val`, or seeded ones without it."""
         if self.data is not None and "val" in self.data.datasets:
-            for batch in self.data.batches("val", batch_size):
+            limit = QUICK_SAMPLES if self.is_quick else None
+            for batch in self.data.batches("val", batch_size, limit=limit):
                 yield batch.inputs
         else:
             for i in range(COMPARED_BATCHES):

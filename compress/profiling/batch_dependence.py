@@ -112,7 +112,13 @@ class BatchDependence(Settings):
 
 
 def measure_artifact(
-    artifact: Artifact, data: Splits | None, device: str, threads: int, seed: int
+    artifact: Artifact,
+    data: Splits | None,
+    device: str,
+    threads: int,
+    seed: int,
+    *,
+    briefly: bool = False,
 ) -> BatchDependence:
     """Measure an artifact of any format on rows of `val`, or on seeded ones without data."""
     signature, has_val = artifact.signature, data is not None and "val" in data.datasets
@@ -127,6 +133,7 @@ def measure_artifact(
             source="val" if has_val else "seeded",
             rounding=rounding_tolerance(artifact),
             unpadded=unpadded,
+            briefly=briefly,
         )
 
 
@@ -138,18 +145,21 @@ def measure(
     source: Literal["val", "seeded"],
     rounding: float = FLOAT_ROUNDING,
     unpadded: Sequence[Sequence[Array]] = (),
+    briefly: bool = False,
 ) -> BatchDependence:
     """Call a model on the same rows alone, reordered, and with other and extreme neighbours.
 
-    One whose calls take long is called on fewer rows, and where even two take longer than
-    :data:`MEASURED_SECONDS` only as often as it takes to show dependence or independence: alone,
-    and beside extreme rows, which move what real ones move.
+    One whose calls take long is called on fewer rows. Where even two take longer than
+    :data:`MEASURED_SECONDS`, and where it is measured `briefly`, it is called only as often as it
+    takes to show dependence or independence: alone, and beside extreme rows, which move what real
+    ones move.
 
     The batch has at best :data:`ROWS` rows and as many others as their neighbours, and ``unpadded``
     the first rows that it pads, one by one, else empty lists. ``rounding`` is the largest change
     that another batch size or order may cause, as a share of the outputs' spread.
     """
-    return _BatchProbes(call, signature, batch, source, rounding, unpadded).result()
+    seconds = 0.0 if briefly else MEASURED_SECONDS
+    return _BatchProbes(call, signature, batch, source, rounding, unpadded, seconds).result()
 
 
 def rounding_tolerance(artifact: Artifact) -> float:
@@ -187,6 +197,7 @@ class _BatchProbes:
     _source: Literal["val", "seeded"]
     _rounding: float
     _unpadded: Sequence[Sequence[Array]]
+    _seconds: float
 
     def __post_init__(self) -> None:
         first = self._signature.inputs[0].shape[:1]
@@ -229,9 +240,9 @@ class _BatchProbes:
             wall, cpu = time.perf_counter(), time.process_time()
             self._first_alone = self._outputs_or_none(first)
             row_seconds = min(time.perf_counter() - wall, time.process_time() - cpu)
-            if CALLED_PER_ROW * ROWS * row_seconds <= MEASURED_SECONDS:
+            if CALLED_PER_ROW * ROWS * row_seconds <= self._seconds:
                 break
-        affordable = int(MEASURED_SECONDS / (CALLED_PER_ROW * max(row_seconds, 1e-9)))
+        affordable = int(self._seconds / (CALLED_PER_ROW * max(row_seconds, 1e-9)))
         self._is_brief = affordable < FEWEST_ROWS
         row_bytes = sum(output.nbytes for output in self._first_alone or [])
         fitting = min(ROWS, affordable, LARGEST_OUTPUTS // max(row_bytes, 1))
@@ -248,7 +259,7 @@ class _BatchProbes:
             return
         if self._fixed_size is not None:
             seconds = time.perf_counter() - start
-            self._is_brief = CALLED_PER_ROW * seconds > MEASURED_SECONDS
+            self._is_brief = CALLED_PER_ROW * seconds > self._seconds
         self._spreads = [*map(_spread, self._reference)]
         alone = self._outputs_alone(real, min(size, available))
         self._axes = [

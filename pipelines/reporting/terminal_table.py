@@ -63,6 +63,10 @@ OPTIONAL_COLUMNS = (
 )
 """Columns that a narrow terminal drops, in this order."""
 
+QUICK = (
+    "judged quickly: the metric and a short latency of what is shipped alone, exports compared on "
+    "16 samples; run without --quick for a full judgement"
+)
 NOT_MEASURABLE = "n/m"
 """Not measurable: timings on a busy machine were too noisy; a warning says so."""
 
@@ -111,6 +115,8 @@ def gate_lines(report: Report) -> Iterator[Text]:
 
 def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     """Yield the lines below the table, what to deploy last."""
+    if report.judged == "quick":
+        yield Text(QUICK, style="bold yellow")
     for stage in report.stages:
         if fidelity := fidelity_of(stage):
             yield Text(f"{stage.name}: {fidelity.line()}")

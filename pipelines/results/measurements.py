@@ -10,7 +10,7 @@ from pydantic import field_validator, model_validator
 from compress.artifacts.artifact import WEIGHTS_ON_DISK
 from compress.common.config import Settings
 from compress.common.errors import StageFailed, Unavailable
-from compress.core.gates.baselines import in_runtime_of, runtime_of
+from compress.core.gates.baselines import IN_PYTORCH, in_runtime_of, runtime_of
 from compress.core.metrics import metric_class
 from compress.core.verdict import Uncertainty
 from compress.profiling.batch_dependence import BatchDependence
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 Bounds = tuple[float, float]
 NOT_MEASURED = "not measured: "
 """Begins the reasons of figures that nobody asked for, which are no sign of a busy machine."""
+
+
+JUDGED_QUICKLY = f"{NOT_MEASURED}the run judges quickly"
+QUICK_SECONDS = 0.1
+"""For which a latency is measured in a run that judges quickly."""
 
 
 class Drop(Settings):
@@ -210,7 +215,7 @@ class Measurements(SpeedupReport):
         has_val = context.data is not None and "val" in context.data.datasets
         if has_val and context.metric.is_measured:
             score, drop = context.score_by_sample(artifact), None
-            if artifact.digest != baseline.digest:
+            if artifact.digest != baseline.digest and not context.is_quick:
                 before = context.score(baseline)
                 drop = Drop(
                     points=round(context.metric.drop_points(before, score.value), 9),
@@ -229,7 +234,9 @@ class Measurements(SpeedupReport):
         if untimed:
             sizes = cls.sizes(artifact, baseline, context, untimed)
             return sizes.model_copy(update={"metric": metric, "outputs": outputs})
-        compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)
+        before, seconds = (artifact, QUICK_SECONDS) if context.is_quick else (baseline, None)
+        batch = artifact.signature.smallest_batch
+        compared = context.compare_latency(before, artifact, batch, seconds)
         latency = compared.after.model_dump(exclude={"disturbed"})
         speedup = _speedup(compared)
         if reason := speedup["speedup_reason"]:
@@ -240,9 +247,11 @@ class Measurements(SpeedupReport):
             **_macs(artifact, context),
             bytes=artifact.payload_bytes,
             latency_ms=LatencyReport.model_validate(latency),
+            **(_no_speedup(JUDGED_QUICKLY) if context.is_quick else speedup),
             device=artifact.runs_on(context.device),
-            **speedup,
-            same_runtime=_in_same_runtime(artifact, baseline, compared, context),
+            same_runtime=None
+            if context.is_quick
+            else _in_same_runtime(artifact, baseline, compared, context),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
             outputs=outputs,
         )
@@ -259,9 +268,7 @@ class Measurements(SpeedupReport):
             **_macs(artifact, context),
             bytes=artifact.payload_bytes,
             latency_ms=LatencyReport(batch=batch, p50=None, p95=None, reason=reason, outliers=0.0),
-            speedup=None,
-            speedup_interval=None,
-            speedup_reason=reason,
+            **_no_speedup(reason),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
             peak_reason=reason,
         )
@@ -276,6 +283,8 @@ class Measurements(SpeedupReport):
 
 def _macs(artifact: Artifact, context: Context) -> dict[str, Any]:
     """Return the fields of a :class:`Measurements` on multiply-accumulates."""
+    if context.is_quick and artifact.kind in IN_PYTORCH:  # they are counted in a call
+        return {"macs": None}
     sizes = context.typical_sizes(artifact.signature)
     return {"macs": context.macs(artifact, sizes), "macs_at": sizes}
 
@@ -290,6 +299,11 @@ def _speedup(compared: Comparison) -> dict[str, Any]:
         "speedup_reason": reason,
         "speedup_blocks": tuple(float(f"{ratio:.4g}") for ratio in compared.ratios),
     }
+
+
+def _no_speedup(reason: str) -> dict[str, Any]:
+    """Return the fields of a :class:`SpeedupReport` that was not measured."""
+    return {"speedup": None, "speedup_interval": None, "speedup_reason": reason}
 
 
 def _in_same_runtime(
@@ -310,9 +324,7 @@ def _in_same_runtime(
         measured = _speedup(compared)
     except (StageFailed, Unavailable) as error:
         measured = {
-            "speedup": None,
-            "speedup_interval": None,
-            "speedup_reason": f"the uncompressed model in {runtime.title}: {error}",
+            **_no_speedup(f"the uncompressed model in {runtime.title}: {error}"),
             "takes_uncompressed": False,
         }
     return SameRuntimeReport(runtime=runtime.title, **measured)

@@ -169,6 +169,8 @@ class Report(Settings):
     skipped: tuple[SkippedReport, ...] = ()
     """Stages that did not run because of a failure or a refusal."""
     test: TestReport | None = None
+    judged: Literal["full", "quick"] = "full"
+    """Whether all was measured, or little: see `judge` of the pipeline file."""
     profile: RunProfile | None = None
     """What the run cost, counted; None unless it was asked for."""
     lock: dict[str, JsonValue] = Field(exclude=True)

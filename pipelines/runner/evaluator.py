@@ -18,7 +18,7 @@ from compress.core.metrics.score import Score
 from compress.core.stage import evaluate_gates
 from compress.export.exporter import Exporter
 from compress.pipelines.planning.plan import reads_all_outputs
-from compress.pipelines.results.measurements import NOT_MEASURED, Measurements
+from compress.pipelines.results.measurements import JUDGED_QUICKLY, NOT_MEASURED, Measurements
 from compress.pipelines.results.schema import (
     FIDELITY,
     SIMULATED_KINDS,
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
     from compress.pipelines.store.entry import Entry
 
 T = TypeVar("T")
-
-
-NOT_ASKED_FOR = "not asked for"
-"""Why a stage was not measured, where `RunOptions` leaves it out."""
 
 
 @dataclass
@@ -116,7 +112,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         verdicts = evaluate_gates(planned.stage.gates, model, artifact, context, evaluate)
         if name in state.unmeasured:
             baseline = state.artifacts[state.plan.baseline]
-            measurements = Measurements.sizes(artifact, baseline, context, NOT_ASKED_FOR)
+            measurements = Measurements.sizes(artifact, baseline, context, state.why_unmeasured)
         else:
             measurements = measure_artifact(state, name, cache)
     moved = _moved_outputs(state, planned, measurements)
@@ -248,6 +244,8 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     )
     if untimed:
         return measurements
+    if state.is_quick:
+        return measurements.model_copy(update={"peak_reason": JUDGED_QUICKLY})
     return measurements.with_peak(
         lambda: cache.get_or_measure(
             key, lambda: context.peak_memory(artifact, batch), float, lambda mebibytes: mebibytes

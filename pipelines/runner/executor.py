@@ -23,7 +23,6 @@ from compress.pipelines.runner.cache_keys import (
     stage_key_parts,
 )
 from compress.pipelines.runner.evaluator import (
-    NOT_ASKED_FOR,
     MeasurementCache,
     evaluate_stage,
     measure_artifact,
@@ -76,7 +75,7 @@ class PipelineExecutor:
         if state.plan.baseline == SOURCE:
             if SOURCE in state.unmeasured:
                 state.baseline = Measurements.sizes(
-                    source, source, state.context(SOURCE), NOT_ASKED_FOR
+                    source, source, state.context(SOURCE), state.why_unmeasured
                 )
             else:
                 with state.profiler.section(SOURCE, "evaluation"):

@@ -79,6 +79,7 @@ def run(
         announce(f"warning: {warning}")
     pipeline, data, inferred = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    pipeline = _judged(pipeline, options)
     if inferred:
         announce(inferred)
     folder, code = pipeline.folder, pipeline.code_folder
@@ -103,6 +104,8 @@ def run(
             state.unmeasured = frozenset(stages[:-1])
         elif options.measured == "none":
             state.unmeasured = frozenset((SOURCE, *stages))
+        elif state.is_quick:
+            state.unmeasured = frozenset((SOURCE, *stages)) - {*plan.leaves}
         if state.contents:
             note_samples(root, state.contents)
         run_id = uuid.uuid4().hex[:12]
@@ -157,7 +160,7 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
             executor = PipelineExecutor(state)
             engine = engine_for(options.engine, options.jobs, state.store, options.progress)
             schedule(executor, engine)
-            if options.test:
+            if options.test and not state.is_quick:
                 executor.evaluate_test_split()
             report = build_report(state, "passed")
             report.write(state.out, render(report, state.out))
@@ -214,6 +217,7 @@ def preview_state(
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     pipeline, data, _ = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    pipeline = _judged(pipeline, options)
     store = Store(
         options.cache or out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder
     )
@@ -243,6 +247,11 @@ def preview_state(
         else:
             preview(planned.name, stage_key_parts(state, planned))
     return actions, state
+
+
+def _judged(pipeline: PipelineConfig, options: RunOptions) -> PipelineConfig:
+    """Return the pipeline with what the options say of how much is measured."""
+    return pipeline.model_copy(update={"judge": options.judge}) if options.judge else pipeline
 
 
 def _open_remote(url: str | None, announce: Callable[[str], None]) -> Remote | None:

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, plain_attention
-from compress.core.context import COMPARED_BATCHES
+from compress.core.context import COMPARED_BATCHES, QUICK_SAMPLES
 from compress.graph.constant_folding import fold_constants_
 from compress.graph.flops import count_macs
 from compress.quantization.numeric_debug.activation_tap import NodeTap
@@ -84,6 +84,8 @@ def compare(
     fold_constants_(graph)
     affordable = LARGEST_MACS // max(1, count_macs(module, signature.example()))
     samples = max(FEWEST_SAMPLES, min(SAMPLES, affordable))
+    if context.is_quick:
+        samples = QUICK_SAMPLES
     # Ranges of a whole call depend on its rows; such graphs are served one row at a time.
     one_by_one = has_call_ranges(graph) and not (
         signature.batch_axis and choose_ranges_by_row_(graph)
