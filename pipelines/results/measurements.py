@@ -234,9 +234,12 @@ class Measurements(SpeedupReport):
         if untimed:
             sizes = cls.sizes(artifact, baseline, context, untimed)
             return sizes.model_copy(update={"metric": metric, "outputs": outputs})
-        before, seconds = (artifact, QUICK_SECONDS) if context.is_quick else (baseline, None)
         batch = artifact.signature.smallest_batch
-        compared = context.compare_latency(before, artifact, batch, seconds)
+        compared = (
+            context.compare_latency(artifact, artifact, batch, QUICK_SECONDS)
+            if context.is_quick
+            else context.compare_latency(baseline, artifact, batch)
+        )
         latency = compared.after.model_dump(exclude={"disturbed"})
         speedup = _speedup(compared)
         if reason := speedup["speedup_reason"]:
