@@ -195,6 +195,10 @@ def run(
     store: StoreUrl = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
     repair: Annotated[bool, typer.Option(help="Try repairs where a gate refuses.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Judge quickly, and say so.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Count what each stage costs.")
+    ] = False,
 ) -> None:
     """Run a pipeline; write the report and the artifacts."""
     with fast_imports():
@@ -208,7 +212,8 @@ def run(
             from compress.pipelines.runner.run import forked_measurement_process, preview_run
             from compress.pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
-        options = RunOptions(start, until, force, jobs, engine, store)
+        judge: Any = "quick" if quick else None
+        options = RunOptions(start, until, force, jobs, engine, store, judge=judge, profile=profile)
         if dry_run:
             actions = preview_run(pipeline, directory, options)
             print_result(actions, (f"{name}: {action}" for name, action in actions.items()))

@@ -23,6 +23,7 @@ from compress.common.atomic_files import (
     sync,
 )
 from compress.common.config import Settings
+from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.forward import KeptModels
 from compress.common.sealed_json import (
@@ -392,9 +393,13 @@ class Artifact:
         """Return the number of weights that the producing stage counted, or None."""
         return self._int_fact("parameters")
 
-    def macs(self) -> int | None:
-        """Return the multiply-accumulates per sample that the producing stage counted, or None."""
-        return self._int_fact("macs")
+    def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
+        """Return the multiply-accumulates of a sample; None where the format has not the operators.
+
+        Named axes have their number in `sizes`, by default 8 as in :meth:`Signature.example`; of
+        these alone a stage may have recorded the count.
+        """
+        return None if sizes else self._int_fact("macs")
 
     def fact(self, name: str) -> Any:
         """Return an entry of the manifest's facts; raise ArtifactInvalid where it is missing."""
@@ -453,8 +458,9 @@ def files_below(folder: Path) -> dict[str, os.stat_result]:
 
 def _digest(file: Path) -> FileDigest:
     with open_regular(file, follow_link=False) as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FileDigest(sha256=sha256, bytes=os.fstat(stream.fileno()).st_size)
+        size = os.fstat(stream.fileno()).st_size
+        count("hashed.bytes", size)
+        return FileDigest(sha256=hashlib.file_digest(stream, "sha256").hexdigest(), bytes=size)
 
 
 def seal(folder: Path) -> None:

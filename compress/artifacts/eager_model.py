@@ -261,7 +261,7 @@ class EagerModel(Artifact):
         module = self.skeleton() if self.is_streamed else None
         return sum(p.numel() for p in (module or self.load()).parameters())
 
-    def macs(self) -> int:
+    def macs(self, sizes: Mapping[str, int] | None = None) -> int:
         """Count multiply-accumulates for one sample."""
         from compress.graph.flops import count_macs
 
@@ -272,4 +272,4 @@ class EagerModel(Artifact):
             stream_weights_(module, weights)
         else:
             module = self.load()
-        return count_macs(module, self.signature.example(batch=1))
+        return count_macs(module, self.signature.example(batch=1, sizes=sizes))

@@ -121,21 +121,27 @@ class GraphModel(Artifact):
 
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""
-        return self._counts[0]
+        return self._counts(())[0]
 
-    def macs(self) -> int:
+    def macs(self, sizes: Mapping[str, int] | None = None) -> int:
         """Count multiply-accumulates for one sample."""
-        return self._counts[1]
+        return self._counts(tuple((sizes or {}).items()))[1]
 
-    @cached_property
-    def _counts(self) -> tuple[int, int]:
+    def _counts(self, sizes: tuple[tuple[str, int], ...]) -> tuple[int, int]:
         """Weights and multiply-accumulates, of a program that is read once."""
         from compress.graph.flops import count_graph_weights, count_macs
 
-        program = self.program()
-        module = program.module()
-        reshape_views_(module)
-        return count_graph_weights(program), count_macs(module, self.signature.example(batch=1))
+        if sizes not in self._counted:
+            program = self.program()
+            module = program.module()
+            reshape_views_(module)
+            inputs = self.signature.example(batch=1, sizes=dict(sizes))
+            self._counted[sizes] = count_graph_weights(program), count_macs(module, inputs)
+        return self._counted[sizes]
+
+    @cached_property
+    def _counted(self) -> dict[tuple[tuple[str, int], ...], tuple[int, int]]:
+        return {}
 
 
 def program_of(model: Artifact) -> torch.export.ExportedProgram:

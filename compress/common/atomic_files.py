@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
@@ -232,6 +233,7 @@ def file_beside(file: Path, name: object) -> Path:
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a regular file."""
     with open_regular(path) as stream:
+        count("hashed.bytes", os.fstat(stream.fileno()).st_size)
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 
+TYPICAL_OF = 32
+"""Samples of `val` of whose sizes the median is typical: reading all may take long."""
+QUICK_SAMPLES = 16
+"""Of `val`, on which a quick judgement compares two models."""
 COMPARED_BATCHES = 4
 """Seeded batches compared where there is no data."""
 
@@ -95,6 +100,8 @@ class Context:
     served_batch_size: int = 1
     """Rows of one call in deployment, at which models whose outputs depend on the batch are
     evaluated."""
+    is_quick: bool = False
+    """Whether little is measured: comparisons see 16 samples of `val`."""
     dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
     """Cache: an artifact's digest → whether its outputs depend on the batch."""
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(
@@ -187,7 +194,7 @@ class Context:
             from compress.profiling.batch_dependence import measure_artifact
 
             self.dependences[artifact.digest] = measure_artifact(
-                artifact, self.data, self.device, self.threads, self.seed
+                artifact, self.data, self.device, self.threads, self.seed, briefly=self.is_quick
             )
         return self.dependences[artifact.digest]
 
@@ -201,6 +208,42 @@ class Context:
         sizes = [a.signature.inputs[0].shape[:1] for a in artifacts]
         fixed = [size[0] for size in sizes if size and isinstance(size[0], int)]
         return max(self.served_batch_size, *fixed, 1)
+
+    def typical_sizes(self, signature: Signature) -> dict[str, int]:
+        """Return the sizes of a model's named axes in a sample of `val` of median size.
+
+        Empty where all sizes but the batch's are fixed, and without `val`.
+        """
+        axes = {*signature.dynamic_axes} - {signature.batch_axis}
+        if not axes or self.data is None or "val" not in self.data.datasets:
+            return {}
+        samples = len(self.data.split("val"))  # type: ignore[arg-type]
+        count, found = min(TYPICAL_OF, samples), []
+        for i in range(count):
+            (sample,) = self.data.read("val", [i * samples // count], 1)  # alone, hence not padded
+            sizes = {
+                axis: size
+                for spec, tensor in zip(signature.inputs, sample.inputs, strict=False)
+                for axis, size in zip(spec.shape, tensor.shape, strict=False)
+                if axis in axes and isinstance(axis, str)
+            }
+            found.append((prod(sizes.values()), sizes))
+        return sorted(found, key=lambda pair: pair[0])[(count - 1) // 2][1]
+
+    def macs(self, artifact: Artifact, sizes: Mapping[str, int]) -> int | None:
+        """Return the multiply-accumulates of an artifact for a sample of these sizes.
+
+        Of a format that has not the operators, those of what it was made of; None where that is not
+        known either.
+        """
+        # Without sizes where there are none: artifacts of other packages need not take them.
+        counted = artifact.macs(sizes) if sizes else artifact.macs()
+        lineage = artifact.manifest.lineage
+        if counted is not None or not (sizes and lineage):
+            return counted
+        made_of = lineage[-1].inputs.get("input", "")
+        source = next((a for a in self.artifacts.values() if a.digest == made_of), None)
+        return self.macs(source, sizes) if source else None
 
     @contextmanager
     def predictor(self, artifact: Artifact, *, kept: bool = True) -> Iterator[Predictor]:
@@ -244,7 +287,9 @@ class Context:
         if key not in self.comparisons:
             batches = self.measured_batches(before.signature, batch)
             device = after.runs_on(self.device)
-            first, second = (partial(a.open_anew, device, self.threads) for a in (before, after))
+            second = partial(after.open_anew, device, self.threads)
+            is_same = before.digest == after.digest
+            first = second if is_same else partial(before.open_anew, device, self.threads)
             measure = partial(compare_latency, first, second, batches, threads=self.threads)
             with recording() as recorded:
                 compared = measure() if seconds is None else measure(seconds=seconds)
@@ -274,7 +319,8 @@ class Context:
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the inputs on which two models are compared: `val`, or seeded ones without it."""
         if self.data is not None and "val" in self.data.datasets:
-            for batch in self.data.batches("val", batch_size):
+            limit = QUICK_SAMPLES if self.is_quick else None
+            for batch in self.data.batches("val", batch_size, limit=limit):
                 yield batch.inputs
         else:
             for i in range(COMPARED_BATCHES):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from compress.common.counts import count
 from compress.common.dependency_recorder import Recording, digest_of, take_recorded
 from compress.data.batch import adapt
 from compress.data.own_generators import is_generator, is_user_code, reachable_objects, source_file
@@ -188,6 +189,7 @@ def _structure(target: Targets | None) -> str:
 
 
 def _hash(tensors: Sequence[torch.Tensor], structure: str = "") -> bytes:
+    count("hashed.bytes", sum(tensor.nbytes for tensor in tensors))
     digest = hashlib.blake2b(structure.encode(), digest_size=16)
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())

@@ -6,6 +6,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from compress.common.counts import count
 from compress.common.signature import TABLE_ROWS
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def trace(
 
     def export(limits: dict[str, int], *, checks: bool = False) -> ExportedProgram:
         shapes: Any = dynamic_shapes(signature, limits)
+        count("traces")
         return torch.export.export(
             module,
             tuple(inputs),

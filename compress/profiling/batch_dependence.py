@@ -7,6 +7,7 @@ something else at another, or when a server batches it with other requests.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +48,12 @@ LAST_BITS = 1e-6
 """The same at an equal batch size."""
 LARGEST_OUTPUTS = 2**28
 """Bytes that the outputs for one batch may take: a decoder scores every token of every row."""
+MEASURED_SECONDS = 1.0
+"""For which a model is called; for longer where even two rows take longer."""
+CALLED_PER_ROW = 8
+"""How many times each row is computed: alone, in five batches, and in two halves of three."""
+FEWEST_ROWS = 2
+"""One that must keep its outputs, and its neighbour, which changes."""
 AT_ONCE = 2**20
 """Outputs that are compared at a time: in float64 they take twice their memory and more."""
 UNBOUNDED = 1e6
@@ -64,6 +71,8 @@ class BatchDependence(Settings):
     """Distinct rows whose outputs were compared."""
     source: Literal["val", "seeded"]
     """Whether the rows are samples of `val` or random."""
+    calls: int = 0
+    """How many times the model was called; 0 in measurements of older versions."""
     moves: dict[ProbeName, float] = {}
     """Largest change of an output by probe, as a share of the outputs' spread."""
     beyond_rounding: tuple[ProbeName, ...] = ()
@@ -103,7 +112,13 @@ class BatchDependence(Settings):
 
 
 def measure_artifact(
-    artifact: Artifact, data: Splits | None, device: str, threads: int, seed: int
+    artifact: Artifact,
+    data: Splits | None,
+    device: str,
+    threads: int,
+    seed: int,
+    *,
+    briefly: bool = False,
 ) -> BatchDependence:
     """Measure an artifact of any format on rows of `val`, or on seeded ones without data."""
     signature, has_val = artifact.signature, data is not None and "val" in data.datasets
@@ -118,6 +133,7 @@ def measure_artifact(
             source="val" if has_val else "seeded",
             rounding=rounding_tolerance(artifact),
             unpadded=unpadded,
+            briefly=briefly,
         )
 
 
@@ -129,14 +145,21 @@ def measure(
     source: Literal["val", "seeded"],
     rounding: float = FLOAT_ROUNDING,
     unpadded: Sequence[Sequence[Array]] = (),
+    briefly: bool = False,
 ) -> BatchDependence:
     """Call a model on the same rows alone, reordered, and with other and extreme neighbours.
+
+    One whose calls take long is called on fewer rows. Where even two take longer than
+    :data:`MEASURED_SECONDS`, and where it is measured `briefly`, it is called only as often as it
+    takes to show dependence or independence: alone, and beside extreme rows, which move what real
+    ones move.
 
     The batch has at best :data:`ROWS` rows and as many others as their neighbours, and ``unpadded``
     the first rows that it pads, one by one, else empty lists. ``rounding`` is the largest change
     that another batch size or order may cause, as a share of the outputs' spread.
     """
-    return _BatchProbes(call, signature, batch, source, rounding, unpadded).result()
+    seconds = 0.0 if briefly else MEASURED_SECONDS
+    return _BatchProbes(call, signature, batch, source, rounding, unpadded, seconds).result()
 
 
 def rounding_tolerance(artifact: Artifact) -> float:
@@ -174,6 +197,7 @@ class _BatchProbes:
     _source: Literal["val", "seeded"]
     _rounding: float
     _unpadded: Sequence[Sequence[Array]]
+    _seconds: float
 
     def __post_init__(self) -> None:
         first = self._signature.inputs[0].shape[:1]
@@ -183,10 +207,13 @@ class _BatchProbes:
         self._moves: dict[ProbeName, float] = {}
         self._beyond_rounding: list[ProbeName] = []
         self._unproven: list[str] = []
+        self._calls = 0
+        self._is_brief = False
+        self._first_alone: list[Array] | None = None
 
     def result(self) -> BatchDependence:
         available = len(self._batch[0]) if self._has_rows[0] else 0
-        self._size = self._fixed_size or (self._rows_that_fit() if available else ROWS)
+        self._size = self._fixed_size or (self._affordable_rows() if available else ROWS)
         rows = range(min(available, self._size))
         taken = [self._take_rows(self._batch, [i]) for i in rows]
         distinct = len({b"".join(array.tobytes() for array in row) for row in taken})
@@ -199,24 +226,40 @@ class _BatchProbes:
         return BatchDependence(
             rows=distinct,
             source=self._source,
+            calls=self._calls,
             moves={probe: float(f"{move:.3g}") for probe, move in self._moves.items()},
             beyond_rounding=tuple(self._beyond_rounding),
             unproven="; ".join(self._unproven),
         )
 
-    def _rows_that_fit(self) -> int:
-        outputs = self._outputs_or_none(self._take_rows(self._batch, [0])) or []
-        row = sum(output.nbytes for output in outputs)
-        return max(2, min(ROWS, LARGEST_OUTPUTS // max(row, 1)))
+    def _affordable_rows(self) -> int:
+        """Return how many rows fit into memory and time, by calls with one row."""
+        first, row_seconds = self._take_rows(self._batch, [0]), 0.0
+        for _ in range(2):  # the first call may compile
+            # The shorter of both: processes that wait, or several threads that compute.
+            wall, cpu = time.perf_counter(), time.process_time()
+            self._first_alone = self._outputs_or_none(first)
+            row_seconds = min(time.perf_counter() - wall, time.process_time() - cpu)
+            if CALLED_PER_ROW * ROWS * row_seconds <= self._seconds:
+                break
+        affordable = int(self._seconds / (CALLED_PER_ROW * max(row_seconds, 1e-9)))
+        self._is_brief = affordable < FEWEST_ROWS
+        row_bytes = sum(output.nbytes for output in self._first_alone or [])
+        fitting = min(ROWS, affordable, LARGEST_OUTPUTS // max(row_bytes, 1))
+        return max(FEWEST_ROWS, fitting // 2 * 2)
 
     def _probe(self, available: int) -> None:
         size = self._size
         real = self._take_rows(self._batch, np.arange(size) % available)
+        start = time.perf_counter()
         try:
             self._reference = self._outputs(real)
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             self._unproven.append(f"{size} rows together are refused: {_error_line(error)}")
             return
+        if self._fixed_size is not None:
+            seconds = time.perf_counter() - start
+            self._is_brief = CALLED_PER_ROW * seconds > self._seconds
         self._spreads = [*map(_spread, self._reference)]
         alone = self._outputs_alone(real, min(size, available))
         self._axes = [
@@ -225,10 +268,12 @@ class _BatchProbes:
         ]
         for i, outputs in enumerate(zip(*alone, strict=True)):
             self._compare("alone", outputs, [i], self._rounding)
-        if (repeated := self._outputs_or_none(real)) is not None:
-            self._compare("asked again", repeated, range(size), SAME_BITS)
-        others = (np.arange(size) + (size if available > size else 1)) % available
-        self._probe_neighbours("beside other rows", real, self._take_rows(self._batch, others))
+        if not self._is_brief:
+            self._ask_again(real)
+            self._probe_others(real, available)
+        elif self._is_shown():
+            self._ask_again(real)  # it may draw random numbers
+            return
         # A model may refuse a row that is masked wholly: then its masks stay as they are.
         for masks in (True, False):
             extremes = extreme_rows(real, self._signature.inputs, masks=masks)
@@ -236,9 +281,28 @@ class _BatchProbes:
                 break
         else:
             self._unproven.append("a batch with extreme rows is refused")
+            if self._is_brief:
+                self._probe_others(real, available)
+        if self._is_brief:
+            if self._is_shown():
+                self._ask_again(real)
+            return
         order = np.arange(size)[::-1]
         if (reordered := self._outputs_or_none(self._take_rows(real, order))) is not None:
             self._compare("reordered", reordered, order, self._rounding)
+
+    def _is_shown(self) -> bool:
+        """Whether outputs depend on the batch, whatever else is probed."""
+        return bool({*self._beyond_rounding} - {"unpadded"})
+
+    def _ask_again(self, real: list[Array]) -> None:
+        if (repeated := self._outputs_or_none(real)) is not None:
+            self._compare("asked again", repeated, range(self._size), SAME_BITS)
+
+    def _probe_others(self, real: list[Array], available: int) -> None:
+        size = self._size
+        others = (np.arange(size) + (size if available > size else 1)) % available
+        self._probe_neighbours("beside other rows", real, self._take_rows(self._batch, others))
 
     def _outputs_alone(self, real: list[Array], rows: int) -> list[list[Array]]:
         """Return the outputs for each row alone, by output; none where the batch is fixed."""
@@ -247,7 +311,9 @@ class _BatchProbes:
         by_row = []
         for i in range(rows):
             try:
-                by_row.append(self._outputs(self._take_rows(real, [i])))
+                is_known = i == 0 and self._is_brief and self._first_alone is not None
+                row = self._first_alone if is_known else None
+                by_row.append(row or self._outputs(self._take_rows(real, [i])))
             except Exception as error:  # noqa: BLE001 - a user's model may raise anything
                 self._unproven.append(f"a row alone is refused: {_error_line(error)}")
                 self._record("alone", UNBOUNDED, self._rounding)
@@ -278,6 +344,8 @@ class _BatchProbes:
             if outputs is None:
                 return False
             self._compare(probe, outputs, unchanged, SAME_BITS)
+            if self._is_brief and self._is_shown():
+                break
         return True
 
     def _compare(
@@ -303,6 +371,7 @@ class _BatchProbes:
             self._beyond_rounding.append(probe)
 
     def _outputs(self, inputs: Sequence[Array]) -> list[Array]:
+        self._calls += 1
         return [np.asarray(output) for output in self._call(*inputs)]
 
     def _outputs_or_none(self, inputs: Sequence[Array]) -> list[Array] | None:

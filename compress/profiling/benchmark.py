@@ -11,9 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
+from compress.common.counts import count, counting_paused
 from compress.common.errors import StageFailed
 from compress.profiling.call_timer import CallTimer
-from compress.profiling.quantiles import Interval, quantile, quantile_interval
+from compress.profiling.quantiles import Interval, median_interval, quantile, quantile_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,11 +42,21 @@ SECOND_TRY = 4
 """How many times longer models are measured once more where an interval is too wide."""
 FEWEST_BLOCKS = 8
 """Their smallest and largest values enclose the median with 99 %."""
+DEAR_SECONDS = 0.1
+"""Of a call, from which on :data:`FEWEST_DEAR_BLOCKS` may be enough: it spans so many slices of the
+scheduler and so many operators that its time is a mean already, whose noise is nearly normal."""
+FEWEST_DEAR_BLOCKS = 4
+"""Each model is first in half of them. Student's factor for their mean is 1.6 standard deviations;
+for three it would be 2.5, so that the fourth call pays for itself."""
 TURN_SECONDS = 0.01
 """Of one model's calls, before another one's: so that a small model's weights are in the
 processor's caches, as they are where it is served alone."""
-OPENING_SECONDS = 3.0
-"""For which a model is opened anew at most, one time after the other."""
+OPENING_SECONDS = 0.6
+"""For which a model is opened anew and warmed up at most, as long as it is called.
+
+Where it lies in memory matters to small ones; large ones take longer to open, and lie in so many
+pages that it averages out.
+"""
 WARM_UP_CALLS = 2
 """After a model was opened, for each shape: TorchScript optimizes a model in its second call."""
 MOST_BATCHES = 16
@@ -71,6 +82,8 @@ class Latency(Settings):
     third quartile."""
     ventiles: tuple[float, ...] = ()
     """Quantiles at 5 %, 10 %, … 95 % of the calls, in milliseconds."""
+    calls: int = 0
+    """How many calls were timed; 0 in measurements of older versions."""
 
     disturbed: str = ""
     """Why none of it can be trusted, such as other processes; empty where it can."""
@@ -104,7 +117,7 @@ class Comparison:
     def interval(self) -> Interval:
         """95 % confidence interval of the speedup, by the order statistics of the blocks."""
         # Of blocks of consecutive rounds, as a machine is slow for a while rather than for a call.
-        return quantile_interval(self.ratios, 0.5)
+        return median_interval(self.ratios)
 
     @property
     def speedup_doubt(self) -> str:
@@ -209,9 +222,11 @@ def compare_latency(
 ) -> Comparison:
     """Measure two models in turn on the batches, so that both see the same noise.
 
-    See :func:`compare_latencies`.
+    One model with itself is measured once. See :func:`compare_latencies`.
     """
-    return compare_latencies([before, after], batches, seconds, threads=threads).comparison(0, 1)
+    models = [before] if before is after else [before, after]
+    measured = compare_latencies(models, batches, seconds, threads=threads)
+    return measured.comparison(0, len(models) - 1)
 
 
 def compare_latencies(
@@ -228,6 +243,9 @@ def compare_latencies(
     open, by where their weights lie in memory; opened anew they lie elsewhere, so that the blocks'
     interval holds that, too.
 
+    Calls that take long are fewer, see :data:`FEWEST_DEAR_BLOCKS`, and all have the median size of
+    the batches, as each size is called twice before it is measured.
+
     Args:
         models: what loads them.
         batches: inputs; in a turn a model is called with one of them.
@@ -235,15 +253,19 @@ def compare_latencies(
             or the blocks are too few.
         threads: CPU threads of a call.
     """
-    with ExitStack() as stack:
+    with counting_paused(), ExitStack() as stack:
         blocks = _Blocks(models, batches, seconds, threads, stack)
         blocks.measure()
+    count("forwards.timed.calls", sum(map(len, blocks.times)) + blocks.warm_up_calls)
     return blocks.results()
 
 
 @dataclass
 class _Blocks:
-    """Blocks of two rounds: in each round every model has a turn of calls with the same batch."""
+    """Blocks of two rounds: in each round every model has a turn of calls with the same batch.
+
+    Of one round where calls take long.
+    """
 
     models: Sequence[Opener]
     batches: Batches
@@ -259,7 +281,11 @@ class _Blocks:
     """Shapes that the opened models were called with."""
     _calls: list[int] = field(default_factory=list)
     """Calls of a turn, by model."""
+    warm_up_calls: int = 0
     _opening_seconds: float = 0.0
+    _rounds: int = 2
+    """Rounds of a block."""
+    _fewest: int = FEWEST_BLOCKS
 
     def __post_init__(self) -> None:
         self.times, self.medians = [[] for _ in self.models], [[] for _ in self.models]
@@ -268,17 +294,23 @@ class _Blocks:
     def measure(self) -> None:
         """Measure blocks until the intervals are narrow, or the time is over."""
         count, spent, number = len(self.models), 0.0, 0
+        self._open(range(count))
+        self._choose_counts()
         while True:
             order = [(number + i) % count for i in range(count)]
-            turns = [self.batches[(2 * number + i) % len(self.batches)] for i in range(2)]
-            self._open(order)
+            if number:
+                self._open(order)
+            turns = [
+                self.batches[(self._rounds * number + i) % len(self.batches)]
+                for i in range(self._rounds)
+            ]
             start = time.perf_counter()
             self._warm_up(turns)
             self._measure_block(order, turns)
             spent += time.perf_counter() - start
             number += 1
             # Each model has stood at each place equally often.
-            if number >= FEWEST_BLOCKS and number % count == 0 and self._is_enough(spent):
+            if number >= self._fewest and number % count == 0 and self._is_enough(spent):
                 break
 
     def _is_enough(self, spent: float) -> bool:
@@ -306,26 +338,45 @@ class _Blocks:
 
     def _warm_up(self, turns: Batches) -> None:
         """Call without measuring, as some runtimes compile for each shape."""
+        start = time.perf_counter()
         for batch in turns:
             shapes = tuple(size for x in batch for size in (-1, *x.shape))
             if shapes not in self._warm:
                 for predict in self._predictors.values():
                     for _ in range(WARM_UP_CALLS):
                         predict(*batch)
+                self.warm_up_calls += WARM_UP_CALLS * len(self._predictors)
                 self._warm.add(shapes)
-        if not self._calls:
-            for i in range(len(self.models)):
-                shortest, start = math.inf, time.perf_counter()
-                while (began := time.perf_counter()) < start + self.seconds / 4:
-                    self._predictors[i](*turns[0])
-                    shortest = min(shortest, time.perf_counter() - began)
-                turn = min(TURN_SECONDS, self.seconds / (2 * FEWEST_BLOCKS))
-                self._calls.append(max(1, round(turn / max(shortest, 1e-6))))
+        self._opening_seconds += time.perf_counter() - start
+
+    def _choose_counts(self) -> None:
+        """Choose from the time of first calls how many calls and rounds follow."""
+        sizes = [sum(x.numel() for x in batch) for batch in self.batches]
+        typical = self.batches[sizes.index(statistics.median_low(sizes))]
+        self._warm_up([typical])
+        turn = min(TURN_SECONDS, self.seconds / (2 * FEWEST_BLOCKS))
+        longest = 0.0
+        for i in range(len(self.models)):
+            shortest, start = math.inf, time.perf_counter()
+            while True:
+                began = time.perf_counter()
+                self.warm_up_calls += 1
+                self._predictors[i](*typical)
+                shortest = min(shortest, time.perf_counter() - began)
+                if shortest > DEAR_SECONDS or time.perf_counter() > start + self.seconds / 4:
+                    break
+            self._calls.append(max(1, round(turn / max(shortest, 1e-6))))
+            longest = max(longest, shortest)
+        if longest > DEAR_SECONDS:
+            self._rounds = 1
+            count, shapes = len(self.models), [x.shape for x in typical]
+            self._fewest = -(-FEWEST_DEAR_BLOCKS // count) * count
+            self.batches = [b for b in self.batches if [x.shape for x in b] == shapes]
 
     def _measure_block(self, order: Sequence[int], turns: Batches) -> None:
-        """Measure two rounds, the second one in reverse order."""
+        """Measure a round, and a second one in reverse order."""
         medians: list[list[float]] = [[] for _ in self.models]
-        for batch, places in zip(turns, (order, reversed(order)), strict=True):
+        for batch, places in zip(turns, (order, reversed(order)), strict=False):
             for i in places:
                 call = partial(self._predictors[i], *batch)
                 if self._calls[i] > 1:
@@ -347,11 +398,12 @@ class _Blocks:
             batch=len(self.batches[0][0]),
             p50=statistics.median(self.medians[index]),
             p95=ventiles[18],
-            p50_interval=quantile_interval(self.medians[index], 0.5),
+            p50_interval=median_interval(self.medians[index]),
             # With fewer than 72 calls the interval has no upper end.
             p95_interval=Interval(low, min(high, max(times))),
             outliers=outliers / len(times),
             ventiles=tuple(float(f"{value:.4g}") for value in ventiles),
+            calls=len(times),
             disturbed=self.timer.doubt,
         )
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -26,12 +27,19 @@ from compress.profiling.measurement_request import MeasurementRequest
 from compress.profiling.rss import PROCESS, library_kib, memory_kib, release_memory, reset_peak
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from compress.artifacts.artifact import Artifact
 
 LONGEST_SECONDS = 600
 """How long a model may take to be opened and to answer: the fork may hang."""
 IMPORT_ROUNDS = 3
 """Measurements of one request at most, each after importing what the one before imported."""
+MEASURED_SECONDS = 1.0
+"""For which a model is called, and on until a call takes no more memory than those before: what it
+takes may depend on the values of its inputs."""
+STEADY = 1.01
+"""Ratio of two peaks that counts as none: the heap grows by single pages all the while."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -51,9 +59,11 @@ def serve_requests(descriptor: int) -> None:
             os.environ.update(request.environment)
             tempfile.tempdir = None  # cached: read TMPDIR again
             import_modules(request.imports)
-            for _ in range(IMPORT_ROUNDS):
+            for round_ in range(IMPORT_ROUNDS):
                 gc.freeze()  # or garbage collection in each fork would traverse all of torch
-                result = _measure_in_fork(request, client)
+                # A measurement that imports is going to be made again: it ends after a call.
+                known = None if round_ == IMPORT_ROUNDS - 1 else tried
+                result = _measure_in_fork(request, client, known)
                 missing = [name for name in result.pop("imported", ()) if name not in tried]
                 if not missing:
                     break
@@ -65,7 +75,9 @@ def serve_requests(descriptor: int) -> None:
     os._exit(0)  # skip the interpreter's teardown: nothing is left to clean up
 
 
-def _measure_in_fork(request: MeasurementRequest, client: Connection) -> dict[str, Any]:
+def _measure_in_fork(
+    request: MeasurementRequest, client: Connection, known: set[str] | None
+) -> dict[str, Any]:
     """Return the reply of a new process; raise EOFError if the client closes the connection."""
     ours, theirs = Pipe(duplex=False)
     parent, child = os.getpid(), os.fork()
@@ -78,7 +90,7 @@ def _measure_in_fork(request: MeasurementRequest, client: Connection) -> dict[st
             os._exit(1)
         with suppress(OSError):
             (PROCESS / "oom_score_adj").write_text("1000")
-        theirs.send_bytes(json.dumps(_try_to_measure(request)).encode())
+        theirs.send_bytes(json.dumps(_try_to_measure(request, known)).encode())
         os._exit(0)
     theirs.close()
     result: dict[str, Any] = {}
@@ -100,20 +112,30 @@ def _measure_in_fork(request: MeasurementRequest, client: Connection) -> dict[st
     return result or {"error": f"the process that opened it {describe_exit_code(code)}"}
 
 
-def _try_to_measure(request: MeasurementRequest) -> dict[str, Any]:
-    """Return the memory or the error, and the libraries that were imported meanwhile."""
+def _try_to_measure(request: MeasurementRequest, known: set[str] | None) -> dict[str, Any]:
+    """Return the memory or the error, and the libraries that were imported meanwhile.
+
+    Where one is imported that is not `known`, unless that is None, the memory is that of one call.
+    """
     before = {*sys.modules}
+
+    def imported() -> list[str]:
+        return [name for name in [*sys.modules] if name not in before and is_library(name)]
+
+    def is_unknown() -> bool:
+        return known is not None and not known.issuperset(imported())
+
     try:
-        result: dict[str, Any] = {"mebibytes": _measure(request)}
+        result: dict[str, Any] = {"mebibytes": _measure(request, is_unknown)}
     except CompressError as error:
         result = {"error": str(error)}
     except BaseException as error:  # noqa: BLE001 - a model of the user's may raise any
         result = {"error": f"{type(error).__name__}: {first_line(error)}"}
-    imported = [name for name in [*sys.modules] if name not in before and is_library(name)]
-    return {**result, "imported": imported}
+    return {**result, "imported": imported()}
 
 
-def _measure(request: MeasurementRequest) -> float:
+def _measure(request: MeasurementRequest, stops: Callable[[], bool]) -> float:
+    """Return MiB at the peak of opening the model and calling it, until it `stops`."""
     module = importlib.import_module(request.module)
     kind: type[Artifact] = functools.reduce(getattr, request.name.split("."), module)  # type: ignore[assignment]
     artifact = kind.from_directory(request.path)
@@ -133,9 +155,15 @@ def _measure(request: MeasurementRequest) -> float:
     reset_peak()
     before = memory_kib("VmRSS")
     with artifact.open(request.device, request.threads) as predict:
-        for inputs in batches:
+        growth, began = 0, time.monotonic()
+        # The largest inputs first, as they take most.
+        for inputs in sorted(batches, key=lambda batch: -sum(x.nbytes for x in batch)):
             predict(*inputs)
-        growth = memory_kib("VmHWM") - before
+            peak = memory_kib("VmHWM") - before
+            is_steady, growth = peak <= STEADY * growth, peak
+            is_late = time.monotonic() > began + MEASURED_SECONDS
+            if (is_late and is_steady) or stops():
+                break
         if on_device:
             if allocated := torch.cuda.max_memory_allocated(device) - already:
                 return allocated / 2**20

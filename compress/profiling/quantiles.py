@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -42,6 +43,23 @@ def quantile(values: Sequence[float], share: float) -> float:
     low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
     # Not low + part * (high - low), which may exceed both by a float's last bit.
     return min(max((1 - part) * low + part * high, low), high)
+
+
+STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}
+"""97.5 % quantile of Student's t by number of values, one more than its degrees of freedom."""
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """Return the confidence interval of a positive population median.
+
+    By order statistics; of three to five values, whose smallest and largest do not enclose the
+    median with 95 %, by Student's t of their logarithms, which assumes that these are normal.
+    """
+    if len(values) not in STUDENT or min(values) <= 0:
+        return quantile_interval(values, 0.5)
+    logs = [math.log(value) for value in values]
+    half = STUDENT[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Interval(*(math.exp(statistics.fmean(logs) + side) for side in (-half, half)))
 
 
 def quantile_interval(values: Sequence[float], share: float) -> Interval:

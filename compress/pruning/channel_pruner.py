@@ -62,7 +62,8 @@ class ChannelPruner:
         self._inputs = VerificationInputs.from_signature(
             model.signature, context, config, self._batches
         )
-        self._one_sample = model.signature.example(batch=1, seed=context.seed)
+        sizes = context.typical_sizes(model.signature)
+        self._one_sample = model.signature.example(batch=1, seed=context.seed, sizes=sizes)
         # Twice, because the second is sliced in place.
         self._unpruned, self._module = model.load(), model.load()
         self._weights: torch.nn.Module | Weights = self._module

@@ -115,7 +115,9 @@ def measure_sensitivity(
         plan = ranking.verify(ranking.allocate(ratio, ChannelSelection(round_to=1)))
         slices |= {(one.group.name, ratio): one for one in plan.groups}
         pinned |= plan.pinned
-    one_sample = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))
+    sizes = context.typical_sizes(model.signature)
+    example = model.signature.example(1, context.seed, sizes=sizes)
+    one_sample = tuple(x.to(context.device) for x in example)
     meter = OutputErrorMeter(module, model.signature, context, None, samples)
     macs = count_macs(module, one_sample)
     timed = (

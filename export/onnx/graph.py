@@ -232,9 +232,10 @@ def _is_scaled(value: ir.Value | None) -> bool:
     return cast is not None and producer(cast.inputs[0], "MatMulInteger") is not None
 
 
-def count_macs(model: ir.Model) -> int | None:
+def count_macs(model: ir.Model, sizes: Mapping[str, int] | None = None) -> int | None:
     """Count the multiply-accumulates of convolutions, products and recurrent layers for one sample.
 
+    Named axes have their number in `sizes`, by default 8 elements as in :meth:`Signature.example`.
     None where the shapes cannot be inferred, or an operator's products cannot be counted.
     """
     sized = model.clone()
@@ -242,7 +243,7 @@ def count_macs(model: ir.Model) -> int | None:
     for value in graph.inputs:
         for axis, size in enumerate(shape := value.shape or ir.Shape([])):
             if isinstance(size, ir.SymbolicDim) and size.value:
-                shape[axis] = 8 if axis else 1  # as in Signature.example
+                shape[axis] = (sizes or {}).get(size.value, 8) if axis else 1
     batch = prod(_shape(graph.inputs[0])[:1])
     for node in graph:
         _use_standard_operator_(graph, node)

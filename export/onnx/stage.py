@@ -103,13 +103,14 @@ class OnnxModel(ExportedModel):
         recorded: Any = self.manifest.facts.get("parameters")
         return count_weights(read(self.payload_path)) if recorded is None else recorded
 
-    def macs(self) -> int | None:
+    def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
         """Count the multiply-accumulates of convolutions and products for one sample."""
         from compress.export.onnx.graph import count_macs
         from compress.export.onnx.proto_io import read
 
-        recorded: Any = self.manifest.facts.get("macs")
-        return count_macs(read(self.payload_path)) if recorded is None else recorded
+        if "macs" in self.manifest.facts:
+            return super().macs(sizes)
+        return count_macs(read(self.payload_path), sizes)
 
 
 class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):

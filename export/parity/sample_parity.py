@@ -20,6 +20,7 @@ import torch
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import columns, equally_not_finite, largest, measured
+from compress.core.context import QUICK_SAMPLES
 from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
@@ -193,5 +194,6 @@ def check_on_samples(
 def val_inputs(context: Context) -> Iterator[Tensors]:
     """Yield the inputs of samples that are spread over ``val``; none where there is no data."""
     if context.data is not None and "val" in context.data.datasets:
-        for batch in context.data.batches("val", limit=SAMPLES):
+        limit = QUICK_SAMPLES if context.is_quick else SAMPLES
+        for batch in context.data.batches("val", limit=limit):
             yield batch.inputs

@@ -107,13 +107,15 @@ class TorchScriptModel(ExportedModel):
 
         return self._recorded_count("parameters") or count_weights(load(self.payload_path))
 
-    def macs(self) -> int:
+    def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
         """Count multiply-accumulates for one sample."""
         from compress.export.torchscript.file_io import load
         from compress.graph.flops import count_macs
 
-        recorded = self._recorded_count("macs")
-        return recorded or count_macs(load(self.payload_path), self.signature.example(batch=1))
+        if recorded := self._recorded_count("macs"):
+            return None if sizes else recorded
+        inputs = self.signature.example(batch=1, sizes=sizes)
+        return count_macs(load(self.payload_path), inputs)
 
     def _recorded_count(self, count: str) -> int:
         """Return a count of the source graph, whose weights are packed in the file; 0 if none."""

@@ -31,6 +31,7 @@ from compress.pipelines.config.matrix import (
 )
 from compress.pipelines.config.model_spec import ModelSpec
 from compress.pipelines.config.registry import AnyStage, stages
+from compress.pipelines.config.run_options import Judging
 from compress.pipelines.config.yaml_source import Source, read
 
 if TYPE_CHECKING:
@@ -120,6 +121,10 @@ class PipelineConfig(Settings):
     served_batch_size: Count = 1
     """Rows of one call in deployment. Models whose answers depend on what else is in the batch are
     judged at that size; others at any."""
+    judge: Judging = "full"
+    """How much is measured: all that the report shows, or, with `quick`, little: the metric and a
+    short latency of what is shipped alone, without a comparison with the imported model, and
+    exports on 16 samples of `val`. Gates measure what they need in any case."""
     code: str = "."
     """Folder of the modules that factories name, relative to this file."""
     model: ModelSpec

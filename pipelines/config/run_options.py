@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from compress.pipelines.results.schema import Report
 
 EngineName: TypeAlias = Literal["local", "ray"]
+Judging: TypeAlias = Literal["full", "quick"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class RunOptions:
     measured: Literal["all", "last", "none"] = "all"
     """Of which models metric, latency and memory are measured: the input model and all stages, the
     input model and the last stage, or none. Gates are evaluated in any case."""
+    judge: Judging | None = None
+    """How much is measured, `full` or `quick`; by default what the pipeline says."""
+    profile: bool = False
+    """Whether the report counts what each stage costs: CPU seconds, traces, calls of models, bytes
+    hashed, read and written, processes."""
     progress: Progress = silent
     """Receives the progress of each task of a stage."""
     announce: Callable[[str], None] = lambda line: None

@@ -297,6 +297,10 @@ def headline(report: Report) -> Headline | None:
         name, drop = after.metric.name, after.metric.drop
         change = f" ({drop.in_words(name)})" if drop else ""
         gains.append(f"{name} {before.metric.value:.4f} → {after.metric.value:.4f}{change}")
+    elif after.metric:
+        gains.append(f"{after.metric.name} {after.metric.value:.4f}")
+    if report.judged == "quick":
+        gains.append("judged quickly")
     fastest: Any = artifact.facts.get("fastest")  # of export_fastest
     if fastest:
         gains.append(fastest["verdict"])

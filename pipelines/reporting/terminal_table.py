@@ -63,6 +63,10 @@ OPTIONAL_COLUMNS = (
 )
 """Columns that a narrow terminal drops, in this order."""
 
+QUICK = (
+    "judged quickly: the metric and a short latency of what is shipped alone, exports compared on "
+    "16 samples; run without --quick for a full judgement"
+)
 NOT_MEASURABLE = "n/m"
 """Not measurable: timings on a busy machine were too noisy; a warning says so."""
 
@@ -111,6 +115,8 @@ def gate_lines(report: Report) -> Iterator[Text]:
 
 def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     """Yield the lines below the table, what to deploy last."""
+    if report.judged == "quick":
+        yield Text(QUICK, style="bold yellow")
     for stage in report.stages:
         if fidelity := fidelity_of(stage):
             yield Text(f"{stage.name}: {fidelity.line()}")
@@ -125,6 +131,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
         yield Text(f"test {report.test.metric}{counted}: {values}")
     for warning in report.warnings:
         yield Text(f"! {warning}", style="bold yellow")
+    for line in report.profile.lines() if report.profile else ():
+        yield Text(f"profile: {line}")
     cached = sum(stage.cached for stage in report.stages)
     counted = f"{cached} of {len(report.stages)} stages cached; "
     yield Text(f"{'' if report.failed_stage else counted}report: {out / 'report.html'}")
@@ -209,6 +217,7 @@ def _samples(report: Report) -> str:
 
 
 def _measured_cells(m: Measurements) -> dict[str, str | Text]:
+    missing = "–" if m.was_left_out else NOT_MEASURABLE
     return {
         "metric": f"{m.metric.value:.4f}" if m.metric else "–",
         "drop (95 %)": m.metric.drop.cell(m.metric.name) if m.metric and m.metric.drop else "–",
@@ -216,8 +225,8 @@ def _measured_cells(m: Measurements) -> dict[str, str | Text]:
         "smaller": f"{m.bytes_ratio:.2f}×",
         "params": readable_count(m.parameters),
         "MACs": readable_count(m.macs),
-        "p50 ms": NOT_MEASURABLE if m.latency_ms.p50 is None else f"{m.latency_ms.p50:.3f}",
-        "p95 ms": NOT_MEASURABLE if m.latency_ms.p95 is None else f"{m.latency_ms.p95:.3f}",
+        "p50 ms": missing if m.latency_ms.p50 is None else f"{m.latency_ms.p50:.3f}",
+        "p95 ms": missing if m.latency_ms.p95 is None else f"{m.latency_ms.p95:.3f}",
         "faster": _ratio(m.same_runtime) if m.same_runtime else "–",
         VS_EAGER: _ratio(m),
         "peak MiB": "–" if m.peak_mebibytes is None else f"{m.peak_mebibytes:.1f}",
@@ -225,7 +234,9 @@ def _measured_cells(m: Measurements) -> dict[str, str | Text]:
 
 
 def _ratio(measured: SpeedupReport) -> str:
-    return NOT_MEASURABLE if measured.speedup is None else f"{measured.speedup:.2f}×"
+    if measured.speedup is None:
+        return "–" if measured.was_left_out else NOT_MEASURABLE
+    return f"{measured.speedup:.2f}×"
 
 
 def print_table(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:

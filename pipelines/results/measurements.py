@@ -10,7 +10,7 @@ from pydantic import field_validator, model_validator
 from compress.artifacts.artifact import WEIGHTS_ON_DISK
 from compress.common.config import Settings
 from compress.common.errors import StageFailed, Unavailable
-from compress.core.gates.baselines import in_runtime_of, runtime_of
+from compress.core.gates.baselines import IN_PYTORCH, in_runtime_of, runtime_of
 from compress.core.metrics import metric_class
 from compress.core.verdict import Uncertainty
 from compress.profiling.batch_dependence import BatchDependence
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 
 Bounds = tuple[float, float]
+NOT_MEASURED = "not measured: "
+"""Begins the reasons of figures that nobody asked for, which are no sign of a busy machine."""
+
+
+JUDGED_QUICKLY = f"{NOT_MEASURED}the run judges quickly"
+QUICK_SECONDS = 0.1
+"""For which a latency is measured in a run that judges quickly."""
 
 
 class Drop(Settings):
@@ -84,6 +91,8 @@ class LatencyReport(Settings):
     p95_interval: Bounds | None = None
     reason: str = ""
     """Why p50 or p95 is None."""
+    calls: int = 0
+    """How many calls were timed; 0 in reports of older versions."""
     outliers: float
     """Fraction of the calls above Tukey's fence."""
     ventiles: tuple[float, ...] = ()
@@ -122,6 +131,11 @@ class SpeedupReport(Settings):
         return _drop_unreliable(content, {"speedup": "the speedup"}, "speedup_reason")
 
     @property
+    def was_left_out(self) -> bool:
+        """Whether nobody asked for it, so that it was not measured."""
+        return self.speedup_reason.startswith(NOT_MEASURED)
+
+    @property
     def is_slower(self) -> bool:
         """Whether it is slower beyond what chance explains."""
         return self.speedup_interval is not None and self.speedup_interval[1] < 1
@@ -151,6 +165,10 @@ class Measurements(SpeedupReport):
     metric: MetricReport | None
     parameters: int | None
     macs: int | None
+    macs_at: dict[str, int] = {}
+    """Sizes of the named axes that they were counted at, of a typical sample of `val`; empty where
+    all sizes are fixed or there is none, which counts 8 elements, and in reports of older
+    versions."""
     bytes: int
     latency_ms: LatencyReport
     device: str = ""
@@ -182,18 +200,22 @@ class Measurements(SpeedupReport):
         in_runtime = own.speedup_reason if own and own.takes_uncompressed else ""
         # Both speedups have the same reason on a busy machine, but for its figure.
         reasons = filter(None, (self.speedup_reason or in_runtime, self.latency_ms.reason))
-        return tuple(reason for reason in dict.fromkeys(reasons) if reason != WEIGHTS_ON_DISK)
+        return tuple(
+            reason
+            for reason in dict.fromkeys(reasons)
+            if reason != WEIGHTS_ON_DISK and not reason.startswith(NOT_MEASURED)
+        )
 
     @classmethod
     def from_artifact(
-        cls, artifact: Artifact, baseline: Artifact, context: Context
+        cls, artifact: Artifact, baseline: Artifact, context: Context, untimed: str = ""
     ) -> Measurements:
-        """Measure an artifact against the baseline."""
+        """Measure an artifact against the baseline; its latency is not if a reason is given."""
         metric, score = None, None
         has_val = context.data is not None and "val" in context.data.datasets
         if has_val and context.metric.is_measured:
             score, drop = context.score_by_sample(artifact), None
-            if artifact.digest != baseline.digest:
+            if artifact.digest != baseline.digest and not context.is_quick:
                 before = context.score(baseline)
                 drop = Drop(
                     points=round(context.metric.drop_points(before, score.value), 9),
@@ -208,10 +230,16 @@ class Measurements(SpeedupReport):
             )
         outputs = score.outputs if score else ()
         if artifact.is_streamed or baseline.is_streamed:
-            sizes = cls.sizes(artifact, baseline, WEIGHTS_ON_DISK)
+            untimed = WEIGHTS_ON_DISK
+        if untimed:
+            sizes = cls.sizes(artifact, baseline, context, untimed)
             return sizes.model_copy(update={"metric": metric, "outputs": outputs})
         batch = artifact.signature.smallest_batch
-        compared = context.compare_latency(baseline, artifact, batch)
+        compared = (
+            context.compare_latency(artifact, artifact, batch, QUICK_SECONDS)
+            if context.is_quick
+            else context.compare_latency(baseline, artifact, batch)
+        )
         latency = compared.after.model_dump(exclude={"disturbed"})
         speedup = _speedup(compared)
         if reason := speedup["speedup_reason"]:
@@ -219,29 +247,31 @@ class Measurements(SpeedupReport):
         return cls(
             metric=metric,
             parameters=artifact.parameters(),
-            macs=artifact.macs(),
+            **_macs(artifact, context),
             bytes=artifact.payload_bytes,
             latency_ms=LatencyReport.model_validate(latency),
+            **(_no_speedup(JUDGED_QUICKLY) if context.is_quick else speedup),
             device=artifact.runs_on(context.device),
-            **speedup,
-            same_runtime=_in_same_runtime(artifact, context),
+            same_runtime=None
+            if context.is_quick
+            else _in_same_runtime(artifact, baseline, compared, context),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
             outputs=outputs,
         )
 
     @classmethod
-    def sizes(cls, artifact: Artifact, baseline: Artifact, reason: str) -> Measurements:
+    def sizes(
+        cls, artifact: Artifact, baseline: Artifact, context: Context, reason: str
+    ) -> Measurements:
         """Return the sizes of an artifact, and a reason why nothing else was measured."""
         batch = artifact.signature.smallest_batch
         return cls(
             metric=None,
             parameters=artifact.parameters(),
-            macs=artifact.macs(),
+            **_macs(artifact, context),
             bytes=artifact.payload_bytes,
             latency_ms=LatencyReport(batch=batch, p50=None, p95=None, reason=reason, outliers=0.0),
-            speedup=None,
-            speedup_interval=None,
-            speedup_reason=reason,
+            **_no_speedup(reason),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
             peak_reason=reason,
         )
@@ -252,6 +282,14 @@ class Measurements(SpeedupReport):
             return self.model_copy(update={"peak_mebibytes": measure()})
         except StageFailed as error:
             return self.model_copy(update={"peak_reason": str(error)})
+
+
+def _macs(artifact: Artifact, context: Context) -> dict[str, Any]:
+    """Return the fields of a :class:`Measurements` on multiply-accumulates."""
+    if context.is_quick and artifact.kind in IN_PYTORCH:  # they are counted in a call
+        return {"macs": None}
+    sizes = context.typical_sizes(artifact.signature)
+    return {"macs": context.macs(artifact, sizes), "macs_at": sizes}
 
 
 def _speedup(compared: Comparison) -> dict[str, Any]:
@@ -266,21 +304,30 @@ def _speedup(compared: Comparison) -> dict[str, Any]:
     }
 
 
-def _in_same_runtime(artifact: Artifact, context: Context) -> SameRuntimeReport | None:
-    """Measure an artifact in turn with the uncompressed model in the artifact's runtime."""
+def _no_speedup(reason: str) -> dict[str, Any]:
+    """Return the fields of a :class:`SpeedupReport` that was not measured."""
+    return {"speedup": None, "speedup_interval": None, "speedup_reason": reason}
+
+
+def _in_same_runtime(
+    artifact: Artifact, baseline: Artifact, compared: Comparison, context: Context
+) -> SameRuntimeReport | None:
+    """Measure an artifact in turn with the uncompressed model in the artifact's runtime.
+
+    `compared` is what the artifact and the baseline have shown before.
+    """
     runtime = runtime_of(artifact.kind)
     if runtime is None:
         return None
     try:
         twin = in_runtime_of(artifact, context)
         assert twin is not None  # as there is a runtime
-        compared = context.compare_latency(twin, artifact, artifact.signature.smallest_batch)
+        if twin.digest != baseline.digest:
+            compared = context.compare_latency(twin, artifact, artifact.signature.smallest_batch)
         measured = _speedup(compared)
     except (StageFailed, Unavailable) as error:
         measured = {
-            "speedup": None,
-            "speedup_interval": None,
-            "speedup_reason": f"the uncompressed model in {runtime.title}: {error}",
+            **_no_speedup(f"the uncompressed model in {runtime.title}: {error}"),
             "takes_uncompressed": False,
         }
     return SameRuntimeReport(runtime=runtime.title, **measured)

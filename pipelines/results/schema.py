@@ -15,6 +15,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import LOCK, read_report, write_report
 from compress.core.verdict import Verdict
 from compress.pipelines.results.measurements import Measurements
+from compress.pipelines.system.run_profile import RunProfile
 from compress.pipelines.system.signals import INTERRUPTED
 from compress.profiling.operator_table import OperatorTable
 
@@ -171,6 +172,10 @@ class Report(Settings):
     skipped: tuple[SkippedReport, ...] = ()
     """Stages that did not run because of a failure or a refusal."""
     test: TestReport | None = None
+    judged: Literal["full", "quick"] = "full"
+    """Whether all was measured, or little: see `judge` of the pipeline file."""
+    profile: RunProfile | None = None
+    """What the run cost, counted; None unless it was asked for."""
     lock: dict[str, JsonValue] = Field(exclude=True)
     """Content of `lock.json`."""
 

@@ -57,6 +57,9 @@ def stage_key_parts(state: RunState, planned: PlannedStage) -> dict[str, Any]:
         digest = state.data.calibration_digest(stage.drawn_samples, state.pipeline.seed)
         if digest:
             parts["calibration"] = digest
+    if {kind.kind for kind in members_of(stage.writes())} != {"eager"}:
+        # Manifests of files and graphs hold how they compare with their source.
+        parts |= state.judging_part
     if stage.uses_loss:
         parts["loss"] = state.plan.loss.identity()
     return parts

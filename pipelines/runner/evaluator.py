@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import StageFailed
 from compress.core.gates.baselines import baseline_name
+from compress.core.gates.call_cost import MeasuredOnVal
 from compress.core.metrics.score import Score
 from compress.core.stage import evaluate_gates
+from compress.export.exporter import Exporter
 from compress.pipelines.planning.plan import reads_all_outputs
-from compress.pipelines.results.measurements import Measurements
-from compress.pipelines.results.schema import ArtifactReport, StageReport
+from compress.pipelines.results.measurements import JUDGED_QUICKLY, NOT_MEASURED, Measurements
+from compress.pipelines.results.schema import (
+    FIDELITY,
+    SIMULATED_KINDS,
+    ArtifactReport,
+    StageReport,
+)
 from compress.pipelines.store.local import publish
 from compress.pipelines.system.error_context import name_stage_in_errors
 from compress.pipelines.system.jsonl_log import RunEvent
@@ -41,10 +48,6 @@ if TYPE_CHECKING:
     from compress.pipelines.store.entry import Entry
 
 T = TypeVar("T")
-
-
-NOT_ASKED_FOR = "not asked for"
-"""Why a stage was not measured, where `RunOptions` leaves it out."""
 
 
 @dataclass
@@ -109,7 +112,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         verdicts = evaluate_gates(planned.stage.gates, model, artifact, context, evaluate)
         if name in state.unmeasured:
             baseline = state.artifacts[state.plan.baseline]
-            measurements = Measurements.sizes(artifact, baseline, NOT_ASKED_FOR)
+            measurements = Measurements.sizes(artifact, baseline, context, state.why_unmeasured)
         else:
             measurements = measure_artifact(state, name, cache)
     moved = _moved_outputs(state, planned, measurements)
@@ -212,7 +215,10 @@ def _evaluate_gate(
 
 
 def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Measurements:
-    """Measure metric, size, latency and memory of an artifact, compared with the run's baseline."""
+    """Measure metric, size, latency and memory of an artifact, compared with the run's baseline.
+
+    Latency and memory of what only simulates its export are not.
+    """
     baseline, artifact = state.artifacts[state.plan.baseline], state.artifacts[name]
     dependence = batch_dependence(state, name, cache)
     if state.data and "val" in state.data.datasets and state.plan.metric.is_measured:
@@ -220,11 +226,13 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     context = state.context(name)
     conditions = state.measurement_conditions()
     # The number goes up where other things are measured: stored values are then measured again.
-    key = {"measurements": 3, "against": baseline.digest, **conditions}
+    key = {"measurements": 4, "against": baseline.digest, **conditions}
+    if untimed := _why_untimed(state, name):
+        key["untimed"] = untimed
     with name_stage_in_errors(name, state.out), artifact.keep_loaded():
         measurements = cache.get_or_measure(
             key | _conditions_of_calls(state, name),
-            measure=lambda: Measurements.from_artifact(artifact, baseline, context),
+            measure=lambda: Measurements.from_artifact(artifact, baseline, context, untimed),
             load=Measurements.model_validate,
             # On a machine too busy to tell, the next run measures again.
             dump=lambda found: (
@@ -237,11 +245,33 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     measurements = measurements.model_copy(
         update={"batch_dependence": dependence, "preparation": _preparation(state, name, cache)}
     )
+    if untimed:
+        return measurements
+    if state.is_quick:
+        return measurements.model_copy(update={"peak_reason": JUDGED_QUICKLY})
     return measurements.with_peak(
         lambda: cache.get_or_measure(
             key, lambda: context.peak_memory(artifact, batch), float, lambda mebibytes: mebibytes
         )
     )
+
+
+def _why_untimed(state: RunState, name: str) -> str:
+    """Return why nobody needs to know what a call of an artifact costs; empty where somebody does.
+
+    PyTorch computes the integers of a quantized graph in floats, dearer than the float model; the
+    file that an exporter makes of it is what is fast. A gate that asks for its cost measures it.
+    """
+    stages, artifact = state.plan.stages, state.artifacts[name]
+    exports = [p.name for p in stages if p.input == name and isinstance(p.stage, Exporter)]
+    quantized = artifact.kind in SIMULATED_KINDS and FIDELITY in artifact.manifest.facts
+    if not (quantized and exports):
+        return ""
+    gates = [(p.name, gate) for p in stages for gate in p.stage.gates]
+    is_asked = any(
+        isinstance(gate, MeasuredOnVal) and name in (stage, gate.against) for stage, gate in gates
+    )
+    return "" if is_asked else f"{NOT_MEASURED}exported by {exports[0]}"
 
 
 def _preparation(state: RunState, name: str, cache: MeasurementCache) -> tuple[Preparation, ...]:

@@ -25,7 +25,6 @@ from compress.pipelines.runner.cache_keys import (
     stage_key_parts,
 )
 from compress.pipelines.runner.evaluator import (
-    NOT_ASKED_FOR,
     MeasurementCache,
     batch_dependence,
     evaluate_stage,
@@ -69,7 +68,11 @@ class PipelineExecutor:
         lookup = self.lookup(SOURCE, source_key_parts(state))
         if not lookup.cached:
             began = time.monotonic()
-            with name_stage_in_errors(SOURCE, state.out), recording() as recorded:
+            with (
+                name_stage_in_errors(SOURCE, state.out),
+                state.profiler.section(SOURCE, "run"),
+                recording() as recorded,
+            ):
                 artifact = import_source(state.pipeline, lookup.entry.artifact_path, state.data)
             lookup = self.commit(lookup, artifact, time.monotonic() - began, recorded)
         source = state.artifacts[SOURCE]
@@ -77,9 +80,12 @@ class PipelineExecutor:
         cache = MeasurementCache(lookup.entry, source)
         if state.plan.baseline == SOURCE:
             if SOURCE in state.unmeasured:
-                state.baseline = Measurements.sizes(source, source, NOT_ASKED_FOR)
+                state.baseline = Measurements.sizes(
+                    source, source, state.context(SOURCE), state.why_unmeasured
+                )
             else:
-                state.baseline = measure_artifact(state, SOURCE, cache)
+                with state.profiler.section(SOURCE, "evaluation"):
+                    state.baseline = measure_artifact(state, SOURCE, cache)
         self._emit_finished(lookup, cache.seconds, state.baseline)
         loss_key: dict[str, Any] = {
             "loss": state.plan.loss.identity(),
@@ -145,7 +151,8 @@ class PipelineExecutor:
         lookup = known or self.lookup(planned.name, stage_key_parts(self.state, planned))
         if not (known or lookup.cached):
             task = self.task_for(planned, lookup)
-            lookup = self.commit(lookup, *task(self.state.progress))
+            with self.state.profiler.section(planned.name, "run"):
+                lookup = self.commit(lookup, *task(self.state.progress))
         return lookup
 
     def export_ahead(self, planned: PlannedStage) -> None:
@@ -182,7 +189,8 @@ class PipelineExecutor:
     def evaluate(self, planned: PlannedStage, lookup: CacheLookup) -> None:
         """Evaluate a stage's artifact, and record its report, and its refusal if a gate refused."""
         state, name = self.state, planned.name
-        report = state.reports[name] = evaluate_stage(state, planned, lookup)
+        with state.profiler.section(name, "evaluation"):
+            report = state.reports[name] = evaluate_stage(state, planned, lookup)
         if name == state.plan.baseline:
             state.baseline = report.measurements
         state.outcome.current = ""  # from here on an interruption finds the stage finished

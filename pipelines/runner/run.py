@@ -35,6 +35,7 @@ from compress.pipelines.system.jsonl_log import (
     log_handler,
 )
 from compress.pipelines.system.machine_info import machine, versions
+from compress.pipelines.system.run_profile import Profiler
 from compress.pipelines.system.signals import INTERRUPTED
 from compress.pipelines.system.temp_files import temporary_files
 from compress.profiling.peak_memory import fork_worker, measurement_process
@@ -71,12 +72,14 @@ def run(
     """
     check_engine(pipeline, options.engine)
     announce, root = options.announce, options.cache or out / ".store"
+    profiler = Profiler(is_on=options.profile)
     remote = _open_remote(options.store, announce)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     for warning in plan.warnings:
         announce(f"warning: {warning}")
     pipeline, data, inferred = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    pipeline = _judged(pipeline, options)
     if inferred:
         announce(inferred)
     folder, code = pipeline.folder, pipeline.code_folder
@@ -95,11 +98,14 @@ def run(
         remove_report(out)
         emit = event_listener(announce)
         state = RunState(pipeline, plan, out, store, data, options.progress, emit)
+        state.profiler = profiler
         stages = [planned.name for planned in plan.stages]
         if options.measured == "last":
             state.unmeasured = frozenset(stages[:-1])
         elif options.measured == "none":
             state.unmeasured = frozenset((SOURCE, *stages))
+        elif state.is_quick:
+            state.unmeasured = frozenset((SOURCE, *stages)) - {*plan.leaves}
         if state.contents:
             note_samples(root, state.contents)
         run_id = uuid.uuid4().hex[:12]
@@ -154,7 +160,7 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
             executor = PipelineExecutor(state)
             engine = engine_for(options.engine, options.jobs, state.store, options.progress)
             schedule(executor, engine)
-            if options.test:
+            if options.test and not state.is_quick:
                 executor.evaluate_test_split()
             report = build_report(state, "passed")
             report.write(state.out, render(report, state.out))
@@ -211,6 +217,7 @@ def preview_state(
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     pipeline, data, _ = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    pipeline = _judged(pipeline, options)
     store = Store(
         options.cache or out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder
     )
@@ -240,6 +247,11 @@ def preview_state(
         else:
             preview(planned.name, stage_key_parts(state, planned))
     return actions, state
+
+
+def _judged(pipeline: PipelineConfig, options: RunOptions) -> PipelineConfig:
+    """Return the pipeline with what the options say of how much is measured."""
+    return pipeline.model_copy(update={"judge": options.judge}) if options.judge else pipeline
 
 
 def _open_remote(url: str | None, announce: Callable[[str], None]) -> Remote | None:

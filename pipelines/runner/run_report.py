@@ -75,6 +75,8 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
             if doubtful & {n, *(plan.branch(n) if n != SOURCE else ())}
         ),
         test=state.test,
+        judged=pipeline.judge,
+        profile=state.profiler.profile(),
         lock={
             "source": state.store.last_parts(SOURCE),
             "file": pipeline.file,

@@ -14,12 +14,14 @@ from compress.common.errors import CompressError, GateRefused, lines_of
 from compress.core.answers import KeptAnswers
 from compress.core.context import Context
 from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.results.measurements import JUDGED_QUICKLY
 from compress.pipelines.results.schema import FailureReport, SkippedReport
 from compress.pipelines.runner.inputs import source_parts
 from compress.pipelines.store.local import WORK, StoredExports
 from compress.pipelines.system import signals
 from compress.pipelines.system.jsonl_log import RunEvent
 from compress.pipelines.system.machine_info import machine
+from compress.pipelines.system.run_profile import Profiler
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 
+NOT_ASKED_FOR = "not asked for"
+"""Why a stage was not measured, where `RunOptions` leaves it out."""
 MIN_VAL_SAMPLES = 30
 """Of `val`: with fewer, one sample moves an accuracy by more than three points."""
 
@@ -168,6 +172,7 @@ class RunState:
     """Stage → the later stage whose file answers for it while its quality is evaluated."""
     unmeasured: frozenset[str] = frozenset()
     """Stages of whose results only the size is measured."""
+    profiler: Profiler = field(default_factory=lambda: Profiler(is_on=False))
     baseline: Measurements | None = None
     test: TestReport | None = None
 
@@ -210,6 +215,21 @@ class RunState:
         declared = Dependencies(files=files, environment=environment)
         return {"depends": declared.model_dump()} if files or environment else {}
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether the run judges quickly."""
+        return self.pipeline.judge == "quick"
+
+    @property
+    def why_unmeasured(self) -> str:
+        """Why artifacts are not measured where the run leaves them out."""
+        return JUDGED_QUICKLY if self.is_quick else NOT_ASKED_FOR
+
+    @property
+    def judging_part(self) -> dict[str, str]:
+        """The part of keys that sets what a quick run measured apart."""
+        return {"judge": "quick"} if self.is_quick else {}
+
     def measurement_conditions(self) -> dict[str, Any]:
         """Return what a measurement depends on, besides the artifacts that are measured."""
         return {
@@ -220,6 +240,8 @@ class RunState:
             "seed": self.pipeline.seed,
             # Latencies are those of one machine.
             "machine": machine(),
+            # What a quick run measured is no full judgement, nor the other way round.
+            **self.judging_part,
             **self.declared_parts,
         }
 
@@ -248,6 +270,7 @@ class RunState:
             results=self.out,
             scores=self.scores,
             served_batch_size=self.pipeline.served_batch_size,
+            is_quick=self.is_quick,
             dependences=self.batch_dependences,
             comparisons=self.comparisons,
             exports=self.exports,

@@ -106,11 +106,11 @@ class PackedModel(GraphModel):
         """Count the weights, tied ones once."""
         return sum(p.numel() for p in self.skeleton().parameters())
 
-    def macs(self) -> int:
+    def macs(self, sizes: Mapping[str, int] | None = None) -> int:
         """Count multiply-accumulates for one sample."""
         from compress.graph.flops import count_macs
 
-        return count_macs(self.load(), self.signature.example(batch=1))
+        return count_macs(self.load(), self.signature.example(batch=1, sizes=sizes))
 
 
 def _skeleton_of(recipe: Recipe) -> nn.Module:

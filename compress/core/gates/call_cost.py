@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 
-class _MeasuredOnVal(Gate):
+class MeasuredOnVal(Gate):
     """A gate on latency or memory: measured on samples of `val`, or seeded inputs without data."""
 
     may_vary: ClassVar[bool] = True
@@ -27,7 +27,7 @@ class _MeasuredOnVal(Gate):
         return {**super().measurement_key(), "measured on": "val", "timed": "by call_timer"}
 
 
-class MinSpeedup(_MeasuredOnVal):
+class MinSpeedup(MeasuredOnVal):
     """Faster than the uncompressed model in the same runtime, both measured in turn on `val`."""
 
     gate: Literal["min_speedup"] = "min_speedup"
@@ -54,7 +54,7 @@ class MinSpeedup(_MeasuredOnVal):
         return compared.interval.low
 
 
-class MaxLatency(_MeasuredOnVal):
+class MaxLatency(MeasuredOnVal):
     """The 95th percentile of the latency on `val` stays under a bound, on this machine."""
 
     gate: Literal["max_latency"] = "max_latency"
@@ -75,7 +75,7 @@ class MaxLatency(_MeasuredOnVal):
         return latency.p95
 
 
-class MaxMemory(_MeasuredOnVal):
+class MaxMemory(MeasuredOnVal):
     """Opening the file and answering calls take at most so much memory, on this machine.
 
     Counted in a process of its own, beyond what the libraries take there.

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from compress.common.counts import count
 from compress.common.errors import StageFailed, first_line
 from compress.common.forward import plain_attention
 from compress.graph.torch_export import flat_outputs
@@ -101,6 +102,7 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
         try:
             # Not strict: Python runs the module, so that more models can be traced than by Dynamo.
             with flat_outputs(module):
+                count("traces")
                 return torch.export.export(module, tuple(inputs), strict=False)
         except Exception as error:
             raise StageFailed(

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, plain_attention
-from compress.core.context import COMPARED_BATCHES
+from compress.core.context import COMPARED_BATCHES, QUICK_SAMPLES
 from compress.graph.constant_folding import fold_constants_
 from compress.graph.flops import count_macs
 from compress.quantization.numeric_debug.activation_tap import NodeTap
@@ -50,10 +50,11 @@ if TYPE_CHECKING:
 
 LayerCall = tuple[str, int]
 """A module's name, and how many times it was called before in the same run."""
-SAMPLES, FEWEST_SAMPLES = 256, 64
+SAMPLES, FEWEST_SAMPLES = 256, 8
 LARGEST_MACS = 2 * 10**10
-"""Multiply-accumulates of all samples in the float model, beyond 64 samples: torch takes several
-times as long for a graph with integers, which runs twice."""
+"""Multiply-accumulates of all samples in the float model, beyond the fewest: torch takes several
+times as long for a graph with integers, which runs twice. By a count and not by time, as manifests
+record what was found."""
 LARGEST_BATCH = 64
 FEW_ROWS = 1
 """Samples of the comparison where each call reads all weights from disk: the scores of a long text
@@ -73,7 +74,7 @@ def compare(
 ) -> Fidelity:
     """Measure how near a quantized graph's outputs are to its float model's.
 
-    A seeded sample of at most 256 samples of `val`, or 64 for a large model, runs once through the
+    A seeded sample of at most 256 samples of `val`, or 8 for a large model, runs once through the
     module, which is left with hooks, and twice through the graph, whose constants are folded in
     place, on the CPU; without data a few seeded inputs do. Modules in `rescaled`, whose outputs
     have other scales in the graph, are not compared.
@@ -82,8 +83,11 @@ def compare(
         StageFailed: the graph has outputs of other shapes, or some that are not finite.
     """
     fold_constants_(graph)
-    affordable = LARGEST_MACS // max(1, count_macs(module, signature.example()))
-    samples = max(FEWEST_SAMPLES, min(SAMPLES, affordable))
+    # At the sizes of `val`: on 128 tokens a sample costs 16 times as much as on the usual 8.
+    example = signature.example(sizes=context.typical_sizes(signature))
+    affordable = LARGEST_MACS // max(1, count_macs(module, example))
+    fewest, most = (2, QUICK_SAMPLES) if context.is_quick else (FEWEST_SAMPLES, SAMPLES)
+    samples = max(fewest, min(most, affordable))
     # Ranges of a whole call depend on its rows; such graphs are served one row at a time.
     one_by_one = has_call_ranges(graph) and not (
         signature.batch_axis and choose_ranges_by_row_(graph)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -322,3 +323,48 @@ def test_rows_are_spread_over_val_or_seeded_without_it(
     blind = Context(root=tmp_path / "blind")
     assert blind.batch_dependence(models["Standardized"]).depends
     assert blind.batch_dependence(models["Centered"]).why_not_joined
+
+
+@pytest.fixture
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that makes each row of a model take a second."""
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
+    monkeypatch.setattr(batch_dependence, "time", clock)
+
+    def slowed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(x: np.ndarray) -> Any:
+            now[0] += len(x)
+            return call(x)
+
+        return called
+
+    return slowed
+
+
+@pytest.mark.parametrize("name", [*INDEPENDENT, *DEPENDENT])
+def test_models_whose_calls_take_long_are_asked_a_few_times(name: str, slow_clock) -> None:
+    asked: list[int] = []
+    call = slow_clock(lambda x: asked.append(len(x)) or (INDEPENDENT | DEPENDENT)[name](x))
+    found = probed(call)
+    assert found.depends == (name in DEPENDENT), found
+    # The first row twice, as the first call may compile; the second; both, and beside extreme ones.
+    assert sum(asked) <= 1 + 1 + 1 + 2 + 2 * 2 + 2 * found.depends
+    assert (found.rows, found.calls) == (2, len(asked))
+    if name == "random numbers":
+        assert "asked again" in found.beyond_rounding
+
+
+def test_fewer_rows_are_asked_where_all_would_take_too_long(slow_clock, monkeypatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(batch_dependence, "MEASURED_SECONDS", 40.0)
+    found = probed(slow_clock(lambda x: asked.append(len(x)) or [x @ WEIGHT]))
+    assert found.rows == 4 and not found.depends
+    assert sum(asked) == 2 + 8 * 4
+    assert {*found.moves} == {
+        "alone",
+        "asked again",
+        "beside other rows",
+        "beside extreme rows",
+        "reordered",
+    }

@@ -93,6 +93,7 @@ def test_every_model_stands_at_each_place_equally_often() -> None:
         yield lambda x: asked.append(name) or (x,)
 
     compare_latencies([partial(model, name) for name in "abc"], ROWS, 1e-9, threads=1)
+    del asked[6:9]  # one call of each, by which it is decided how many make a turn
     blocks = len(opened) // 3
     assert blocks >= 8
     assert blocks % 3 == 0
@@ -224,7 +225,7 @@ def test_percentiles_of_few_calls_stay_within_the_measured_range(
 ) -> None:
     """`statistics.quantiles` made 95 % of few calls take longer than the slowest."""
     monkeypatch.setattr(quantiles, "WIDEST", math.inf)
-    times = [1.0, *[1000.0] * 14, 3000.0]
+    times = [0.01, *[10.0] * 14, 30.0]
     # Two calls before those of each block warm up, and one tells how many calls make a turn.
     blocks = [1.0, 1.0, 1.0, *times[:2]]
     blocks += [called for i in range(2, 16, 2) for called in (1.0, 1.0, *times[i : i + 2])]
@@ -235,6 +236,33 @@ def test_percentiles_of_few_calls_stay_within_the_measured_range(
     assert after.ventiles == pytest.approx(np.quantile(times, np.arange(1, 20) / 20) / 1.024, 1e-3)
     assert after.p95 == pytest.approx(after.ventiles[18], 1e-3)
     assert after.p95_interval.high == highest
+
+
+def test_a_model_whose_calls_take_long_is_called_a_few_times(clock: Clock) -> None:
+    asked: list[int] = []
+
+    @contextmanager
+    def dear():
+        yield lambda x: asked.append(len(x[0])) or clock.pass_time(1 + 0.01 * (len(asked) % 3)) or x
+
+    lengths = [(torch.zeros(1, length),) for length in (9, 5, 7, 7, 1)]
+    compared = compare(dear, clock.model(500.0), lengths)
+    # Two to warm up, one that tells that they take long; all of the median size.
+    assert asked == [7] * (2 + 1 + 4)
+    assert compared.before.calls == compared.after.calls == len(compared.ratios) == 4
+    assert compared.interval.low < compared.speedup < compared.interval.high
+    assert not compared.unreliable_reason
+
+
+def test_a_model_is_compared_with_itself_in_one_measurement(clock: Clock) -> None:
+    asked: list[float] = []
+
+    def model():
+        return nullcontext(lambda x: asked.append(1) or clock.pass_time(1.0) or (x,))
+
+    compared = compare(model, model, ROWS)
+    assert len(asked) == 2 + 1 + 4
+    assert (compared.speedup, *compared.interval) == (1, 1, 1)
 
 
 def test_steady_models_are_measured_for_a_short_time(clock: Clock) -> None:

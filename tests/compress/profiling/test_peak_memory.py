@@ -98,6 +98,17 @@ class Placed(nn.Identity):
         assert os.environ["PLACE"] == open("place").read() == beside.PLACE
         return x
 
+class Slow(nn.Module):
+    def __init__(self, file: str):
+        super().__init__()
+        self.file = file
+
+    def forward(self, x):
+        with open(self.file, "a") as out:
+            out.write("called ")
+        time.sleep(0.6)
+        return x
+
 class Sleeping(nn.Module):
     def __init__(self, file: str):
         super().__init__()
@@ -196,6 +207,15 @@ def test_memory_for_samples_of_val_is_counted(make: Make, context: Context) -> N
     data = Splits({"val": TensorDataset(few)})
     found = replace(context, data=data).peak_memory(model, batch=1)
     assert PRODUCT - 2 < found < PRODUCT + BESIDE
+
+
+def test_a_model_whose_calls_take_long_is_called_until_its_memory_is_steady(
+    make: Make, context: Context, tmp_path: Path
+) -> None:
+    data = Splits({"val": TensorDataset(torch.zeros(40, 4))})
+    slow = make("Slow", file=str(tmp_path / "calls"))
+    assert replace(context, data=data).peak_memory(slow, batch=1) < BESIDE
+    assert (tmp_path / "calls").read_text().split() == ["called"] * 2
 
 
 def test_weights_are_counted(make: Make, context: Context) -> None:

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from compress.profiling.quantiles import Interval, quantile, quantile_interval
+from compress.profiling.quantiles import Interval, median_interval, quantile, quantile_interval
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 18, 19, 20, 101])
@@ -64,3 +64,13 @@ def test_wide_intervals_are_unreliable(interval: tuple[float, float]) -> None:
 def test_narrow_intervals_are_reliable() -> None:
     assert not Interval(1, 2).unreliable_reason
     assert not Interval(0.001, 0.0011).unreliable_reason
+
+
+def test_few_values_enclose_their_median_as_often_as_many() -> None:
+    generator = np.random.default_rng(0)
+    for count in (3, 4, 5, 8):
+        hits = 0
+        for _ in range(2000):
+            low, high = median_interval(np.exp(generator.normal(0, 0.02, count)).tolist())
+            hits += low <= 1 <= high
+        assert hits / 2000 > 0.94, count

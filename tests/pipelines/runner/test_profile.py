@@ -1,0 +1,94 @@
+"""`compress run --profile`: counts of a small pipeline, so that they cannot grow unseen."""
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from compress.common.counts import counted
+from compress.common.forward import count_forwards
+from compress.pipelines import Pipeline
+from compress.pipelines.results.schema import Report
+from compress.pipelines.system.run_profile import Profiler
+from compress.profiling import benchmark
+from compress.profiling.benchmark import Comparison, Latency, compare_latency
+from tests.pipelines.conftest import FILE, NETS, Project
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("profiled")
+    (folder / "nets.py").write_text(NETS)
+    (folder / "p.yaml").write_text(FILE)
+    one = Latency(batch=1, p50=1, p95=1, p50_interval=(1, 1), p95_interval=(1, 1), outliers=0)
+    with pytest.MonkeyPatch.context() as patch:
+        # How often calls are timed depends on how long they take.
+        patch.setattr(benchmark, "compare_latency", lambda *_, **__: Comparison(one, one, (1.0,)))
+        return Pipeline.from_yaml(folder / "p.yaml").run(folder / "out", profile=True)
+
+
+def test_a_run_makes_no_more_calls_traces_and_processes_than_it_did(profiled: Report) -> None:
+    assert profiled.profile
+    stages, total = profiled.profile.stages, profiled.profile.total
+    # Two of pruning: the model, and what is left of it; one of the export.
+    assert total["traces"] == 3
+    # The metric on 60 samples of `val`, and 65 rows for batch dependence.
+    for name in ("train", "prune_channels"):
+        assert stages[name].evaluation["forwards.eager.rows"] <= 60 + 65
+    # The same, and 60 samples for the gate `parity`.
+    assert stages["export_onnx"].evaluation["forwards.onnx.rows"] <= 60 + 65 + 60
+    assert total["forwards.onnx.rows"] - stages["export_onnx"].evaluation["forwards.onnx.rows"] <= (
+        60 + 90
+    )
+    # Two that ask for memory, and a fork of theirs.
+    assert total["processes"] <= 3
+    assert total["hashed.bytes"] <= 150_000
+
+
+def test_the_profile_is_in_the_report_and_in_words(profiled: Report) -> None:
+    assert profiled.profile
+    stored = json.loads(profiled.model_dump_json())["profile"]
+    assert stored["stages"]["train"]["run"]["cpu_seconds"] > 0
+    assert stored["total"]["read.bytes"] > stored["stages"]["train"]["run"]["read.bytes"]
+    assert any(
+        line.startswith("export_onnx evaluation") and "forwards.onnx.rows 185" in line
+        for line in profiled.profile.lines()
+    )
+
+
+def test_a_run_is_not_profiled_unless_asked(finished_run: Project) -> None:
+    assert json.loads((finished_run.out / "report.json").read_text())["profile"] is None
+
+
+def test_counting_takes_no_part_in_a_latency() -> None:
+    def predict(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x,)
+
+    def counts() -> dict[str, int]:
+        return {name: n for name, n in counted().items() if name.startswith("forwards.")}
+
+    before, calls = counts(), []
+    opener = partial(nullcontext, count_forwards(lambda x: calls.append(1) or predict(x), "timed"))
+    compare_latency(opener, opener, [(torch.zeros(2, 1),)], 1e-9, threads=1)
+    assert counts() == before | {
+        "forwards.timed.calls": before.get("forwards.timed.calls", 0) + len(calls)
+    }
+
+
+def test_the_cpu_time_of_a_child_that_still_runs_is_counted() -> None:
+    profiler = Profiler(is_on=True)
+    spin = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    child = subprocess.Popen(
+        [sys.executable, "-S", "-c", spin], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with child:
+        assert child.stdout and child.stdin
+        child.stdout.readline()
+        total = profiler.profile().total
+        child.stdin.close()
+    assert total["cpu_seconds"] >= 0.25
+    assert total["processes"] == 1
