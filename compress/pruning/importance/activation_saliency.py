@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
@@ -222,19 +223,20 @@ def consumers(
     calls: dict[str, LayerCall] = {}
     moments: dict[str, Moments] = {}
     module.to(device)
-    samples_before = 0
+
+    def add_to_moments(call: LayerCall, size: int, samples_before: int) -> None:
+        is_read = (call.weight, call.read_axis) in slots and call.columns <= MAX_COLUMNS
+        if is_read and samples_before < samples_needed(call, size):
+            calls[call.weight] = call.without_values()
+            own = moments.setdefault(call.weight, Moments())
+            for columns, _ in call.parts():
+                own.add_(columns)
+
+    samples = 0
     for batch in batches:
-
-        def add_to_moments(call: LayerCall, size: int = len(batch)) -> None:
-            is_read = (call.weight, call.read_axis) in slots and call.columns <= MAX_COLUMNS
-            if is_read and samples_before < samples_needed(call, size):
-                calls[call.weight] = call.without_values()
-                own = moments.setdefault(call.weight, Moments())
-                for columns, _ in call.parts():
-                    own.add_(columns)
-
-        observe_layer_calls(module, [batch], add_to_moments, device)
-        samples_before += len(batch)
+        add = partial(add_to_moments, size=len(batch), samples_before=samples)
+        observe_layer_calls(module, [batch], add, device)
+        samples += len(batch)
     module.cpu()  # where it is sliced and verified
     weights = dict(module.named_parameters())
     return [

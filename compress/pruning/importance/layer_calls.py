@@ -85,10 +85,15 @@ class LayerCall:
         """
         answers = self.output if answers is None else answers
         if not self.kernel:
-            columns, rows = (x.reshape(1, -1, x.shape[-1]) for x in (self.input, answers))
+            columns, rows = (
+                _at_least_float32(x.reshape(1, -1, x.shape[-1])) for x in (self.input, answers)
+            )
             step = max(1, MAX_PART // columns.shape[-1])
             for i in range(0, columns.shape[1], step):
-                yield _at_least_float32(columns[:, i : i + step]), _at_least_float32(rows[:, i : i + step])
+                yield (
+                    _at_least_float32(columns[:, i : i + step]),
+                    _at_least_float32(rows[:, i : i + step]),
+                )
             return
         spatial = len(self.kernel)
         # Convolutions accept a single sample without a batch axis.

@@ -13,8 +13,8 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -24,15 +24,13 @@ from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import TypeAlias
 
     from torch import nn
 
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import Kept
 
-    Outputs: TypeAlias = tuple[torch.Tensor, ...]
-
+Outputs: TypeAlias = tuple[torch.Tensor, ...]
 MAX_ENTRIES = 2**24
 """Entries of the systems of equations that are solved together, 8 bytes each."""
 RESIDENT_BYTES = 2**31
@@ -121,9 +119,10 @@ class PassesInStep:
 
     def advance(self, layer: RefittableLayer, name: str) -> list[tuple[LayerCall, LayerCall]]:
         """Run both to a layer, ``name`` in the reference, and return its calls in both."""
-        if any(one.has_passed(own) for one, own in zip(self._passes, (name, layer.weight))):
-            self.close()
         reference, module = self._begun()
+        if reference.has_passed(name) or module.has_passed(layer.weight):
+            self.close()
+            reference, module = self._begun()
         expected = reference.advance(name, layer.calls)
         return [*zip(expected, module.advance(layer.weight, layer.calls, stay=True), strict=True)]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compress.common.forward import flatten_outputs
+from compress.common.forward import copy_module, flatten_outputs
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.importance.layer_calls import record_layer_calls, samples_refused
-from compress.pruning.recovery.least_squares import refit_
+from compress.pruning.recovery.least_squares import Outputs, refit_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -39,18 +41,31 @@ def recover_(
     indices that are left of each tensor of ``reference``, the module before slicing; ``names``
     gives other names that weights have there.
     """
-    errors = {"cut": output_error(module, reference, batches, device)}
+    expected = ReferenceOutputs(reference, batches, device)
+    errors: dict[str, float] = {}
     layers: dict[str, JsonValue] = {}
     if refit:
-        for one in refit_(module, reference, kept, batches, device, names=names):
+        # The passes of the refit end with what both modules return.
+        sliced, refitted = copy_module(module), OutputDifference()
+
+        def compare(targets: Outputs, outputs: Outputs) -> None:
+            expected.add(targets)
+            refitted.add(targets, outputs)
+
+        for one in refit_(
+            module, reference, kept, batches, device, names=names, on_outputs=compare
+        ):
             layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
-        errors["refit"] = output_error(module, reference, batches, device)
+        errors = {"cut": expected.error(sliced), "refit": refitted.relative}
+        del sliced
+    else:
+        errors = {"cut": expected.error(module)}
     if batch_norms(module):
-        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         reestimate_batch_norms_(module, batches, device)
-        error = output_error(module, reference, batches, device)
+        error = expected.error(module, most=errors.get("refit", math.inf))
         if refit and not error < errors["refit"]:
-            module.load_state_dict(before)
+            module.load_state_dict(before, strict=False)
         else:
             errors["batch_norm"] = error
     samples = sum(map(len, batches))
@@ -61,27 +76,73 @@ def recover_(
     }
 
 
-@torch.no_grad()
+@dataclass
+class OutputDifference:
+    """Squared error of outputs and energy of those expected, summed up over batches."""
+
+    error: float = 0.0
+    energy: float = 0.0
+
+    def add(self, targets: Outputs, outputs: Outputs) -> None:
+        """Add what a reference and a module return; equal infinities, as of masks, are left out."""
+        for output, target in zip(outputs, targets, strict=True):
+            target_part, output_part = measured(target, output)
+            self.error += float((output_part - target_part).square().sum())
+            self.energy += float(target_part.square().sum())
+
+    @property
+    def relative(self) -> float:
+        """The error, relative to the energy."""
+        return self.error / max(self.energy, 1e-30)
+
+
+class ReferenceOutputs:
+    """What a module returns for each batch, computed once where it takes little memory."""
+
+    def __init__(self, reference: nn.Module, batches: Iterable[Batch], device: str = "cpu") -> None:
+        """Run nothing yet; modules are compared on the device."""
+        self._reference, self._batches, self._device = reference, list(batches), device
+        self._known: list[Outputs] = []
+        # As much as the samples themselves, which are in memory too.
+        self._room = sum(x.nbytes for batch in self._batches for x in batch.inputs)
+        self._energy: float | None = None
+
+    def add(self, outputs: Outputs) -> None:
+        """Keep the outputs for the next batch, if those of all before it were kept."""
+        self._room -= sum(x.nbytes for x in outputs)
+        if self._room >= 0:
+            self._known.append(outputs)
+
+    @torch.no_grad()
+    def error(self, module: nn.Module, most: float = math.inf) -> float:
+        """Return the squared error of a module's outputs, relative to their energy.
+
+        Batches are read until it is certain to be above ``most``.
+        """
+        for part in (module, self._reference):
+            part.eval().to(self._device)
+        difference = OutputDifference()
+        for number, batch in enumerate(self._batches):
+            moved = batch.to(self._device)
+            if number == len(self._known):
+                self.add(_run(self._reference, moved))
+            is_known = number < len(self._known)
+            targets = self._known[number] if is_known else _run(self._reference, moved)
+            difference.add(targets, _run(module, moved))
+            if self._energy is not None and difference.error > most * self._energy:
+                break
+        else:
+            self._energy = difference.energy
+        for part in (module, self._reference):
+            part.cpu()
+        return difference.error / max(self._energy or difference.energy, 1e-30)
+
+
 def output_error(
     module: nn.Module, reference: nn.Module, batches: Iterable[Batch], device: str = "cpu"
 ) -> float:
-    """Return the squared error of the outputs, relative to the energy of the reference's.
-
-    Equal infinities, as of masked scores, are left out.
-    """
-    module.eval().to(device)
-    reference.eval().to(device)
-    error, energy = 0.0, 0.0
-    for batch in batches:
-        moved = batch.to(device)
-        outputs, targets = (_run(part, moved) for part in (module, reference))
-        for output, target in zip(outputs, targets, strict=True):
-            target_part, output_part = measured(target, output)
-            error += float((output_part - target_part).square().sum())
-            energy += float(target_part.square().sum())
-    module.cpu()
-    reference.cpu()
-    return error / max(energy, 1e-30)
+    """Return the squared error of the outputs, relative to the energy of the reference's."""
+    return ReferenceOutputs(reference, batches, device).error(module)
 
 
 def batch_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
@@ -136,7 +197,7 @@ def usual_calibration(
     return list(data.calibration(min(most, available), context.seed))
 
 
-def _run(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+def _run(module: nn.Module, batch: Batch) -> Outputs:
     try:
         return flatten_outputs(module(*batch.inputs))
     except Exception as error:
