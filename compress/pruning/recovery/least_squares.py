@@ -24,6 +24,7 @@ from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import nn
 
@@ -73,21 +74,25 @@ def refit_(
     ridge: float = RIDGE,
     names: Mapping[str, str] | None = None,
     on_outputs: Callable[[Outputs, Outputs], None] | None = None,
+    folder: Path | None = None,
 ) -> list[RefitResult]:
     """Refit, in place, the weights and biases of the layers that lost input channels.
 
     Linear layers and convolutions are refitted if nothing else uses their weight; other layers stay
     as they were sliced. ``kept`` gives the indices that are left of each tensor of ``reference``,
     the module before slicing; ``names`` gives other names that weights have there. ``on_outputs``
-    gets what the reference and the refitted module return for each batch.
+    gets what the reference and the refitted module return for each batch. Activations that do not
+    fit into memory are kept in a temporary folder in ``folder``.
     """
     results = []
     for part in (module, reference):
         part.eval().to(device)
     layers = refittable_layers(module, kept, batches[0], device)
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compress-activations-"))
-        files = ActivationFiles(folder, RESIDENT_BYTES)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        work = tempfile.TemporaryDirectory(prefix="activations-", dir=folder)
+        files = ActivationFiles(stack.enter_context(work), RESIDENT_BYTES)
         passes = [PassesInStep(module, reference, batch.to(device), files) for batch in batches]
         for one in passes:
             stack.callback(one.close)
