@@ -20,7 +20,11 @@ import torch
 
 from compress.pruning.importance.activation_saliency import MAX_COLUMNS, Moments, samples_needed
 from compress.pruning.importance.layer_calls import LayerCall, record_layer_calls
-from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForward
+from compress.pruning.recovery.paused_forward import (
+    ActivationFiles,
+    PausedForward,
+    resident_budget,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +38,6 @@ if TYPE_CHECKING:
 Outputs: TypeAlias = tuple[torch.Tensor, ...]
 MAX_ENTRIES = 2**24
 """Entries of the systems of equations that are solved together, 8 bytes each."""
-RESIDENT_BYTES = 2**31
-"""Activations of paused passes that are kept in memory; others are in files."""
 RIDGE = 1e-4
 """Penalty on changes of the weights, relative to the mean square of a layer's inputs."""
 
@@ -92,7 +94,7 @@ def refit_(
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         work = tempfile.TemporaryDirectory(prefix="activations-", dir=folder)
-        files = ActivationFiles(stack.enter_context(work), RESIDENT_BYTES)
+        files = ActivationFiles(stack.enter_context(work), resident_budget(device))
         passes = [PassesInStep(module, reference, batch.to(device), files) for batch in batches]
         for one in passes:
             stack.callback(one.close)

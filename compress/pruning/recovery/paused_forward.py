@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from itertools import count
 from pathlib import Path
@@ -72,6 +72,21 @@ class _Requests(TorchFunctionMode):
             (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         )
         return self._request(_Request(func, args, kwargs or {}, autocast))
+
+
+MAX_RESIDENT = 2**29
+"""Bytes of activations that passes keep in memory between layers at most: the calibration sample of
+a model for images of 224² takes as much."""
+
+
+def resident_budget(device: str) -> int:
+    """Return how many bytes of activations are kept in the memory of a device between layers."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0] // 2)
+    with suppress(OSError, IndexError):  # Linux alone says what is available
+        available = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]
+        return min(MAX_RESIDENT, int(available) * 1024 // 4)
+    return MAX_RESIDENT
 
 
 class ActivationFiles:

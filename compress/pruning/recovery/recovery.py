@@ -17,6 +17,7 @@ from compress.pruning.recovery.least_squares import Outputs, refit_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from pydantic import JsonValue
 
@@ -34,12 +35,14 @@ def recover_(
     *,
     refit: bool = True,
     names: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> dict[str, JsonValue]:
     """Refit layers and re-estimate BatchNorm statistics, in place; return the errors as facts.
 
     After a refit, new statistics are only taken if they reduce the output error. ``kept`` gives the
     indices that are left of each tensor of ``reference``, the module before slicing; ``names``
-    gives other names that weights have there.
+    gives other names that weights have there. Activations that do not fit into memory are kept in a
+    temporary folder in ``folder``.
     """
     expected = ReferenceOutputs(reference, batches, device)
     errors: dict[str, float] = {}
@@ -52,9 +55,17 @@ def recover_(
             expected.add(targets)
             refitted.add(targets, outputs)
 
-        for one in refit_(
-            module, reference, kept, batches, device, names=names, on_outputs=compare
-        ):
+        results = refit_(
+            module,
+            reference,
+            kept,
+            batches,
+            device,
+            names=names,
+            on_outputs=compare,
+            folder=folder,
+        )
+        for one in results:
             layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
         errors = {"cut": expected.error(sliced), "refit": refitted.relative}
         del sliced
@@ -214,6 +225,7 @@ def recover_without_blocks_(
     kept_blocks: Mapping[str, Sequence[int]],
     batches: Sequence[Batch],
     device: str = "cpu",
+    folder: Path | None = None,
 ) -> dict[str, JsonValue]:
     """Refit the layers that run after a removed block, in place; return the errors as facts.
 
@@ -231,7 +243,7 @@ def recover_without_blocks_(
         for name, parameter in module.named_parameters()
         if parameter.dim() > 1 and names[name] in behind
     }
-    return recover_(module, reference, kept, batches, device, names=names)
+    return recover_(module, reference, kept, batches, device, names=names, folder=folder)
 
 
 def name_before(name: str, kept_blocks: Mapping[str, Sequence[int]]) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from compress.common.errors import StageFailed
 from compress.data.batch import Batch
 from compress.pruning.importance import activation_saliency
-from compress.pruning.recovery import least_squares
+from compress.pruning.recovery import paused_forward
 from compress.pruning.recovery.least_squares import refit_
 from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForward
 from compress.pruning.recovery.recovery import output_error, recover_
@@ -67,7 +67,7 @@ def test_activations_in_files_give_the_same_weights(monkeypatch, tmp_path: Path)
     in_files = copy.deepcopy(in_memory)
     refit_(in_memory, net, kept, given)
     stored: list[int] = []
-    monkeypatch.setattr(least_squares, "RESIDENT_BYTES", 20_000)
+    monkeypatch.setattr(paused_forward, "MAX_RESIDENT", 20_000)
     write = Path.write_bytes
     monkeypatch.setattr(Path, "write_bytes", lambda file, data: stored.append(write(file, data)))
     refit_(in_files, net, kept, given, folder=tmp_path)
