@@ -167,7 +167,8 @@ class PausedForward:
         self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._thread = Thread(target=copy_context().run, args=(self._run_module,), daemon=True)
         self._thread.start()
-        self._pending = self._requests.get()
+        self._pending: _Request | _Ended | None = self._requests.get()
+        """What the module's code waits for; None while it runs."""
         self._passed: set[str] = set()
         """Weights of the layers that have been called."""
 
@@ -182,6 +183,7 @@ class PausedForward:
         """
         own: list[LayerCall] = []
         self._files.release(self._resident)
+        self._resident = 0
         while isinstance(self._pending, _Request):
             result, error = self._execute(self._pending)
             call = layer_call_of(*self._pending[:3], result, self._names)
@@ -212,10 +214,11 @@ class PausedForward:
         """
         while isinstance(self._pending, _Request):
             self._answer(*self._execute(self._pending))
+        ended: Any = self._pending
         try:
-            if self._pending.error is not None:
-                raise self._pending.error
-            outputs = flatten_outputs(self._pending.output)
+            if ended.error is not None:
+                raise ended.error
+            outputs = flatten_outputs(ended.output)
         except Exception as error:
             raise samples_refused(self._batch, error) from error
         self._files.load_(outputs)
@@ -223,9 +226,13 @@ class PausedForward:
 
     def close(self) -> None:
         """End the module's code, wherever it waits."""
+        if self._pending is None:  # this thread was interrupted while the module's code ran
+            self._pending = self._requests.get()
         while isinstance(self._pending, _Request):
             self._answer(None, _Closed())
         self._thread.join()
+        # What outlives the pass may be read again, such as a table that a library caches.
+        self._files.load_([result() for result in self._results])
 
     def _execute(self, request: _Request) -> tuple[Any, BaseException | None]:
         self._files.load_((request.args, request.kwargs))
@@ -240,7 +247,7 @@ class PausedForward:
         return result, None
 
     def _answer(self, result: Any, error: BaseException | None) -> None:
-        del self._pending  # else its arguments would live as long as this request
+        self._pending = None  # else its arguments would live as long as this request
         self._answers.put((result, error))
         del result
         self._pending = self._requests.get()
@@ -250,6 +257,8 @@ class PausedForward:
         try:
             with torch.no_grad(), _Requests(self._request, self._device_type):
                 output = self._module(*self._batch.inputs)
+        except _Closed:
+            pass
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             raised = error
         self._requests.put(_Ended(output, raised))
@@ -259,6 +268,9 @@ class PausedForward:
         self._requests.put(request)
         del request
         result, error = self._answers.get()
-        if error is not None:
-            raise error
-        return result
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            del error  # whose traceback holds this frame, and with it the model's activations

@@ -1,7 +1,9 @@
 """Passes of many batches in step, beside the same passes one after the other."""
 
 import copy
+import gc
 import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -185,3 +187,27 @@ def test_errors_are_caught_by_the_model_or_told_and_no_thread_stays() -> None:
     for one in (catches, fails):
         one.close()
     assert threading.active_count() == threads
+
+
+def test_a_pass_that_is_closed_holds_no_activations() -> None:
+    results: list[weakref.ref[torch.Tensor]] = []
+
+    class Notes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.one(x)
+            results.append(weakref.ref(x))
+            return self.two(x)
+
+    gc.disable()  # what is freed is freed at once, and not by and by
+    try:
+        one = PausedForward(Notes(), Batch((torch.randn(2, 8),), None), ActivationFiles("", 0))
+        assert len(one.advance("two.weight", 1, stay=True)) == 1
+        assert results[0]() is not None
+        one.close()
+        assert results[0]() is None
+    finally:
+        gc.enable()
