@@ -181,6 +181,23 @@ def refittable_layers(
     return layers
 
 
+def _add_errors_(
+    moments: Moments, calls: Sequence[tuple[LayerCall, LayerCall]], rows: Sequence[int] | None
+) -> float:
+    """Add what a layer's calls in the reference and the module say; return the former's energy."""
+    energy = 0.0
+    for reference, call in calls:
+        expected = reference.output
+        if rows is not None:
+            index = torch.tensor(rows, device=expected.device)
+            expected = expected.index_select(call.channel_axis, index)
+        energy += float(expected.square().sum(dtype=torch.float64))
+        # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
+        for columns, errors in call.parts(expected - call.output):
+            moments.add_(columns, errors)
+    return energy
+
+
 def _refit_layer_(
     layer: RefittableLayer,
     name: str,
@@ -190,21 +207,13 @@ def _refit_layer_(
     ridge: float,
 ) -> RefitResult:
     """Change a layer's weight and bias so that its squared error is minimal, in place."""
-    # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
     moments, energy, samples = Moments(), 0.0, 0
     rows = kept[layer.weight].get(1 - layer.read_axis)
     for one in passes:
         if samples >= layer.samples:
             break
         samples += one.samples
-        for reference_call, call in one.advance(layer, name):
-            expected = reference_call.output
-            if rows is not None:
-                index = torch.tensor(rows, device=expected.device)
-                expected = expected.index_select(call.channel_axis, index)
-            energy += float(expected.square().sum(dtype=torch.float64))
-            for columns, errors in call.parts(expected - call.output):
-                moments.add_(columns, errors)
+        energy += _add_errors_(moments, one.advance(layer, name), rows)
         one.pause(layer)
     weight = module.get_parameter(layer.weight)
     is_zero = weight.mT if layer.read_axis == 0 else weight

@@ -11,6 +11,7 @@ import ctypes
 import weakref
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -190,6 +191,8 @@ class PausedForward:
             if call is not None:
                 self._passed.add(call.weight)
                 if call.weight == weight:
+                    if calls > 1:  # what follows the first calls may change these tensors in place
+                        call = replace(call, input=call.input.clone(), output=call.output.clone())
                     own.append(call)
                     if stay and len(own) == calls:
                         return own
