@@ -245,20 +245,25 @@ def least_squares(
     ``ridge`` penalizes the matrices, relative to the columns' mean square. Without ``intercept``
     there are no shifts. Entries that ``fixed_gio`` marks are zero.
     """
-    gram_gii, cross_gio = moments.gram_gii, moments.cross_gio
-    diagonal_gi = gram_gii.diagonal(dim1=1, dim2=2)
-    if intercept:
-        mean_gi = moments.columns_gi / moments.positions
-        gram_gii = gram_gii - mean_gi[:, :, None] * moments.columns_gi[:, None]
-        cross_gio = cross_gio - mean_gi[:, :, None] * moments.answers_go[:, None]
+    # In place, as a matrix of 4,600 columns takes 170 MB.
+    normal_gii, cross_gio = moments.gram_gii.clone(), moments.cross_gio
+    diagonal_gi = normal_gii.diagonal(dim1=1, dim2=2)
     # 1e-30: the inputs may all be zero.
     damping = (ridge * diagonal_gi.mean()).clamp_min(1e-30)
-    identity = torch.eye(gram_gii.shape[1], dtype=gram_gii.dtype, device=gram_gii.device)
-    normal_gii = gram_gii + damping * identity
+    if intercept:
+        mean_gi = moments.columns_gi / moments.positions
+        normal_gii.baddbmm_(mean_gi[:, :, None], moments.columns_gi[:, None], alpha=-1)
+        cross_gio = cross_gio - mean_gi[:, :, None] * moments.answers_go[:, None]
+    diagonal_gi.add_(damping)
     if fixed_gio is None or not fixed_gio.any():
-        matrix_gio = torch.linalg.solve(normal_gii, cross_gio)
+        factor_gii, failed_g = torch.linalg.cholesky_ex(normal_gii)
+        if failed_g.any():  # nearly singular, without a ridge
+            matrix_gio = torch.linalg.solve(normal_gii, cross_gio)
+        else:
+            matrix_gio = torch.cholesky_solve(cross_gio, factor_gii)
     else:  # each output has equations of its own, without those of its fixed entries
         matrix_gio = torch.zeros_like(cross_gio)
+        identity = torch.eye(normal_gii.shape[1], dtype=normal_gii.dtype, device=normal_gii.device)
         at_once = max(1, MAX_ENTRIES // normal_gii.shape[1] ** 2)
         for group, normal_ii in enumerate(normal_gii):
             for part in range(0, cross_gio.shape[2], at_once):
