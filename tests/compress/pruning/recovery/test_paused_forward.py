@@ -4,61 +4,80 @@ import copy
 import gc
 import threading
 import weakref
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from compress.artifacts.importing import import_checkpoint
+from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.data.batch import Batch
+from compress.data.splits import Splits
+from compress.pruning.channel_pruner import ChannelPruner
 from compress.pruning.importance import activation_saliency
+from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.recovery import paused_forward
 from compress.pruning.recovery.least_squares import refit_
 from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForward
 from compress.pruning.recovery.recovery import output_error, recover_
+from tests.compress.pruning import pruning_nets
+from tests.compress.pruning.pruning_nets import Tower
 from tests.compress.pruning.recovery.test_least_squares import batches, cut, everything
 
 
-class Tower(nn.Module):
-    """Residual blocks on 6×6 images; its passes are counted."""
+def counted(module: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of samples of each forward pass."""
+    forward, samples = module.forward, list[int]()
 
-    passes: Counter[str] = Counter()
+    def noting(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        samples.append(len(x))
+        return forward(self, x)
 
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, 8, 3, padding=1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(8, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU())
-            for _ in range(depth)
-        )
-        self.back = nn.ModuleList(nn.Conv2d(12, 8, 1) for _ in range(depth))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes[f"{len(self.blocks)} blocks"] += 1
-        x = self.stem(x)
-        for block, back in zip(self.blocks, self.back, strict=True):
-            x = x + back(block(x))
-        return self.head(x.mean((2, 3)))
+    monkeypatch.setattr(module, "forward", noting)
+    return samples
 
 
-def test_the_passes_of_a_recovery_do_not_grow_with_depth() -> None:
+def test_the_passes_of_a_recovery_do_not_grow_with_depth(monkeypatch) -> None:
+    passes = counted(Tower, monkeypatch)
     for depth in (1, 5):
         torch.manual_seed(0)
         net = Tower(depth).double().eval()
         given = batches(1, 6, 6)
         smaller, kept = cut(net, everything(given)[:2])
         before = output_error(smaller, net, given)
-        Tower.passes.clear()
+        passes.clear()
         facts = recover_(smaller, net, kept, given)
         assert len(facts["layers"]) == 2 * depth + 1
         assert facts["output_error"]["refit"] < facts["output_error"]["cut"]
         assert facts["output_error"]["cut"] == pytest.approx(before, rel=1e-3)
         # One batch shows the layers. Then both models run each batch once, the sliced one once
         # more before its refit, and twice for BatchNorm's statistics and what they give.
-        assert Tower.passes[f"{depth} blocks"] <= 1 + 5 * len(given)
+        assert len(passes) <= 1 + 5 * len(given)
+
+
+def test_the_passes_of_prune_channels_do_not_grow_with_depth(monkeypatch, tmp_path: Path) -> None:
+    samples = {}
+    for depth in (2, 6):
+        recipe = Recipe(factory="pruning_nets:Tower", arguments={"depth": depth})
+        signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 1, 6, 6)),))
+        folder = Path(pruning_nets.__file__).parent
+        place = tmp_path / f"source{depth}"
+        model = import_checkpoint(place, recipe, signature, checkpoint=None, folder=folder)
+        images = TensorDataset(torch.randn(96, 1, 6, 6), torch.zeros(96))
+        context = Context(root=tmp_path / f"x{depth}", data=Splits({"train": images}, 32))
+        passes = counted(type(model.load()), monkeypatch)
+        # The speedup is measured by calls whose number is a matter of time.
+        monkeypatch.setattr(ChannelPruner, "_log_speedup", lambda _: None)
+        pruned = PruneChannels(ratio=0.5, round_to=1)(model, context)
+        assert len(pruned.manifest.facts["refit"]["layers"]) == 2 * depth + 1
+        samples[depth] = sum(passes)
+        monkeypatch.undo()
+    assert samples[2] == samples[6]
 
 
 def test_activations_in_files_give_the_same_weights(monkeypatch, tmp_path: Path) -> None:
