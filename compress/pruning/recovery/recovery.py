@@ -149,13 +149,6 @@ class ReferenceOutputs:
         return difference.error / max(self._energy or difference.energy, 1e-30)
 
 
-def output_error(
-    module: nn.Module, reference: nn.Module, batches: Iterable[Batch], device: str = "cpu"
-) -> float:
-    """Return the squared error of the outputs, relative to the energy of the reference's."""
-    return ReferenceOutputs(reference, batches, device).error(module)
-
-
 def batch_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """Return the BatchNorm layers with running statistics."""
     return [

@@ -24,7 +24,7 @@ from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.recovery import paused_forward
 from compress.pruning.recovery.least_squares import refit_
 from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForward
-from compress.pruning.recovery.recovery import output_error, recover_
+from compress.pruning.recovery.recovery import ReferenceOutputs, recover_
 from tests.compress.pruning import pruning_nets
 from tests.compress.pruning.pruning_nets import Tower
 from tests.compress.pruning.recovery.test_least_squares import batches, cut, everything
@@ -49,7 +49,7 @@ def test_the_passes_of_a_recovery_do_not_grow_with_depth(monkeypatch) -> None:
         net = Tower(depth).double().eval()
         given = batches(1, 6, 6)
         smaller, kept = cut(net, everything(given)[:2])
-        before = output_error(smaller, net, given)
+        before = ReferenceOutputs(net, given).error(smaller)
         passes.clear()
         facts = recover_(smaller, net, kept, given)
         assert len(facts["layers"]) == 2 * depth + 1
