@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import Kept
 
+MIN_KEPT_BYTES = 2**26
+"""Outputs of the unpruned module that are kept, even if samples take less."""
+
 
 def recover_(
     module: nn.Module,
@@ -114,8 +117,10 @@ class ReferenceOutputs:
         """Run nothing yet; modules are compared on the device."""
         self._reference, self._batches, self._device = reference, list(batches), device
         self._known: list[Outputs] = []
-        # As much as the samples themselves, which are in memory too.
-        self._room = sum(x.nbytes for batch in self._batches for x in batch.inputs)
+        # As much as the samples themselves, which are in memory too; classes of tokens take little.
+        self._room = max(
+            MIN_KEPT_BYTES, sum(x.nbytes for batch in self._batches for x in batch.inputs)
+        )
         self._energy: float | None = None
 
     def add(self, outputs: Outputs) -> None:
@@ -135,10 +140,12 @@ class ReferenceOutputs:
         difference = OutputDifference()
         for number, batch in enumerate(self._batches):
             moved = batch.to(self._device)
-            if number == len(self._known):
-                self.add(_run(self._reference, moved))
-            is_known = number < len(self._known)
-            targets = self._known[number] if is_known else _run(self._reference, moved)
+            if number < len(self._known):
+                targets = self._known[number]
+            else:
+                targets = _run(self._reference, moved)
+                if number == len(self._known):
+                    self.add(targets)
             difference.add(targets, _run(module, moved))
             if self._energy is not None and difference.error > most * self._energy:
                 break
