@@ -31,7 +31,7 @@ MAX_COLUMNS = 12288
 """Columns of the widest layer whose Gram matrix is computed: it takes 1.2 GB in float64."""
 
 
-POSITIONS_PER_COLUMN = 256
+POSITIONS_PER_COLUMN = 64
 """Positions after which further ones hardly change a layer's Gram matrix, for each of its columns.
 """
 MIN_SAMPLES = 128
