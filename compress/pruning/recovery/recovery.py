@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import Kept
 
+TRIAL_SAMPLES = 128
+"""Samples on which new BatchNorm statistics must reduce the error before all are used."""
 MIN_KEPT_BYTES = 2**26
 """Outputs of the unpruned module that are kept, even if samples take less."""
 
@@ -50,13 +53,14 @@ def recover_(
     expected = ReferenceOutputs(reference, batches, device)
     errors: dict[str, float] = {}
     layers: dict[str, JsonValue] = {}
+    refitted: list[OutputDifference] = []
     if refit:
-        # The passes of the refit end with what both modules return.
-        sliced, refitted = copy_module(module), OutputDifference()
+        sliced = copy_module(module)
 
         def compare(targets: Outputs, outputs: Outputs) -> None:
+            # The passes of the refit end with what both modules return.
             expected.add(targets)
-            refitted.add(targets, outputs)
+            refitted.append(OutputDifference.between(targets, outputs))
 
         results = refit_(
             module,
@@ -70,16 +74,20 @@ def recover_(
         )
         for one in results:
             layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
-        errors = {"cut": expected.error(sliced), "refit": refitted.relative}
+        errors = {"cut": expected.error(sliced), "refit": relative_error(refitted)}
         del sliced
     else:
         errors = {"cut": expected.error(module)}
     if batch_norms(module):
         before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        reestimate_batch_norms_(module, batches, device)
-        error = expected.error(module, most=errors.get("refit", math.inf))
-        if refit and not error < errors["refit"]:
-            module.load_state_dict(before, strict=False)
+        # Whether new statistics help after a refit is tried on a part of the samples first.
+        enough = bisect_left([*accumulate(map(len, batches))], TRIAL_SAMPLES) + 1
+        for count in (enough, len(batches)) if refit and enough < len(batches) else (len(batches),):
+            reestimate_batch_norms_(module, batches[:count], device)
+            error = expected.error(module, count)
+            if refit and not error < relative_error(refitted[:count]):
+                module.load_state_dict(before, strict=False)
+                break
         else:
             errors["batch_norm"] = error
     samples = sum(map(len, batches))
@@ -92,22 +100,25 @@ def recover_(
 
 @dataclass
 class OutputDifference:
-    """Squared error of outputs and energy of those expected, summed up over batches."""
+    """Squared error of a batch's outputs, and the energy of those expected."""
 
     error: float = 0.0
     energy: float = 0.0
 
-    def add(self, targets: Outputs, outputs: Outputs) -> None:
-        """Add what a reference and a module return; equal infinities, as of masks, are left out."""
+    @classmethod
+    def between(cls, targets: Outputs, outputs: Outputs) -> OutputDifference:
+        """Compare what a reference and a module return, without equal infinities, as of masks."""
+        own = cls()
         for output, target in zip(outputs, targets, strict=True):
             target_part, output_part = measured(target, output)
-            self.error += float((output_part - target_part).square().sum())
-            self.energy += float(target_part.square().sum())
+            own.error += float((output_part - target_part).square().sum())
+            own.energy += float(target_part.square().sum())
+        return own
 
-    @property
-    def relative(self) -> float:
-        """The error, relative to the energy."""
-        return self.error / max(self.energy, 1e-30)
+
+def relative_error(batches: Sequence[OutputDifference]) -> float:
+    """Return the squared error of some batches, relative to their energy."""
+    return sum(one.error for one in batches) / max(sum(one.energy for one in batches), 1e-30)
 
 
 class ReferenceOutputs:
@@ -121,7 +132,6 @@ class ReferenceOutputs:
         self._room = max(
             MIN_KEPT_BYTES, sum(x.nbytes for batch in self._batches for x in batch.inputs)
         )
-        self._energy: float | None = None
 
     def add(self, outputs: Outputs) -> None:
         """Keep the outputs for the next batch, if those of all before it were kept."""
@@ -130,15 +140,15 @@ class ReferenceOutputs:
             self._known.append(outputs)
 
     @torch.no_grad()
-    def error(self, module: nn.Module, most: float = math.inf) -> float:
+    def error(self, module: nn.Module, count: int | None = None) -> float:
         """Return the squared error of a module's outputs, relative to their energy.
 
-        Batches are read until it is certain to be above ``most``.
+        With ``count``, on so many of the batches.
         """
         for part in (module, self._reference):
             part.eval().to(self._device)
-        difference = OutputDifference()
-        for number, batch in enumerate(self._batches):
+        differences = []
+        for number, batch in enumerate(self._batches[:count]):
             moved = batch.to(self._device)
             if number < len(self._known):
                 targets = self._known[number]
@@ -146,14 +156,10 @@ class ReferenceOutputs:
                 targets = _run(self._reference, moved)
                 if number == len(self._known):
                     self.add(targets)
-            difference.add(targets, _run(module, moved))
-            if self._energy is not None and difference.error > most * self._energy:
-                break
-        else:
-            self._energy = difference.energy
+            differences.append(OutputDifference.between(targets, _run(module, moved)))
         for part in (module, self._reference):
             part.cpu()
-        return difference.error / max(self._energy or difference.energy, 1e-30)
+        return relative_error(differences)
 
 
 def batch_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
