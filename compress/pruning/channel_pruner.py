@@ -105,6 +105,7 @@ class ChannelPruner:
                     self._batches,
                     context.device,
                     refit=config.refits,
+                    folder=context.work,
                 )
             if config.finetune is not None:
                 self._finetune_(config.finetune)

@@ -111,7 +111,7 @@ class PruneLayers(PruningStage):
             data = context.need_data(self.title)
             batches = [*data.calibration(self.available_samples(data), context.seed)]
             facts["refit"] = recover_without_blocks_(
-                module, model.load(), edit.kept, batches, context.device
+                module, model.load(), edit.kept, batches, context.device, context.work
             )
         weights: torch.nn.Module | Weights = module
         if self.finetune is not None:

@@ -32,8 +32,8 @@ from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.block_search import all_blocks, kept_without
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import (
+    ReferenceOutputs,
     batch_norms,
-    output_error,
     recover_,
     recover_without_blocks_,
     reestimate_batch_norms_,
@@ -148,11 +148,9 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
 
     def refit_gain(self) -> float:
         """Return by how many times a refit lowers the error of the outputs."""
+        expected = ReferenceOutputs(self.module, self.calibration, self.context.device)
         own, better = (
-            output_error(
-                self.changed_module(variant), self.module, self.calibration, self.context.device
-            )
-            for variant in (self.own, self.refitted)
+            expected.error(self.changed_module(variant)) for variant in (self.own, self.refitted)
         )
         return own / max(better, 1e-12)  # a refit may be exact
 
@@ -239,7 +237,8 @@ class CutChannels(PruningDiagnosis[Cut]):
 
     def ranked_parts(self) -> list[str]:
         """Return the groups, those first whose cut alone changes the outputs most."""
-        batches = list(self.halves[0].data.batches("val", limit=RANKED_ON))
+        batches = self.halves[0].data.batches("val", limit=RANKED_ON)
+        expected = ReferenceOutputs(self.module, batches, self.context.device)
         ranking, plan = self._plan(self.own)
         errors: dict[str, float] = {}
         recovers = bool(self.own.samples)
@@ -247,7 +246,7 @@ class CutChannels(PruningDiagnosis[Cut]):
             began = time.monotonic()
             few = self.samples_for(min(RANKED_ON, self.own.samples)) if recovers else ()
             module = self._sliced([one], ranking, few, refit=self.own.refit)
-            errors[one.group.name] = output_error(module, self.module, batches, self.context.device)
+            errors[one.group.name] = expected.error(module)
             if recovers and len(errors) == 1:
                 recovers = (time.monotonic() - began) * len(plan.groups) < RANKING_SECONDS
         return sorted(errors, key=lambda name: -errors[name])
@@ -427,12 +426,13 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
 
     def ranked_parts(self) -> list[str]:
         """Return the tensors, those first whose zeros alone change the outputs most."""
-        batches = list(self.halves[0].data.batches("val", limit=RANKED_ON))
+        batches = self.halves[0].data.batches("val", limit=RANKED_ON)
+        expected = ReferenceOutputs(self.module, batches, self.context.device)
         errors = {}
         for name in self.zeros:
             others = frozenset(self.zeros) - {name}
             alone = self.changed_module(replace(self.own, back=others))
-            errors[name] = output_error(alone, self.module, batches, self.context.device)
+            errors[name] = expected.error(alone)
         return sorted(errors, key=lambda name: -errors[name])
 
     def remedies(self, layers: Sequence[str]) -> Iterator[tuple[str, Callable[[Zeros], Zeros]]]:

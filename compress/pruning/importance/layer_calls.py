@@ -19,14 +19,14 @@ from torch.utils import _pytree as pytree
 from compress.common.errors import StageFailed, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
     from compress.data.batch import Batch
 
-MAX_PART = 1 << 22
-"""Most elements of unfolded inputs (im2col) that are computed at once: 32 MiB in float64."""
+MAX_PART = 1 << 23
+"""Most elements of unfolded inputs (im2col) that are computed at once: 32 MiB in float32."""
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _SIGNATURES: dict[Any, tuple[tuple[str, ...], int]] = {
     F.linear: (("input", "weight", "bias"), 1),
@@ -80,14 +80,20 @@ class LayerCall:
         """Yield unfolded inputs (im2col) and ``answers``, by default ``output``, as matrices.
 
         The product of the columns with the flattened weight gives the answers. Both have shape
-        `(groups, positions, columns or channels)`, are float64, and are of a few samples each.
+        `(groups, positions, columns or channels)`, have 32 bits a number or more, and are of a few
+        samples each.
         """
         answers = self.output if answers is None else answers
         if not self.kernel:
-            columns, rows = (x.reshape(1, -1, x.shape[-1]) for x in (self.input, answers))
+            columns, rows = (
+                _at_least_float32(x.reshape(1, -1, x.shape[-1])) for x in (self.input, answers)
+            )
             step = max(1, MAX_PART // columns.shape[-1])
             for i in range(0, columns.shape[1], step):
-                yield columns[:, i : i + step].double(), rows[:, i : i + step].double()
+                yield (
+                    _at_least_float32(columns[:, i : i + step]),
+                    _at_least_float32(rows[:, i : i + step]),
+                )
             return
         spatial = len(self.kernel)
         # Convolutions accept a single sample without a batch axis.
@@ -95,14 +101,14 @@ class LayerCall:
         size = prod(answers.shape[2:]) * inputs.shape[1] * prod(self.kernel)
         step = max(1, MAX_PART // size)
         for i in range(0, len(inputs), step):
-            rows = answers[i : i + step].double()
+            rows = _at_least_float32(answers[i : i + step])
             # [samples, channels, *positions] -> [groups, samples·positions, channels]
             rows = rows.reshape(len(rows), self.groups, -1, *rows.shape[2:]).movedim(2, -1)
             rows = rows.movedim(1, 0).reshape(self.groups, -1, rows.shape[-1])
             yield self._unfolded(inputs[i : i + step]), rows
 
     def _unfolded(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.pad(x.double(), tuple(chain.from_iterable(reversed(self.padding))))
+        x = F.pad(_at_least_float32(x), tuple(chain.from_iterable(reversed(self.padding))))
         spatial = len(self.kernel)
         for axis in range(spatial):
             reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
@@ -111,10 +117,6 @@ class LayerCall:
         x = x.reshape(len(x), self.groups, -1, *x.shape[2:]).movedim(1, 0)
         x = x.movedim(2, 2 + spatial)
         return x.reshape(self.groups, prod(x.shape[1 : 2 + spatial]), -1)
-
-
-class StopForward(Exception):
-    """Raised by a callback to end a forward pass early."""
 
 
 class LayerCallMode(TorchFunctionMode):
@@ -134,25 +136,15 @@ class LayerCallMode(TorchFunctionMode):
         """Run a function, and pass it to the callback if it is a layer."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        names, read_axis = _SIGNATURES.get(func, ((), 0))
-        # torch.addmm names its bias "input", so a call with keywords is not recognised.
-        given = {**dict(zip(names, args, strict=False)), **kwargs} if names else {}
-        name = self._name(given.get("weight"))
+        call = layer_call_of(func, args, kwargs, result, self._names)
         own: tuple[Any, ...] = ()
-        if name and given["weight"].dim() > 1 and isinstance(result, torch.Tensor):
-            own = (given["weight"], given.get("bias"))
-            bias = self._name(given.get("bias"))
-            self._on_call(_layer_call(name, bias, given, read_axis, result))
+        if call is not None:
+            own = (call.weight, call.bias)
+            self._on_call(call)
         if isinstance(result, torch.Tensor):
-            # `is`, because tensors compare element by element.
-            others = (x for x in pytree.tree_leaves((args, kwargs)) if id(x) in self._names)
-            self.used_elsewhere |= {
-                self._names[id(x)] for x in others if not any(x is parameter for parameter in own)
-            }
+            used = (self._names.get(id(x)) for x in pytree.tree_leaves((args, kwargs)))
+            self.used_elsewhere |= {name for name in used if name and name not in own}
         return result
-
-    def _name(self, tensor: Any) -> str | None:
-        return self._names.get(id(tensor)) if tensor is not None else None
 
 
 def observe_layer_calls(
@@ -161,11 +153,19 @@ def observe_layer_calls(
     """Run a module over batches and pass every layer call to a callback, without gradients.
 
     Returns the parameters that functions other than a layer's used, too. The module is in eval mode
-    on the device; the callback may end a batch by raising :class:`StopForward`.
+    on the device.
+
+    Raises:
+        StageFailed: the module does not take a batch.
     """
     mode = LayerCallMode(module, on_call)
     for batch in batches:
-        run_batch(module, batch.to(device), mode)
+        moved = batch.to(device)
+        try:
+            with torch.no_grad(), mode:
+                module(*moved.inputs)
+        except Exception as error:
+            raise samples_refused(batch, error) from error
     return mode.used_elsewhere
 
 
@@ -180,22 +180,6 @@ def record_layer_calls(
     return calls, used_elsewhere
 
 
-@torch.no_grad()
-def run_batch(module: nn.Module, batch: Batch, mode: LayerCallMode) -> None:
-    """Run a module on one batch in a mode.
-
-    Raises:
-        StageFailed: the module does not take the batch.
-    """
-    try:
-        with mode:
-            module(*batch.inputs)
-    except StopForward:
-        return
-    except Exception as error:
-        raise samples_refused(batch, error) from error
-
-
 def samples_refused(batch: Batch, error: Exception) -> StageFailed:
     """Build the error that says that a model does not take the calibration samples."""
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch.inputs)
@@ -206,9 +190,25 @@ def samples_refused(batch: Batch, error: Exception) -> StageFailed:
     )
 
 
-def _layer_call(
-    name: str, bias: str | None, given: dict[str, Any], read_axis: int, output: torch.Tensor
-) -> LayerCall:
+def layer_call_of(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    names: Mapping[int, str],
+) -> LayerCall | None:
+    """Return a function's call as that of a layer; None if its weight is not among ``names``.
+
+    ``names`` gives the names of parameters by the ``id`` of their tensors.
+    """
+    if func not in _SIGNATURES or not isinstance(output, torch.Tensor):
+        return None
+    arguments, read_axis = _SIGNATURES[func]
+    # torch.addmm names its bias "input", so a call with keywords is not recognised.
+    given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+    name = names.get(id(given.get("weight")))
+    if name is None or given["weight"].dim() < 2:
+        return None
     kernel = tuple(given["weight"].shape[2:])
     dilation = _each(given.get("dilation", 1), kernel)
     zeros = given.get("padding", 0)
@@ -219,7 +219,7 @@ def _layer_call(
         padding = tuple((n, n) for n in _each(0 if zeros == "valid" else zeros, kernel))
     return LayerCall(
         weight=name,
-        bias=bias,
+        bias=names.get(id(given.get("bias"))),
         read_axis=read_axis,
         input=given["input"],
         output=output,
@@ -229,6 +229,10 @@ def _layer_call(
         dilation=dilation,
         groups=given.get("groups", 1),
     )
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _each(value: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:

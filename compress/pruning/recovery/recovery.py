@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compress.common.forward import flatten_outputs
+from compress.common.forward import copy_module, flatten_outputs
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.importance.layer_calls import record_layer_calls, samples_refused
-from compress.pruning.recovery.least_squares import refit_
+from compress.pruning.recovery.least_squares import Outputs, refit_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from pydantic import JsonValue
 
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import Kept
+
+TRIAL_SAMPLES = 128
+"""Samples on which new BatchNorm statistics must reduce the error before all are used."""
+MIN_KEPT_BYTES = 2**26
+"""Outputs of the unpruned module that are kept, even if samples take less."""
 
 
 def recover_(
@@ -32,25 +41,53 @@ def recover_(
     *,
     refit: bool = True,
     names: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> dict[str, JsonValue]:
     """Refit layers and re-estimate BatchNorm statistics, in place; return the errors as facts.
 
     After a refit, new statistics are only taken if they reduce the output error. ``kept`` gives the
     indices that are left of each tensor of ``reference``, the module before slicing; ``names``
-    gives other names that weights have there.
+    gives other names that weights have there. Activations that do not fit into memory are kept in a
+    temporary folder in ``folder``.
     """
-    errors = {"cut": output_error(module, reference, batches, device)}
+    expected = ReferenceOutputs(reference, batches, device)
+    errors: dict[str, float] = {}
     layers: dict[str, JsonValue] = {}
+    refitted: list[OutputDifference] = []
     if refit:
-        for one in refit_(module, reference, kept, batches, device, names=names):
+        sliced = copy_module(module)
+
+        def compare(targets: Outputs, outputs: Outputs) -> None:
+            # The passes of the refit end with what both modules return.
+            expected.add(targets)
+            refitted.append(OutputDifference.between(targets, outputs))
+
+        results = refit_(
+            module,
+            reference,
+            kept,
+            batches,
+            device,
+            names=names,
+            on_outputs=compare,
+            folder=folder,
+        )
+        for one in results:
             layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
-        errors["refit"] = output_error(module, reference, batches, device)
+        errors = {"cut": expected.error(sliced), "refit": relative_error(refitted)}
+        del sliced
+    else:
+        errors = {"cut": expected.error(module)}
     if batch_norms(module):
-        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        reestimate_batch_norms_(module, batches, device)
-        error = output_error(module, reference, batches, device)
-        if refit and not error < errors["refit"]:
-            module.load_state_dict(before)
+        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        # Whether new statistics help after a refit is tried on a part of the samples first.
+        enough = bisect_left([*accumulate(map(len, batches))], TRIAL_SAMPLES) + 1
+        for count in (enough, len(batches)) if refit and enough < len(batches) else (len(batches),):
+            reestimate_batch_norms_(module, batches[:count], device)
+            error = expected.error(module, count)
+            if refit and not error < relative_error(refitted[:count]):
+                module.load_state_dict(before, strict=False)
+                break
         else:
             errors["batch_norm"] = error
     samples = sum(map(len, batches))
@@ -61,27 +98,68 @@ def recover_(
     }
 
 
-@torch.no_grad()
-def output_error(
-    module: nn.Module, reference: nn.Module, batches: Iterable[Batch], device: str = "cpu"
-) -> float:
-    """Return the squared error of the outputs, relative to the energy of the reference's.
+@dataclass
+class OutputDifference:
+    """Squared error of a batch's outputs, and the energy of those expected."""
 
-    Equal infinities, as of masked scores, are left out.
-    """
-    module.eval().to(device)
-    reference.eval().to(device)
-    error, energy = 0.0, 0.0
-    for batch in batches:
-        moved = batch.to(device)
-        outputs, targets = (_run(part, moved) for part in (module, reference))
+    error: float = 0.0
+    energy: float = 0.0
+
+    @classmethod
+    def between(cls, targets: Outputs, outputs: Outputs) -> OutputDifference:
+        """Compare what a reference and a module return, without equal infinities, as of masks."""
+        own = cls()
         for output, target in zip(outputs, targets, strict=True):
             target_part, output_part = measured(target, output)
-            error += float((output_part - target_part).square().sum())
-            energy += float(target_part.square().sum())
-    module.cpu()
-    reference.cpu()
-    return error / max(energy, 1e-30)
+            own.error += float((output_part - target_part).square().sum())
+            own.energy += float(target_part.square().sum())
+        return own
+
+
+def relative_error(batches: Sequence[OutputDifference]) -> float:
+    """Return the squared error of some batches, relative to their energy."""
+    return sum(one.error for one in batches) / max(sum(one.energy for one in batches), 1e-30)
+
+
+class ReferenceOutputs:
+    """What a module returns for each batch, computed once where it takes little memory."""
+
+    def __init__(self, reference: nn.Module, batches: Iterable[Batch], device: str = "cpu") -> None:
+        """Run nothing yet; modules are compared on the device."""
+        self._reference, self._batches, self._device = reference, list(batches), device
+        self._known: list[Outputs] = []
+        # As much as the samples themselves, which are in memory too; classes of tokens take little.
+        self._room = max(
+            MIN_KEPT_BYTES, sum(x.nbytes for batch in self._batches for x in batch.inputs)
+        )
+
+    def add(self, outputs: Outputs) -> None:
+        """Keep the outputs for the next batch, if those of all before it were kept."""
+        self._room -= sum(x.nbytes for x in outputs)
+        if self._room >= 0:
+            self._known.append(outputs)
+
+    @torch.no_grad()
+    def error(self, module: nn.Module, count: int | None = None) -> float:
+        """Return the squared error of a module's outputs, relative to their energy.
+
+        With ``count``, on so many of the batches.
+        """
+        for part in (module, self._reference):
+            part.eval().to(self._device)
+        differences = []
+        for number, batch in enumerate(self._batches[:count]):
+            moved = batch.to(self._device)
+            if number < len(self._known):
+                targets = self._known[number]
+            else:
+                targets = _run(self._reference, moved)
+                if number == len(self._known):
+                    self.add(targets)
+            differences.append(OutputDifference.between(targets, _run(module, moved)))
+        for part in (module, self._reference):
+            part.cpu()
+        return relative_error(differences)
 
 
 def batch_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
@@ -136,7 +214,7 @@ def usual_calibration(
     return list(data.calibration(min(most, available), context.seed))
 
 
-def _run(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+def _run(module: nn.Module, batch: Batch) -> Outputs:
     try:
         return flatten_outputs(module(*batch.inputs))
     except Exception as error:
@@ -153,6 +231,7 @@ def recover_without_blocks_(
     kept_blocks: Mapping[str, Sequence[int]],
     batches: Sequence[Batch],
     device: str = "cpu",
+    folder: Path | None = None,
 ) -> dict[str, JsonValue]:
     """Refit the layers that run after a removed block, in place; return the errors as facts.
 
@@ -170,7 +249,7 @@ def recover_without_blocks_(
         for name, parameter in module.named_parameters()
         if parameter.dim() > 1 and names[name] in behind
     }
-    return recover_(module, reference, kept, batches, device, names=names)
+    return recover_(module, reference, kept, batches, device, names=names, folder=folder)
 
 
 def name_before(name: str, kept_blocks: Mapping[str, Sequence[int]]) -> str:

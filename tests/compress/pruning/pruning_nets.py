@@ -165,3 +165,23 @@ def in_place() -> nn.Module:
     activations = (nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Hardtanh, nn.Hardsigmoid)
     layers = [nn.Conv2d(1, 16, 3), *(layer(inplace=True) for layer in activations)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+
+
+class Tower(nn.Module):
+    """Residual blocks of a given number, each with an inner width of its own."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU())
+            for _ in range(depth)
+        )
+        self.back = nn.ModuleList(nn.Conv2d(12, 8, 1) for _ in range(depth))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block, back in zip(self.blocks, self.back, strict=True):
+            x = x + back(block(x))
+        return self.head(x.mean((2, 3)))

@@ -17,8 +17,7 @@ from compress.pruning.allocation.budget_search import (
     parameter_estimate,
     plan_for_target,
 )
-from compress.pruning.allocation.ranking import Ranking, rank
-from compress.pruning.allocation.ratios import RankedGroup, allocate
+from compress.pruning.allocation.ranking import RankedGroup, Ranking, allocate, rank
 from compress.pruning.channel_pruner import parameters_of
 from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.verification.verification_inputs import VerificationInputs

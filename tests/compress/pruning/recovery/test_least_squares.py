@@ -15,7 +15,7 @@ from compress.pruning.importance import layer_calls
 from compress.pruning.importance.activation_saliency import Moments
 from compress.pruning.recovery import least_squares as least_squares_module
 from compress.pruning.recovery.least_squares import least_squares, refit_
-from compress.pruning.recovery.recovery import output_error, recover_
+from compress.pruning.recovery.recovery import ReferenceOutputs, recover_
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
 
@@ -124,10 +124,10 @@ def test_a_weight_that_lies_the_other_way_round_is_refitted() -> None:
     net = linear_nets.Transposed().double().eval()
     given = batches(8)
     smaller, kept = cut(net, everything(given)[:2])
-    before = output_error(smaller, net, given)
+    before = ReferenceOutputs(net, given).error(smaller)
     found = refit_(smaller, net, kept, given)
     assert found and all(layer.after < layer.before for layer in found)
-    assert output_error(smaller, net, given) < before / 2
+    assert ReferenceOutputs(net, given).error(smaller) < before / 2
 
 
 def test_layers_are_taken_in_turn_and_make_up_for_errors_before_them() -> None:

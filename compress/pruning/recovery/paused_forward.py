@@ -1,0 +1,279 @@
+"""Forward passes that pause at a layer, so that many batches advance through a model in step.
+
+A model's Python code runs in a thread of its own and asks the caller's thread for each of its torch
+functions; while it gets no answer it waits, and its stack holds the activations that later layers
+need. So any eager model can be paused, whatever its code does, and one pass visits all layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from compress.common.forward import copy_module, flatten_outputs
+from compress.pruning.importance.layer_calls import LayerCall, layer_call_of, samples_refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+    from compress.data.batch import Batch
+
+
+class _Closed(BaseException):
+    """Raised in a model's code to end a forward pass early; no `except Exception` catches it."""
+
+
+class _Request(NamedTuple):
+    """A torch function that a model's code calls and waits for."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    autocast: tuple[str, torch.dtype] | None
+    """Device type and dtype of the autocast that the model's code has entered."""
+
+
+class _Ended(NamedTuple):
+    """How a model's code ended: what it returned, or what it raised."""
+
+    output: Any
+    error: BaseException | None
+
+
+class _Requests(TorchFunctionMode):
+    """Passes each torch function of a thread to a callback instead of running it."""
+
+    def __init__(self, request: Callable[[_Request], Any], device_type: str) -> None:
+        super().__init__()
+        self._request, self._device_type = request, device_type
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # Attributes like `shape` and `dtype` compute nothing: they are not worth two switches.
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args, **(kwargs or {}))
+        kind = self._device_type
+        # Autocast is a state of the thread that has entered it.
+        autocast = (
+            (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        )
+        return self._request(_Request(func, args, kwargs or {}, autocast))
+
+
+MAX_RESIDENT = 2**29
+"""Bytes of activations that passes keep in memory between layers at most: the calibration sample of
+a model for images of 224² takes as much."""
+
+
+def resident_budget(device: str) -> int:
+    """Return how many bytes of activations are kept in the memory of a device between layers."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0] // 2)
+    with suppress(OSError, IndexError):  # Linux alone says what is available
+        available = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]
+        return min(MAX_RESIDENT, int(available) * 1024 // 4)
+    return MAX_RESIDENT
+
+
+class ActivationFiles:
+    """Activations of paused forward passes, of which those beyond a budget are kept in files.
+
+    A file takes the place of a tensor's storage, which all of its views share; a function that
+    reads one of them gets the storage back first.
+    """
+
+    def __init__(self, folder: str, budget: int) -> None:
+        """Keep at most ``budget`` bytes in memory, and files in a folder."""
+        self._folder, self._room = Path(folder), budget
+        self._files: dict[int, Path] = {}
+        """Address of a storage → its file."""
+        self._numbers = count()
+
+    def store_(self, tensors: Iterable[torch.Tensor], read_by_others: set[int]) -> int:
+        """Store the tensors of a pass that do not fit; return the bytes that stay in memory.
+
+        Storages whose data are at ``read_by_others`` stay: weights, and the inputs.
+        """
+        own = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+        own = {at: storage for at, storage in own.items() if at and at not in read_by_others}
+        size = sum(storage.nbytes() for storage in own.values())
+        if size <= self._room:
+            self._room -= size
+            return size
+        for storage in own.values():
+            file = self._files[storage._cdata] = self._folder / str(next(self._numbers))
+            file.write_bytes(_bytes_of(storage.cpu()))
+            storage.resize_(0)
+        return 0
+
+    def release(self, size: int) -> None:
+        """Give back the room of a pass that goes on."""
+        self._room += size
+
+    def load_(self, arguments: Any) -> None:
+        """Load the arguments of a function that are in files."""
+        for x in pytree.tree_leaves(arguments) if self._files else ():
+            if not _has_storage(x) or not x.numel() or (storage := x.untyped_storage()).nbytes():
+                continue
+            file = self._files.pop(storage._cdata)
+            host = torch.UntypedStorage(file.stat().st_size)
+            with file.open("rb") as stream:
+                stream.readinto(_bytes_of(host))
+            file.unlink()
+            storage.resize_(host.nbytes())
+            storage.copy_(host)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Any:
+    # Not numpy's view, which would forbid to resize the storage.
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+class PausedForward:
+    """One batch's forward pass through a module, which advances from layer to layer."""
+
+    def __init__(self, module: nn.Module, batch: Batch, files: ActivationFiles) -> None:
+        """Begin at the first function; the module is in eval mode, and shares its weights."""
+        self._batch, self._files = batch, files
+        # What forward keeps on the module, such as a cache, belongs to this batch alone.
+        tensors = [*module.parameters(), *module.buffers()]
+        self._module = copy_module(module, {id(tensor): tensor for tensor in tensors})
+        self._shared = {x.untyped_storage().data_ptr() for x in [*tensors, *batch.inputs]}
+        self._results: list[weakref.ref[torch.Tensor]] = []
+        """Results of functions, of which those that are alive are needed later."""
+        self._resident = 0
+        """Bytes of them that stay in memory while this pass is paused."""
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._device_type = batch.inputs[0].device.type if batch.inputs else "cpu"
+        self._requests: SimpleQueue[_Request | _Ended] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._thread = Thread(target=copy_context().run, args=(self._run_module,), daemon=True)
+        self._thread.start()
+        self._pending: _Request | _Ended | None = self._requests.get()
+        """What the module's code waits for; None while it runs."""
+        self._passed: set[str] = set()
+        """Weights of the layers that have been called."""
+
+    def has_passed(self, weight: str) -> bool:
+        """Whether a layer was called, so that its input is not to be had any more."""
+        return weight in self._passed or isinstance(self._pending, _Ended)
+
+    def advance(self, weight: str, calls: int, *, stay: bool = False) -> list[LayerCall]:
+        """Run on to the last of a layer's calls, and return these; fewer if the model ends before.
+
+        With ``stay`` the pass waits in the last call, which runs anew when it goes on.
+        """
+        own: list[LayerCall] = []
+        self._files.release(self._resident)
+        self._resident = 0
+        while isinstance(self._pending, _Request):
+            result, error = self._execute(self._pending)
+            call = layer_call_of(*self._pending[:3], result, self._names)
+            if call is not None:
+                self._passed.add(call.weight)
+                if call.weight == weight:
+                    if calls > 1:  # what follows the first calls may change these tensors in place
+                        call = replace(call, input=call.input.clone(), output=call.output.clone())
+                    own.append(call)
+                    if stay and len(own) == calls:
+                        return own
+                del call
+            self._answer(result, error)
+            if len(own) == calls:
+                return own
+        self.outputs()  # raises what the module has raised
+        return own
+
+    def pause(self) -> None:
+        """Store what the module's code still holds, and does not fit into memory, in files."""
+        alive = [x for result in self._results if (x := result()) is not None]
+        self._results = [weakref.ref(x) for x in alive]
+        self._resident = self._files.store_(alive, self._shared)
+
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """Run to the end, and return what the module returns.
+
+        Raises:
+            StageFailed: the module does not take the batch.
+        """
+        while isinstance(self._pending, _Request):
+            self._answer(*self._execute(self._pending))
+        ended: Any = self._pending
+        try:
+            if ended.error is not None:
+                raise ended.error
+            outputs = flatten_outputs(ended.output)
+        except Exception as error:
+            raise samples_refused(self._batch, error) from error
+        self._files.load_(outputs)
+        return outputs
+
+    def close(self) -> None:
+        """End the module's code, wherever it waits."""
+        if self._pending is None:  # this thread was interrupted while the module's code ran
+            self._pending = self._requests.get()
+        while isinstance(self._pending, _Request):
+            self._answer(None, _Closed())
+        self._thread.join()
+        # What outlives the pass may be read again, such as a table that a library caches.
+        self._files.load_([result() for result in self._results])
+
+    def _execute(self, request: _Request) -> tuple[Any, BaseException | None]:
+        self._files.load_((request.args, request.kwargs))
+        try:
+            with torch.no_grad(), ExitStack() as stack:
+                if request.autocast is not None:
+                    stack.enter_context(torch.autocast(*request.autocast))
+                result = request.func(*request.args, **request.kwargs)
+        except Exception as error:  # noqa: BLE001 - raised where the model's code may catch it
+            return None, error
+        self._results += map(weakref.ref, filter(_has_storage, pytree.tree_leaves(result)))
+        return result, None
+
+    def _answer(self, result: Any, error: BaseException | None) -> None:
+        self._pending = None  # else its arguments would live as long as this request
+        self._answers.put((result, error))
+        del result
+        self._pending = self._requests.get()
+
+    def _run_module(self) -> None:
+        output, raised = None, None
+        try:
+            with torch.no_grad(), _Requests(self._request, self._device_type):
+                output = self._module(*self._batch.inputs)
+        except _Closed:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            raised = error
+        self._requests.put(_Ended(output, raised))
+
+    def _request(self, request: _Request) -> Any:
+        """Ask for a function's result, and wait for it; called in the module's thread."""
+        self._requests.put(request)
+        del request
+        result, error = self._answers.get()
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            del error  # whose traceback holds this frame, and with it the model's activations
