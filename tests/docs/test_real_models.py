@@ -68,7 +68,8 @@ def test_the_table_compares_with_export_and_the_best_peer() -> None:
     assert lines[0] == "### EfficientNet-Lite0"
     assert "| ours | 95.0 % | 0.9980 | 0.260 | 0.50 | 0.40 | 30.0 | 200 | 3.0 |" in lines
     assert "| absent | failed: not / installed |  |  |  |  |  |  |  |" in lines
-    assert len({line.count("|") for line in lines[2:]}) == 1
+    assert lines[2] == "256 rows calibrate, 256 judge, 512 others are scored."
+    assert len({line.count("|") for line in lines[4:]}) == 1
 
 
 def test_cosine_is_the_mean_over_rows_and_outputs() -> None:
