@@ -49,8 +49,8 @@ def search_corrections(
 
     Args:
         model: the float model.
-        batches: calibration samples; ranges are found on every other one of at most 128, and noise
-            is measured on the rest, which no range has seen.
+        batches: calibration samples; ranges are found on every other batch until there are `ROWS`,
+            and noise is measured on as many that no range has seen.
         quantized: settings and samples → the model quantized with them.
         candidates: changes of settings, each kept where it gains.
     """
