@@ -2,9 +2,10 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
+import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,15 @@ HERE = Path(__file__).parent
 LONGEST_SECONDS = 1800
 ORT = ("onnx==1.23.2", "onnxruntime==1.32.0")
 TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a command took, with its children."""
+
+    cpu_seconds: float
+    peak_mebibytes: float
+    """Largest resident memory of one of its processes."""
 
 
 @dataclass(frozen=True)
@@ -65,25 +75,41 @@ def environment(name: str, folder: Path) -> Path:
 
 def run_tool(name: str, folder: Path, settings: dict[str, Any]) -> float | str:
     """Run a peer's script; return the CPU seconds it took, or in a few words why it failed."""
+    cost = tool_cost(name, folder, settings)
+    return cost if isinstance(cost, str) else cost.cpu_seconds
+
+
+def tool_cost(name: str, folder: Path, settings: dict[str, Any]) -> Cost | str:
+    """Run a peer's script; return what it took, or in a few words why it failed."""
     file = Path(settings["output"]).with_suffix(".job.json")
     file.write_text(json.dumps(settings, default=str))
-    return cpu_seconds([environment(name, folder), HERE / PEERS[name].script, file], file.parent)
+    return cost_of([environment(name, folder), HERE / PEERS[name].script, file], file.parent)
 
 
 def cpu_seconds(command: list[Any], folder: Path) -> float | str:
     """Run a command; return its CPU seconds with its children's, or the last line that it wrote."""
+    cost = cost_of(command, folder)
+    return cost if isinstance(cost, str) else cost.cpu_seconds
+
+
+def cost_of(command: list[Any], folder: Path) -> Cost | str:
+    """Run a command; return what it took with its children, or the last line that it wrote."""
     variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        check=False,
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        return (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1][:100]
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    with tempfile.TemporaryFile("w+") as written:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=folder,
+            env=variables,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+        )
+        deadline = threading.Timer(LONGEST_SECONDS, process.kill)
+        deadline.start()
+        # Of this process and those that it waited for, which getrusage would mix with others.
+        _, status, used = os.wait4(process.pid, 0)
+        deadline.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            written.seek(0)
+            return (written.read().strip() or "no message").splitlines()[-1][:100]
+    return Cost(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)

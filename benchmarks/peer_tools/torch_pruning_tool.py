@@ -13,16 +13,22 @@ import torch_pruning as tp
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     sys.path.insert(0, settings["code"])
-    from models import resnet20
+    if "module" in settings:
+        # Written by the benchmark itself, with the classes of a package in `code`.
+        net = torch.load(settings["module"], weights_only=False).eval()
+    else:
+        from models import resnet20
 
-    net = resnet20().eval()
-    net.load_state_dict(torch.load(settings["weights"], weights_only=True))
+        net = resnet20().eval()
+        net.load_state_dict(torch.load(settings["weights"], weights_only=True))
     data = torch.load(settings["data"], weights_only=True)
     results = {}
-    for name, importance in (
-        ("l2", tp.importance.GroupMagnitudeImportance(p=2)),
-        ("taylor", tp.importance.GroupTaylorImportance()),
-    ):
+    importances = {
+        "l2": tp.importance.GroupMagnitudeImportance(p=2),
+        "taylor": tp.importance.GroupTaylorImportance(),
+    }
+    for name in settings.get("importances", importances):
+        importance = importances[name]
         pruned, macs = _pruned(copy.deepcopy(net), data, importance, settings["macs"])
         results[name] = {"macs": macs, "accuracy": _accuracy(pruned, data)}
         _estimate_batch_norm(pruned, data["train_x"])
@@ -38,6 +44,7 @@ def _pruned(net, data, importance, target: float):
     example = data["train_x"][:1]
     whole, _ = tp.utils.count_ops_and_params(net, example)
     steps = 100
+    head = [module for module in net.modules() if isinstance(module, torch.nn.Linear)][-1]
     pruner = tp.pruner.BasePruner(
         net,
         example,
@@ -46,7 +53,7 @@ def _pruned(net, data, importance, target: float):
         pruning_ratio=0.99,
         max_pruning_ratio=0.9,
         iterative_steps=steps,
-        ignored_layers=[net.head],
+        ignored_layers=[head],
     )
     for _ in range(steps):
         net.zero_grad()
@@ -73,7 +80,8 @@ def _estimate_batch_norm(net, images) -> None:
 
 @torch.no_grad()
 def _accuracy(net, data) -> float:
-    return float((net(data["test_x"]).argmax(1) == data["test_y"]).float().mean())
+    labels = torch.cat([net(batch).argmax(1) for batch in data["test_x"].split(64)])
+    return float((labels == data["test_y"]).float().mean())
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from compress.quantization.pt2e.quantizer import EMBEDDING, WEIGHTED, protect_sh
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.export import ExportedProgram
     from torch.fx import GraphModule, Node
@@ -47,6 +47,11 @@ logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 DEQUANTIZE_ROWS = torch.ops.quantized_decomposed.dequantize_per_channel.default
+
+
+MEAN_SAMPLES, MEAN_VALUES = 64, 2**22
+"""Bias correction stops after so many samples with so many input values: a mean over samples and
+positions is known then, and each further image of 224² costs ten times what calibration does."""
 
 
 @dataclass
@@ -88,6 +93,10 @@ class Corrections:
 
         In graph order, so that each layer compensates the quantization error of those before it.
         """
+        if self.rounding == "nearest":
+            if not self.bias_correction:
+                return
+            batches = enough_for_means(batches)
         changed: list[float] = []
         with LayerInputs(prepared, batches) as inputs:
             for layer in layers_of(prepared):
@@ -103,6 +112,17 @@ class Corrections:
                     correct_bias_(prepared, layer, weight, inputs.pairs(layer))
         if changed:
             self.facts["rounded_away"] = round(sum(changed) / len(changed), 4)
+
+
+def enough_for_means(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield batches until there are `MEAN_SAMPLES` samples and `MEAN_VALUES` input values."""
+    samples = values = 0
+    for batch in batches:
+        yield batch
+        samples += len(batch)
+        values += sum(x.numel() for x in batch.inputs)
+        if samples >= MEAN_SAMPLES and values >= MEAN_VALUES:
+            return
 
 
 def quantize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -20,13 +21,20 @@ from compress.quantization.config.dtype_scheme import (
 from compress.quantization.stages.base import IntegerStage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from torch.fx import GraphModule
 
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
+    from compress.data.batch import Batch
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
     from compress.quantization.ptq.calibrate import Corrections
+
+SEARCH_BATCH = 8
+"""Samples of a batch while corrections are searched: even 16 calibration samples, the fewest that a
+stage takes, are then two batches, one to find ranges on and one to measure noise on."""
 
 
 class QuantizeStatic(IntegerStage):
@@ -67,10 +75,31 @@ class QuantizeStatic(IntegerStage):
     """Optimization steps of `adaround` for each layer."""
     bias_correction: bool = False
     """Whether biases take back the shift of each layer's mean outputs; `adaround` leaves none."""
+    corrections: Literal["auto", "off"] = "off"
+    """`auto` tries `bias_correction`, `observer: mse`, `equalize` and `smooth: auto` one after the
+    other, and keeps what lowers the noise of the outputs on samples that no range was found on. The
+    manifest says what was tried; it takes the place of setting these by hand."""
 
     @model_validator(mode="after")
     def _percentile_has_its_observer(self) -> QuantizeStatic:
         self.refuse_settings_of_others("observer", {"percentile": ("percentile",)})
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_is_no_false(cls, settings: Any) -> Any:
+        # YAML 1.1 reads off as False.
+        if isinstance(settings, dict) and settings.get("corrections") is False:
+            return {**settings, "corrections": "off"}
+        return settings
+
+    @model_validator(mode="after")
+    def _corrections_are_found_or_set(self) -> QuantizeStatic:
+        both = sorted(self.model_fields_set & {"observer", "smooth", "equalize", "bias_correction"})
+        if self.corrections == "auto" and both:
+            raise ValueError(
+                f"corrections: auto chooses {', '.join(both)} itself, found both; leave out either"
+            )
         return self
 
     @model_validator(mode="after")
@@ -105,7 +134,44 @@ class QuantizeStatic(IntegerStage):
         self, model: EagerModel | GraphModel, context: Context
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
         """Return the graph with calibrated observers, and what quantized and corrected it."""
-        from compress.quantization.pt2e.graph_capture import capture
+        from compress.quantization.pt2e.graph_capture import capture, copy_graph
+        from compress.quantization.ptq.calibrate import convert
+        from compress.quantization.ptq.correction_search import (
+            search_corrections,
+            useful_candidates,
+        )
+
+        module = self.load_float(model)
+        graph = capture(module, model.signature)
+        calibration = self.calibration_data(model, context)
+        chosen: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
+        if self.corrections == "auto":
+            samples = calibration
+            if model.signature.batch_axis is not None:
+                data = replace(calibration.data, batch_size=SEARCH_BATCH)
+                samples = replace(calibration, data=data)
+
+            def quantized(settings: Mapping[str, Any], seen: Iterable[Batch]) -> GraphModule:
+                # AdaRound takes minutes; it runs once, upon what is chosen here.
+                trial = self.model_copy(update={"rounding": "nearest", **settings})
+                return convert(trial._calibrated(copy_graph(graph), model, seen)[0])
+
+            chosen, tried = search_corrections(module, samples, quantized, useful_candidates(graph))
+            facts = {"corrections": chosen, "corrections_tried_db": tried}
+        stage = self.model_copy(update=chosen)
+        report = self.calibration_progress(context)
+        prepared, quantizer, corrections = stage._calibrated(graph, model, calibration, report)
+        corrections.facts |= facts
+        return prepared, quantizer, corrections
+
+    def _calibrated(
+        self,
+        graph: GraphModule,
+        model: EagerModel | GraphModel,
+        batches: Iterable[Batch],
+        report: Callable[[int], None] = lambda samples: None,
+    ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
         from compress.quantization.ptq.calibrate import Corrections, prepare_calibrated
 
@@ -119,12 +185,6 @@ class QuantizeStatic(IntegerStage):
         corrections = Corrections(
             self.smooth, self.equalize, self.rounding, self.rounding_steps, self.bias_correction
         )
-        prepared = prepare_calibrated(
-            capture(self.load_float(model), model.signature),
-            model.signature,
-            quantizer,
-            self.calibration_data(model, context),
-            self.calibration_progress(context),
-            corrections,
-        )
+        signature = model.signature
+        prepared = prepare_calibrated(graph, signature, quantizer, batches, report, corrections)
         return prepared, quantizer, corrections

