@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from tests import cpu_time
+
 SERVER = """
 import gc, json, os, runpy, sys, traceback
 gc.disable()
@@ -119,7 +121,8 @@ for line in sys.stdin:
         for stream in (*streams, 0, 1):
             os.close(stream)
         print(child, file=status)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=status)
+        _, ended, used = os.wait4(child, 0)
+        print(os.waitstatus_to_exitcode(ended), used.ru_utime + used.ru_stime, file=status)
         os._exit(0)
     break
 else:
@@ -177,8 +180,33 @@ class Command:
             if reader.is_alive():
                 raise subprocess.TimeoutExpired("compress", timeout)
         with self._status:
-            self.returncode = int(self._status.readline())
+            returncode, seconds = self._status.readline().split()
+        self.returncode = int(returncode)
+        cpu_time.waited_for += float(seconds)
         return texts[0], texts[1]
+
+
+PROGRAM = """#!{python} -SE
+import json, os, signal, sys, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    os.mkfifo(status := os.path.join(folder, "status"))
+    order = {{
+        "status": status,
+        "streams": [f"/proc/{{os.getpid()}}/fd/{{number}}" for number in (1, 2)],
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "arguments": sys.argv[1:],
+        "first": "",
+    }}
+    with open("/proc/{here}/fd/{server}", "w") as server:
+        print(json.dumps(order), file=server)
+    with open(status) as lines:
+        command = int(lines.readline())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: os.kill(command, number))
+        code = int(lines.readline().split()[0])
+sys.exit(code if code >= 0 else 128 - code)
+"""
 
 
 class Commands(Forks):
@@ -210,6 +238,13 @@ class Commands(Forks):
             for _, write in pipes:
                 os.close(write)
         return command
+
+    def write_program(self, path: Path) -> None:
+        """Write a program that a shell calls as `compress`, and that forks here."""
+        assert self._server.stdin is not None
+        server = self._server.stdin.fileno()
+        path.write_text(PROGRAM.format(python=sys.executable, here=os.getpid(), server=server))
+        path.chmod(0o755)
 
     def call(self, *arguments: str | Path, **options) -> subprocess.CompletedProcess[str]:
         """Return how a command ended, and what it wrote."""

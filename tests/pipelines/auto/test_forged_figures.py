@@ -19,6 +19,7 @@ from compress.pipelines.auto import candidate_evaluator, search_state
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.strategy import block_variants
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
+from tests.pipelines.conftest import measured_briefly
 
 WHOLE = "float-whole"
 
@@ -28,7 +29,8 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("searched")
     (folder / "nets.py").write_text(NETS)
     (folder / "net.yaml").write_text(FILE)
-    assert auto(folder / "net.yaml", "--out", folder / "out", "--time", "20s", "--quiet") == 0
+    with measured_briefly():
+        assert auto(folder / "net.yaml", "--out", folder / "out", "--time", "20s", "--quiet") == 0
     return folder
 
 
