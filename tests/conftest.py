@@ -119,7 +119,7 @@ def pytest_runtest_makereport() -> Iterator[None]:
     global _seconds
     report = yield
     before, _seconds = _seconds, cpu_time.seconds()
-    report.cpu_seconds = _seconds - before
+    report.started, report.cpu_seconds = (0.0, _seconds - before) if before else (_seconds, 0.0)
     return report
 
 
@@ -131,10 +131,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if isinstance(report, pytest.TestReport):
             kind = "slow" if "slow" in report.keywords else "quick"
             spent = getattr(report, "cpu_seconds", 0.0)
+            cpu_seconds["start"] += getattr(report, "started", 0.0)
             seconds[kind] += report.duration
             cpu_seconds[kind] += spent
             by_test[f"{report.when:8} {report.nodeid}"] += spent
             by_file[report.nodeid.partition("::")[0]] += spent
+    terminalreporter.write_line(
+        f"before the first test: {cpu_seconds['start']:.0f} s of processors"
+    )
     for kind, total in seconds.items():
         spent = cpu_seconds[kind]
         terminalreporter.write_line(

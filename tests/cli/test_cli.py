@@ -17,6 +17,7 @@ import pytest
 
 from compress import cli
 from tests.forking import Commands
+from tests.pipelines.conftest import BRIEFLY, measured_briefly
 
 Done = subprocess.CompletedProcess[str]
 
@@ -83,7 +84,7 @@ def called(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
     def call(*arguments: str | Path, cwd: Path) -> Done:
         monkeypatch.chdir(cwd)
-        with pytest.raises(SystemExit) as end:
+        with measured_briefly(), pytest.raises(SystemExit) as end:
             cli.app([*map(str, arguments)])
         said = capfd.readouterr()
         return Done(arguments, end.value.code, said.out, said.err)
@@ -106,7 +107,7 @@ def written(folder: Path) -> Path:
 def finished_run(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> tuple[Path, Done]:
     """Return a folder in which the pipeline was run once, and what that said."""
     user = written(tmp_path_factory.mktemp("finished_run"))
-    return user, commands.call("run", "small.yaml", cwd=user)
+    return user, commands.call("run", "small.yaml", cwd=user, first=BRIEFLY)
 
 
 @pytest.fixture
@@ -275,7 +276,7 @@ def test_a_refused_gate_shows_the_table_and_keeps_the_artifact(
     ran: Path, commands: Commands
 ) -> None:
     (ran / "small.yaml").write_text(FILE.replace("parity, atol: 1e-4", "max_size, ratio: 1e-4"))
-    done = commands.call("run", "small.yaml", cwd=ran)
+    done = commands.call("run", "small.yaml", cwd=ran, first=BRIEFLY)
     assert done.returncode == 3
     assert "✗ export_onnx" in done.stdout
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -308,7 +309,7 @@ def test_control_c_in_training_resumes_to_the_same_weights(
     (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 20"))
     (user / "slow").touch()
     command = ("run", "small.yaml", "--until", "train")
-    process = commands.start(*command, cwd=user)
+    process = commands.start(*command, cwd=user, first=BRIEFLY)
     for line in process.stderr:
         if "epoch 5/20" in line:
             break
@@ -318,7 +319,7 @@ def test_control_c_in_training_resumes_to_the_same_weights(
     assert "run the same command again to resume" in rest
 
     (user / "slow").unlink()
-    resumed = commands.call(*command, cwd=user)
+    resumed = commands.call(*command, cwd=user, first=BRIEFLY)
     assert resumed.returncode == 0, resumed.stderr
     assert "epoch 1/20" not in resumed.stderr
     weights = user / "runs/small/artifacts/train/weights.safetensors"

@@ -47,7 +47,7 @@ from compress.pruning.dependency.graph import trace
 from compress.pruning.dependency.rules.registry import RULES
 from compress.quantization.config.dtype_scheme import added_observers
 from compress.quantization.pt2e.observers import observer_class
-from tests.forking import Commands
+from tests.forking import Forks
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("add-a*.md"))
@@ -123,12 +123,29 @@ def stage_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+CALL = """
+import sys
+sys.path.insert(1, {folder!r})
+sys.argv = ["compress", *{arguments!r}]
+from compress import cli
+try:
+    cli.main()
+except SystemExit as end:
+    open("code", "w").write(str(end.code or 0))
+"""
+
+
 @pytest.fixture
-def call(commands: Commands) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return what runs a command in a folder whose packages are installed for it."""
+def call(_forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return what runs a command where a folder's packages are installed before our first import.
+
+    Of which kinds of stages there are is found then; torch has been imported.
+    """
 
     def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return commands.call(*arguments, cwd=folder, environment={"PYTHONPATH": str(folder)})
+        output = _forks.run(CALL.format(folder=str(folder), arguments=arguments), folder)
+        code, errors = ((folder / name).read_text() for name in ("code", "forked.err"))
+        return subprocess.CompletedProcess(arguments, int(code), output, errors)
 
     return call
 
