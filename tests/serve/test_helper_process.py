@@ -94,7 +94,7 @@ def test_a_call_that_nobody_waits_for_is_ended() -> None:
             await asyncio.sleep(0.1)
             waiting.cancel()
             sleeping.cancel()
-            assert await asyncio.wait_for(called.call("echo", 1, body=b"x"), 5) == (1, 1)
+            assert await asyncio.wait_for(called.call("echo", 1, body=b"x"), 20) == (1, 1)
             until(lambda: not psutil.pid_exists(pid))
 
     asyncio.run(run())
@@ -245,7 +245,7 @@ def test_a_hostile_folder_holds_up_no_server(
         processes = psutil.Process(server.process.pid).children(recursive=True)
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 143
+        assert server.process.wait(60) == 143
         asking.close()
         until(lambda: not any(each.is_running() for each in processes))
 

@@ -28,7 +28,8 @@ WHOLE = "float-whole"
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("searched")
     (folder / "nets.py").write_text(NETS)
-    (folder / "net.yaml").write_text(FILE)
+    # What is believed depends on no format, and these are searched in a third of the time.
+    (folder / "net.yaml").write_text(FILE.replace("[float, int8_static]", "[float]"))
     with measured_briefly():
         assert auto(folder / "net.yaml", "--out", folder / "out", "--time", "20s", "--quiet") == 0
     return folder

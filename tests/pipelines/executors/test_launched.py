@@ -171,7 +171,7 @@ def end_of(process: subprocess.Popen[str] | Command) -> str:
 
 def processes_in(folder: Path) -> list[psutil.Process]:
     """Return the processes that work in a folder, once those have ended that were ending."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while found := [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)]:
         if time.monotonic() > deadline:
             break
@@ -390,7 +390,7 @@ def test_rank_0_requests_and_the_others_answer_until_it_leaves() -> None:
     with pytest.raises(PipelineInvalid, match=r"^rank 1 cannot take part: no disk$"):
         first.request("enter")
     first.leave(3)
-    serves.join(30)
+    serves.join(60)
     assert exit_codes == [3]
     client.set("left/1", "rank 1 on b was stopped")
     with pytest.raises(StageFailed, match=r"^rank 1 on b was stopped$"):
