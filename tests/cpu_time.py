@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
-waited_for = 0.0
-"""Seconds of processes that are no children of this one's, and that tests have waited for."""
 
 
 def seconds() -> float:
@@ -19,4 +17,4 @@ def seconds() -> float:
                 family += (task / "children").read_text().split()
             fields = (place / "stat").read_text().rpartition(")")[2].split()
             total += sum(map(int, fields[11:15]))
-    return total / TICKS + waited_for
+    return total / TICKS

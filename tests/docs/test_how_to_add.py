@@ -48,6 +48,7 @@ from compress.pruning.dependency.rules.registry import RULES
 from compress.quantization.config.dtype_scheme import added_observers
 from compress.quantization.pt2e.observers import observer_class
 from tests.forking import Forks
+from tests.pipelines.conftest import BRIEFLY
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("add-a*.md"))
@@ -127,6 +128,7 @@ CALL = """
 import sys
 sys.path.insert(1, {folder!r})
 sys.argv = ["compress", *{arguments!r}]
+{briefly}
 from compress import cli
 try:
     cli.main()
@@ -143,7 +145,8 @@ def call(_forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
     """
 
     def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        output = _forks.run(CALL.format(folder=str(folder), arguments=arguments), folder)
+        code = CALL.format(folder=str(folder), arguments=arguments, briefly=BRIEFLY)
+        output = _forks.run(code, folder)
         code, errors = ((folder / name).read_text() for name in ("code", "forked.err"))
         return subprocess.CompletedProcess(arguments, int(code), output, errors)
 
@@ -228,9 +231,7 @@ def test_an_added_exporters_runtime_is_known_to_a_pipeline(tmp_path: Path, call:
     done = call(tmp_path, "run", "pipeline.yaml", "--json")
     (stage,) = json.loads(done.stdout)["stages"]
     parity, speedup = stage["verdicts"]
-    assert parity["passed"], done.stderr
-    # a machine that others keep busy measures no speedup, but it has tried to against this runtime
-    assert speedup["passed"] or "not measurable" in done.stderr, done.stderr
+    assert parity["passed"] and speedup["passed"], done.stderr
     assert speedup["against"] == "numpy", speedup
 
 

@@ -87,11 +87,11 @@ def user(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_processes(tmp_path_factory: pytest.TempPathFactory, forking_ranks) -> Path:
     """Return the results of two processes that one command has started."""
     folder = tmp_path_factory.mktemp("one")
     (folder / "nets.py").write_text(NETS)
-    with measured_briefly():
+    with measured_briefly(), forking_ranks():
         Pipeline.from_yaml(folder / pipeline(folder, "{processes: 2}")).run(folder / "out")
     return folder / "out"
 
