@@ -168,17 +168,6 @@ def one_measurer() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cuts_timed_briefly() -> Iterator[None]:
-    """Call a pruned model for a moment where its speed is but logged, or a point of a table."""
-    from compress.pruning import channel_pruner, sensitivity_analysis
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (channel_pruner, sensitivity_analysis):
-            patch.setattr(module, "MEASURED_SECONDS", 0.001)
-        yield
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """Return a folder with a user's module, `nets.py`."""

@@ -18,6 +18,7 @@ from compress.pipelines.results.measurements import SpeedupReport
 from compress.pipelines.results.schema import Report
 from compress.profiling import quantiles
 from compress.profiling.benchmark import compare_latency
+from compress.pruning import channel_pruner, sensitivity_analysis
 
 DEADLINE = 120
 """Seconds for a server to begin, however busy the machine is."""
@@ -79,6 +80,8 @@ def measured_briefly(*, same_runtime: bool = False) -> Iterator[None]:
         if not same_runtime:
             patch.setattr(measurements, "_in_same_runtime", lambda *_: None)
         patch.setattr(compare_latency, "__defaults__", (0.001,))
+        for module in (channel_pruner, sensitivity_analysis):
+            patch.setattr(module, "MEASURED_SECONDS", 0.001)
         # So few calls are seldom sure.
         patch.setattr(quantiles, "WIDEST", math.inf)
         # By chance some would be slower than the model that they were made of.
