@@ -51,7 +51,7 @@ test-lowest: .venv/lock
 soak: .venv/dev
 	$(BIN)/pytest -q -m soak
 
-# Hypothesis draws new examples each time; CI tries the same 200 in `make test`.
+# Hypothesis draws new examples each time; CI tries the same 100 in `make test`.
 fuzz: .venv/dev
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest -q --timeout 0 tests/fuzz
 

@@ -25,6 +25,7 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 import pytest
 
 from compress.profiling.call_timer import CallTimer
+from tests import cpu_time
 
 # What imports torch is imported in functions: xdist's controller, which no test runs in, and which
 # starts the workers only then, needs none of it.
@@ -45,6 +46,10 @@ sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples" / "digits"
+DEAREST = int(os.environ.get("DEAREST_TESTS", "50"))
+
+_seconds = 0.0
+"""Processor time of this worker until the last report."""
 
 MLP = """
 from torch import nn
@@ -108,14 +113,42 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Note what a test's setup, call or teardown took of processors, in all processes."""
+    global _seconds
+    report = yield
+    before, _seconds = _seconds, cpu_time.seconds()
+    report.started, report.cpu_seconds = (0.0, _seconds - before) if before else (_seconds, 0.0)
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how long the quick and the slow tests took, summed over all workers."""
-    seconds = {"quick": 0.0, "slow": 0.0}
+    """Print what the quick and the slow tests took, summed over all workers, and the dearest."""
+    seconds, cpu_seconds = Counter[str](), Counter[str]()
+    by_test, by_file = Counter[str](), Counter[str]()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            seconds["slow" if "slow" in report.keywords else "quick"] += report.duration
+            kind = "slow" if "slow" in report.keywords else "quick"
+            spent = getattr(report, "cpu_seconds", 0.0)
+            cpu_seconds["start"] += getattr(report, "started", 0.0)
+            seconds[kind] += report.duration
+            cpu_seconds[kind] += spent
+            by_test[f"{report.when:8} {report.nodeid}"] += spent
+            by_file[report.nodeid.partition("::")[0]] += spent
+    terminalreporter.write_line(
+        f"before the first test: {cpu_seconds['start']:.0f} s of processors"
+    )
     for kind, total in seconds.items():
-        terminalreporter.write_line(f"{kind} tests: {total:.0f} s, summed over workers")
+        spent = cpu_seconds[kind]
+        terminalreporter.write_line(
+            f"{kind} tests: {total:.0f} s, summed over workers; {spent:.0f} s of processors"
+        )
+    for title, table in ("files", by_file), ("tests", by_test):
+        terminalreporter.section(f"{title} by seconds of processors")
+        for name, spent in table.most_common(DEAREST):
+            if spent >= 1:
+                terminalreporter.write_line(f"{spent:6.1f} {name}")
 
 
 @pytest.fixture(scope="session")

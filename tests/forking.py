@@ -106,7 +106,14 @@ assert "onnxruntime" not in sys.modules, "a fork lacks its threads, and would wa
 gc.freeze()
 gc.enable()
 print("ready", flush=True)
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # else watchers that have ended stay as zombies
+def reap(*_):
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+# Else watchers that have ended stay as zombies; were they ignored, no time would be counted.
+signal.signal(signal.SIGCHLD, reap)
 for line in sys.stdin:
     order = json.loads(line)
     if watcher := os.fork():
@@ -181,6 +188,29 @@ class Command:
         return texts[0], texts[1]
 
 
+PROGRAM = """#!{python} -SE
+import json, os, signal, sys, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    os.mkfifo(status := os.path.join(folder, "status"))
+    order = {{
+        "status": status,
+        "streams": [f"/proc/{{os.getpid()}}/fd/{{number}}" for number in (1, 2)],
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "arguments": sys.argv[1:],
+        "first": "",
+    }}
+    with open("/proc/{here}/fd/{server}", "w") as server:
+        print(json.dumps(order), file=server)
+    with open(status) as lines:
+        command = int(lines.readline())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: os.kill(command, number))
+        code = int(lines.readline())
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
 class Commands(Forks):
     """A process that has imported the command and what most runs need, and forks for each call."""
 
@@ -210,6 +240,13 @@ class Commands(Forks):
             for _, write in pipes:
                 os.close(write)
         return command
+
+    def write_program(self, path: Path) -> None:
+        """Write a program that a shell calls as `compress`, and that forks here."""
+        assert self._server.stdin is not None
+        server = self._server.stdin.fileno()
+        path.write_text(PROGRAM.format(python=sys.executable, here=os.getpid(), server=server))
+        path.chmod(0o755)
 
     def call(self, *arguments: str | Path, **options) -> subprocess.CompletedProcess[str]:
         """Return how a command ended, and what it wrote."""

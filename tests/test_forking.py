@@ -1,8 +1,14 @@
 """Processes that the tests fork are as new ones, but for torch."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from tests import cpu_time
+from tests.forking import Commands
 
 
 def test_nothing_of_ours_is_imported_and_nothing_stays(fresh_torch: Callable[[str], str]) -> None:
@@ -22,3 +28,21 @@ def test_what_fails_is_told(fresh_torch: Callable[[str], str]) -> None:
     with pytest.raises(AssertionError, match="ValueError: broken"):
         fresh_torch("raise ValueError('broken')")
     assert fresh_torch("print(1)") == "1"
+
+
+def test_a_shell_calls_the_command_by_a_program(commands: Commands, tmp_path: Path) -> None:
+    commands.write_program(program := tmp_path / "compress")
+    line = f"{program} check absent.yaml 2>&1 | cat; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    error, code = done.stdout.splitlines()
+    assert error.startswith("error: absent.yaml: ") and code == "2"
+
+
+def test_processor_time_of_other_processes_is_counted(commands: Commands, tmp_path: Path) -> None:
+    computes = "sum(range(10_000_000))"
+    before = cpu_time.seconds()
+    subprocess.run([sys.executable, "-c", computes], check=True)
+    child = cpu_time.seconds() - before
+    assert child > 0.05
+    commands.call("--version", cwd=tmp_path, first=computes)
+    assert cpu_time.seconds() - before > child + 0.05

@@ -88,7 +88,6 @@ def test_users_files_may_have_the_names_of_our_folders(
     printed = run(python, "script.py")
     assert "['cli.py', 'pipelines.py', 'serve.py']" in printed
     assert str(ROOT / "compress" if place == "clone" else installed.parents[1]) in printed
-    assert "valid" in run(*entry, "check", "pipeline.yaml")
     run(*entry, "run", "pipeline.yaml", "--out", "out")
     assert (tmp_path / "out" / "artifacts" / "export_torchscript" / "manifest.json").is_file()
 

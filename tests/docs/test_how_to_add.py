@@ -4,12 +4,11 @@ The gate's is in tests/pipelines/test_added_gate.py.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -48,6 +47,8 @@ from compress.pruning.dependency.graph import trace
 from compress.pruning.dependency.rules.registry import RULES
 from compress.quantization.config.dtype_scheme import added_observers
 from compress.quantization.pt2e.observers import observer_class
+from tests.forking import Forks
+from tests.pipelines.conftest import BRIEFLY
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("add-a*.md"))
@@ -123,20 +124,38 @@ def stage_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _compress(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "compress.cli", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+CALL = """
+import sys
+sys.path.insert(1, {folder!r})
+sys.argv = ["compress", *{arguments!r}]
+{briefly}
+from compress import cli
+try:
+    cli.main()
+except SystemExit as end:
+    open("code", "w").write(str(end.code or 0))
+"""
+
+
+@pytest.fixture
+def call(_forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return what runs a command where a folder's packages are installed before our first import.
+
+    Of which kinds of stages there are is found then; torch has been imported.
+    """
+
+    def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        code = CALL.format(folder=str(folder), arguments=arguments, briefly=BRIEFLY)
+        output = _forks.run(code, folder)
+        code, errors = ((folder / name).read_text() for name in ("code", "forked.err"))
+        return subprocess.CompletedProcess(arguments, int(code), output, errors)
+
+    return call
 
 
 @pytest.mark.slow
-def test_an_added_stage_runs_in_a_pipeline(stage_folder: Path) -> None:
-    done = _compress(stage_folder, "run", "pipeline.yaml", "--json")
+def test_an_added_stage_runs_in_a_pipeline(stage_folder: Path, call: Callable) -> None:
+    done = call(stage_folder, "run", "pipeline.yaml", "--json")
     assert done.returncode == 0, done.stderr
     (stage,) = json.loads(done.stdout)["stages"]
     assert (stage["name"], stage["cached"]) == ("round_mantissas", False)
@@ -144,10 +163,10 @@ def test_an_added_stage_runs_in_a_pipeline(stage_folder: Path) -> None:
     assert stage["verdicts"][0]["value"] > 0
 
 
-def test_settings_of_an_added_stage_are_checked(stage_folder: Path) -> None:
+def test_settings_of_an_added_stage_are_checked(stage_folder: Path, call: Callable) -> None:
     text = (stage_folder / "pipeline.yaml").read_text()
     (stage_folder / "bad.yaml").write_text(text.replace("bits: 12", "bits: 30"))
-    done = _compress(stage_folder, "check", "bad.yaml")
+    done = call(stage_folder, "check", "bad.yaml")
     assert done.returncode == 2
     assert "bad.yaml:4" in done.stderr
     assert "23" in done.stderr
@@ -206,15 +225,13 @@ def test_an_added_runtime_needs_a_name_of_its_own(exporter_folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_an_added_exporters_runtime_is_known_to_a_pipeline(tmp_path: Path) -> None:
+def test_an_added_exporters_runtime_is_known_to_a_pipeline(tmp_path: Path, call: Callable) -> None:
     install("add-an-exporter.md", tmp_path)
     (tmp_path / "pipeline.yaml").write_text(NPZ_PIPELINE)
-    done = _compress(tmp_path, "run", "pipeline.yaml", "--json")
+    done = call(tmp_path, "run", "pipeline.yaml", "--json")
     (stage,) = json.loads(done.stdout)["stages"]
     parity, speedup = stage["verdicts"]
-    assert parity["passed"], done.stderr
-    # a machine that others keep busy measures no speedup, but it has tried to against this runtime
-    assert speedup["passed"] or "not measurable" in done.stderr, done.stderr
+    assert parity["passed"] and speedup["passed"], done.stderr
     assert speedup["against"] == "numpy", speedup
 
 

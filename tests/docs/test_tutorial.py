@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forking import Commands
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -55,7 +57,7 @@ def test_lines_are_found_in_order_only() -> None:
 @pytest.mark.skipif(
     not (shutil.which("java") and shutil.which("curl")), reason="needs java and curl"
 )
-def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
+def test_the_tutorial_does_what_it_says(tmp_path: Path, commands: Commands) -> None:
     shown = [
         (before.text, block.text) for before, block in pairwise(BLOCKS) if block.title == "prints"
     ]
@@ -64,7 +66,11 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
     script.write_text("set -eu\n" + "".join(_step(tmp_path, i, b) for i, b in enumerate(BLOCKS)))
     port = _free_port()
     script.write_text(script.read_text().replace(PORT, port))
-    printed = _run(script, tmp_path).replace(port, PORT).split(MARK + "\n")
+    (programs := tmp_path / "programs").mkdir()
+    commands.write_program(programs / "compress")
+    (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    (programs / "python").chmod(0o755)
+    printed = _run(script, tmp_path, programs).replace(port, PORT).split(MARK + "\n")
     commands = [block.text for block in BLOCKS if block.language == "bash"]
     assert len(printed) == len(commands) + 1, printed[-1]
     for command, lines in shown:
@@ -83,14 +89,9 @@ def _step(folder: Path, index: int, block: Block) -> str:
     return f"cp {shlex.quote(str(kept))} {block.title}\n"
 
 
-def _run(script: Path, folder: Path) -> str:
+def _run(script: Path, folder: Path, programs: Path) -> str:
     """Return all that the script prints."""
     (work := folder / "work").mkdir()
-    (programs := folder / "programs").mkdir()
-    python = shlex.quote(sys.executable)
-    for name, started in {"python": "", "compress": " -m compress.cli"}.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec {python}{started} "$@"\n')
-        (programs / name).chmod(0o755)
     environment = {
         **os.environ,
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from compress.pipelines import Pipeline
+from compress.pipelines.results import measurements
 from compress.pipelines.results.measurements import SpeedupReport
 from compress.pipelines.results.schema import Report
 from compress.profiling import quantiles
 from compress.profiling.benchmark import compare_latency
+from compress.pruning import channel_pruner, sensitivity_analysis
 
 DEADLINE = 120
 """Seconds for a server to begin, however busy the machine is."""
@@ -53,7 +55,13 @@ stages:
 
 BRIEFLY = """
 import math
+from compress.pipelines.results import measurements
 from compress.profiling import benchmark, peak_memory, quantiles
+from compress.profiling.call_timer import CallTimer
+from compress.pruning import channel_pruner
+measurements._in_same_runtime = lambda *_: None
+CallTimer.doubt = ""  # a machine that is busy
+channel_pruner.MEASURED_SECONDS = 0.001
 benchmark.compare_latency.__defaults__ = (0.001,)
 quantiles.WIDEST = math.inf
 peak_memory.peak_memory = lambda *_: 0.0
@@ -62,10 +70,18 @@ peak_memory.peak_memory = lambda *_: 0.0
 
 
 @contextmanager
-def measured_briefly() -> Iterator[None]:
-    """Measure for a moment in a block: how long models take is of no interest here."""
+def measured_briefly(*, same_runtime: bool = False) -> Iterator[None]:
+    """Measure for a moment in a block: how long models take is of no interest here.
+
+    And only if asked in turn with the uncompressed model in an export's runtime: that is exported
+    for it, which takes as long as the stage's own export.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        if not same_runtime:
+            patch.setattr(measurements, "_in_same_runtime", lambda *_: None)
         patch.setattr(compare_latency, "__defaults__", (0.001,))
+        for module in (channel_pruner, sensitivity_analysis):
+            patch.setattr(module, "MEASURED_SECONDS", 0.001)
         # So few calls are seldom sure.
         patch.setattr(quantiles, "WIDEST", math.inf)
         # By chance some would be slower than the model that they were made of.
@@ -94,11 +110,11 @@ class Project:
         assert old in text
         self.file.write_text(text.replace(old, new))
 
-    def run(self, **options) -> Report:
+    def run(self, *, same_runtime: bool = False, **options) -> Report:
         """Run the pipeline file as it is now."""
         self.said.clear()
         pipeline = Pipeline.from_yaml(self.file)
-        with measured_briefly():
+        with measured_briefly(same_runtime=same_runtime):
             return pipeline.run(self.out, announce=self.said.append, **options)
 
     def ran(self) -> dict[str, str]:
@@ -114,7 +130,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Project:
     (folder / "nets.py").write_text(NETS)
     (folder / "small.yaml").write_text(FILE)
     project = Project(folder)
-    project.run()
+    project.run(same_runtime=True)
     return project
 
 

@@ -78,7 +78,7 @@ data: {factory: "nets:data"}
 metric: {name: "metrics:weighted", higher_is_better: true}
 stages:
   - {stage: train, epochs: 1, batch_size: 30, keep: last}
-  - {stage: export_onnx, gates: [{gate: min_metric, at: 0.0}]}
+  - {name: exported, stage: export_program, gates: [{gate: min_metric, at: 0.0}]}
 """
 
 
@@ -224,7 +224,7 @@ def test_what_a_metric_reads_is_part_of_its_figures(user) -> None:
     assert "source" not in user.ran()
     assert metric(report) == pytest.approx(metric(before) / 2)
     assert report.stages[-1].verdicts[0].value == pytest.approx(metric(report))
-    assert report.test.values["export_onnx"] == pytest.approx(before.test.values["export_onnx"] / 2)
+    assert report.test.values["exported"] == pytest.approx(before.test.values["exported"] / 2)
 
 
 @pytest.mark.slow

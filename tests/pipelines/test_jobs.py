@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,8 @@ from compress.pipelines import Pipeline
 from compress.pipelines.executors.task import TaskResult
 from compress.pipelines.results.schema import Report
 from compress.pipelines.system.jsonl_log import LOG
+from tests.forking import Commands
+from tests.pipelines.conftest import BRIEFLY
 
 ROOT = Path(__file__).parents[2]
 NETS = """
@@ -208,22 +208,16 @@ def test_a_killed_process_fails_its_branch_alone_and_the_next_run_is_as_any_othe
     [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL],
     ids=lambda n: n.name,
 )
-def test_no_process_outlives_the_run(unmarked, number) -> None:
+def test_no_process_outlives_the_run(unmarked, number, commands: Commands) -> None:
     folder = unmarked.parent
     (folder / "hang").touch()
-    command = [sys.executable, "-m", "compress.cli", "run", str(unmarked)]
-    with subprocess.Popen(
-        [*command, "--out", str(folder / "out"), "--jobs", "2"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        while len(pids := list(folder.glob("*.pid"))) < 4:
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.1)
-        process.send_signal(number)
-        error = process.communicate(timeout=300)[1]
+    options = ("--out", folder / "out", "--jobs", "2")
+    process = commands.start("run", unmarked, *options, cwd=ROOT, first=BRIEFLY)
+    while len(pids := list(folder.glob("*.pid"))) < 4:
+        assert _runs(process.pid), process.communicate(timeout=60)
+        time.sleep(0.1)
+    process.send_signal(number)
+    error = process.communicate(timeout=300)[1]
     left = {int(path.stem) for path in pids}
     deadline = time.monotonic() + 300
     while left := {pid for pid in left if _runs(pid)}:

@@ -94,7 +94,7 @@ def test_a_call_that_nobody_waits_for_is_ended() -> None:
             await asyncio.sleep(0.1)
             waiting.cancel()
             sleeping.cancel()
-            assert await asyncio.wait_for(called.call("echo", 1, body=b"x"), 5) == (1, 1)
+            assert await asyncio.wait_for(called.call("echo", 1, body=b"x"), 20) == (1, 1)
             until(lambda: not psutil.pid_exists(pid))
 
     asyncio.run(run())
@@ -148,12 +148,12 @@ def test_a_start_anew_holds_up_nobody_else_and_may_fail(tmp_path: Path) -> None:
                     asyncio.create_task(called.call("echo", 1, body=b"x", lane=lane))
                     for lane in (READING, WRITING)
                 ]
-                slowest = 0.0
+                turns = 0
                 while not all(each.done() for each in calls):
-                    began = time.monotonic()
                     await asyncio.sleep(0.02)
-                    slowest = max(slowest, time.monotonic() - began)
-                assert slowest < 0.6, "the event loop waited for the start"
+                    turns += 1
+                # In the second that the start takes; counted, as a busy machine holds up each.
+                assert turns > 5 or says != "1", "the event loop waited for the start"
                 if says == "broken":
                     with pytest.raises(HttpError, match="cannot be started again") as refused:
                         calls[0].result()
@@ -167,13 +167,12 @@ def test_a_start_anew_holds_up_nobody_else_and_may_fail(tmp_path: Path) -> None:
 
 def test_answers_are_written_while_requests_are_read() -> None:
     async def run() -> None:
-        with helper(seconds=6) as called:
-            reading = [asyncio.create_task(called.call("sleep", 1)) for _ in range(3)]
+        with helper() as called:
+            reading = [asyncio.create_task(called.call("sleep", 20)) for _ in range(3)]
             await asyncio.sleep(0.1)
-            began = time.monotonic()
             for number in range(5):
                 assert await called.call("echo", number, body=b"", lane=WRITING) == (number, 0)
-            assert time.monotonic() - began < 0.8
+            assert not any(each.done() for each in reading)
             for each in reading:
                 each.cancel()
 
@@ -246,7 +245,7 @@ def test_a_hostile_folder_holds_up_no_server(
         processes = psutil.Process(server.process.pid).children(recursive=True)
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 143
+        assert server.process.wait(60) == 143
         asking.close()
         until(lambda: not any(each.is_running() for each in processes))
 

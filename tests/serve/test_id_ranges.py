@@ -85,7 +85,8 @@ def test_openvino_files_have_the_range_of_their_source(exported: OnnxModel, tmp_
     assert from_onnx.manifest.facts[TABLE_ROWS] == {"ids": TOKENS}
 
 
-@pytest.mark.slow  # compiles
+# It compiles for half a minute, and the first test here has the check, which is before any model.
+@pytest.mark.soak
 def test_an_id_outside_the_table_does_not_end_a_server_of_compiled_code(tmp_path: Path) -> None:
     source = EagerModel.from_module(Classifier(), signature=TEXT)
     compiled = ExportAot().run(source, Context(root=tmp_path / "aot"))

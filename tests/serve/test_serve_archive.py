@@ -34,7 +34,7 @@ def test_an_archive_is_served_until_a_signal_and_the_curl_line_works(tmp_path: P
         assert started
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
-    _, left = psutil.wait_procs(started, timeout=10)
+    _, left = psutil.wait_procs(started, timeout=60)
     assert left == []
 
 

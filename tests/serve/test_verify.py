@@ -13,6 +13,7 @@ import yaml
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.forward import OpenedModel
 from compress.common.sealed_json import load_sealed, write_report
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
@@ -361,6 +362,11 @@ stages:
 """
 
 
+def open_packed(archive: TorchServeArchive, device: str = "cpu", threads: int = 1) -> OpenedModel:
+    """Open the model that an archive in a run's folder holds, without Java."""
+    return OnnxModel.from_directory(archive.path.with_name("onnx")).open(device, threads)
+
+
 @pytest.mark.slow
 def test_a_run_leaves_what_its_archive_is_proven_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -371,7 +377,9 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
         shutil.copytree(ROOT / "examples" / "digits", folder)
         (folder / "small.yaml").write_text(PIPELINE)
         pipeline = Pipeline.from_yaml(folder / "small.yaml")
-        with measured_briefly():
+        with measured_briefly(), pytest.MonkeyPatch.context() as patch:
+            if mars:  # of the second run it is the bytes that matter, not what serves them
+                patch.setattr(TorchServeArchive, "open", open_packed)
             report = pipeline.run(tmp_path / name / "out")
         mars.append(tmp_path / name / "out" / "artifacts" / "package_torchserve" / "model.mar")
         assert report.stages[-1].artifact.sha256 == digest_of(mars[-1]).sha256

@@ -157,7 +157,7 @@ def test_its_onnx_file_answers_alike(name: str, pruned: Pruned, tmp_path: Path) 
 
 
 def test_all_load_again_bit_identically_in_a_fresh_process(
-    pruned: Pruned, fresh_process: Callable[[str], str]
+    pruned: Pruned, fresh_torch: Callable[[str], str]
 ) -> None:
     models = {name: pruned(name, 0.5) for name in CASES if not soaked(name)}
     code = (
@@ -172,7 +172,7 @@ def test_all_load_again_bit_identically_in_a_fresh_process(
         f"paths = {[str(model.path) for model in models.values()]!r}\n"
         "print(json.dumps([digest(path) for path in paths]))"
     )
-    found = json.loads(fresh_process(code).splitlines()[-1])
+    found = json.loads(fresh_torch(code).splitlines()[-1])
     for model, digests in zip(models.values(), found, strict=True):
         outputs = run_in_eval(model.load(), model.signature.example(seed=7))
         assert digests == [hash(tuple(x.flatten().tolist())) for x in outputs], model.path.name

@@ -75,12 +75,11 @@ def test_a_refit_saves_what_a_cut_breaks(digits: Splits, tmp_path: Path) -> None
     trained = training(resnet(tmp_path / "source"), context)
     before = context.score(trained)
     found = {}
-    for ratio, refit in ((0.5, False), (0.5, True), (0.7, True)):
-        stage = PruneChannels(ratio=ratio, refit=refit, calibration_samples=256)
-        slim = stage(trained, context.with_root(tmp_path / f"{ratio} {refit}"))
-        found[ratio, refit] = context.score(slim)
-    assert found[0.5, True] > before - 0.02 > found[0.5, False]
-    assert found[0.7, True] > before - 0.03
+    for refit in (False, True):
+        stage = PruneChannels(ratio=0.5, refit=refit, calibration_samples=256)
+        slim = stage(trained, context.with_root(tmp_path / f"{refit}"))
+        found[refit] = context.score(slim)
+    assert found[True] > before - 0.02 > found[False]
 
 
 LINEAR = """

@@ -186,12 +186,10 @@ for path in {paths!r}:
 """
 
 
-def test_a_fresh_process_answers_bit_identically(
-    pruned, fresh_process: Callable[[str], str]
-) -> None:
+def test_a_fresh_process_answers_bit_identically(pruned, fresh_torch: Callable[[str], str]) -> None:
     models = [pruned(case, 0.5)[1] for case in IN_CI.values() if not case.stays]
     paths = [str(model.path) for model in models]
-    found = fresh_process(LOADING.format(folder=str(Path.cwd()), paths=paths)).splitlines()
+    found = fresh_torch(LOADING.format(folder=str(Path.cwd()), paths=paths)).splitlines()
     for model, line in zip(models, found, strict=True):
         outputs = run_in_eval(model.load(), model.signature.example(seed=7))
         assert json.loads(line) == [x.double().tolist() for x in outputs], model.path

@@ -42,26 +42,36 @@ def import_blocks(path):
     return import_net(path, "nets:blocks", depth=2)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory, trained, launch):
+def results(root, trained, launch, names):
     """Train alone, and on two ranks with DDP and FSDP; return the states by name."""
-    root = tmp_path_factory.mktemp("compile")
     import_blocks(root / "source")
-    alone = {name: {**COMMON, **settings} for name, settings in ALONE.items()}
-    together = {name: {**COMMON, **settings} for name, settings in TOGETHER.items()}
+    alone, together = (
+        {name: {**COMMON, **settings} for name, settings in trainings.items() if name in names}
+        for trainings in (ALONE, TOGETHER)
+    )
     launch(HERE / "train_on_ranks.py", 2, root, json.dumps(alone), json.dumps(together))
     return {name: trained(root / name) for name in (*alone, *together)}
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_compiled_models_reach_the_weights_of_others(results):
-    expected = results["plain"].weights
-    for name, state in results.items():
+@pytest.mark.parametrize(
+    "names",
+    [
+        [*ALONE, "ddp-whole", "fsdp-selective"],
+        # Of shards and of whole models CI has one each.
+        pytest.param(["plain", "fsdp-whole"], marks=pytest.mark.soak),
+    ],
+    ids=["each kind", "both at once"],
+)
+def test_compiled_models_reach_the_weights_of_others(tmp_path, trained, launch, names):
+    found = results(tmp_path, trained, launch, names)
+    expected = found["plain"].weights
+    for name, state in found.items():
         assert state.weights.keys() == expected.keys()
         difference = max(float((state.weights[k] - expected[k]).abs().max()) for k in expected)
         assert difference < TOLERANCE, name
-        same = results["plain ragged" if name.endswith("ragged") else "plain"]
+        same = found["plain ragged" if name.endswith("ragged") else "plain"]
         assert [e.metric for e in state.history] == [e.metric for e in same.history]
 
 

@@ -73,7 +73,7 @@ def meet():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         return groups
 
     return meet
@@ -89,7 +89,7 @@ def test_processes_meet_at_a_store_that_others_have_used_before(meet):
     serves.start()
     first.request("compare")
     first.leave(3)
-    serves.join(30)
+    serves.join(60)
     assert exit_codes == [3]
 
 
@@ -115,5 +115,5 @@ def test_a_process_that_waits_takes_little_of_a_core():
     # A process that asked the store without a pause would take a whole second.
     assert time.process_time() - before < 0.5
     server.set("request/1", '{"command": "leave", "exit_code": 0}')
-    serves.join(10)
+    serves.join(60)
     assert not serves.is_alive()

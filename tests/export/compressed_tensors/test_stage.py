@@ -93,7 +93,9 @@ def test_the_config_says_what_is_packed(folder, quantized) -> None:
     assert ("model.embed_tokens.weight", True) in ours
 
 
-@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+# How 8 bits are packed is in the first test above.
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_zero_points_in_the_middle_are_not_stored(quantized, bits, tmp_path, caplog) -> None:
     source, _ = quantized
     context = context_for(source, tmp_path / "quantized")

@@ -23,6 +23,7 @@ from tests.export.builders import (
     network,
     samples,
 )
+from tests.pipelines.conftest import measured_briefly
 
 
 def largest_difference(model: Artifact, exported: Artifact, *inputs: torch.Tensor) -> float:
@@ -65,7 +66,9 @@ def test_openvino_is_a_baseline_of_speedup_gates(tmp_path: Path) -> None:
     model = network(tmp_path / "source", "networks:mlp")
     context = Context(root=tmp_path / "onnx", artifacts={"source": model})
     stage = ExportOnnx(gates=(MinSpeedup(ratio=0.001, against="openvino"),))
-    (verdict,) = stage.judge(model, stage.run(model, context), context)
+    exported = stage.run(model, context)
+    with measured_briefly():  # which finds a speedup on a busy machine, too
+        (verdict,) = stage.judge(model, exported, context)
     assert verdict.passed
     assert verdict.against == "openvino"
 

@@ -135,7 +135,7 @@ def test_a_repair_is_run_judged_by_all_gates_and_applied(folder: Path, capfd) ->
     applied = (folder / "net.yaml").read_text()
     assert applied == FILE.replace("# all of it\n", "# all of it\n    equalize: true\n")
     repaired = Pipeline.from_yaml(out / "repair" / "pipeline.yaml")
-    assert repaired.run(folder / "again").status == "passed"
+    assert repaired.run(out).status == "passed"
     assert [g.limit for s in repaired.stages for g in s.gates] == [1.0, 2.0]
 
 

@@ -147,14 +147,14 @@ def counted(server: Served, expected: dict[int, int]) -> Iterator[None]:
     yield
     # A request is counted after its last byte is sent.
     more: Counter[int] = Counter()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while more != expected and time.monotonic() < deadline:
         more = counts(server) - before
     assert more == expected, f"counted {more}, expected {expected}"
 
 
 def until(true: Any) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -408,7 +408,7 @@ def test_a_stopping_server_completes_or_ends_each_request(folder: Artifact) -> N
         server.process.send_signal(signal.SIGTERM)
         complete, cut = (each.read()[0] for each in begun)
         refused = [Replies(each).read()[0] for each in waiting]
-        assert server.process.wait(30) == 143
+        assert server.process.wait(120) == 143
     assert contents(complete.body)[-1]["choices"][0]["finish_reason"] == "length"
     *parts, last, end = cut.body.split(b"\n\n")
     assert (len(parts) > 6, end) == (True, b"")
