@@ -274,6 +274,7 @@ def _answer_calls(connection: socket.socket, service: Any) -> None:
     while True:
         message, body = _receive(connection)
         method, args, has_body = pickle.loads(message)
+        is_large = len(body) > SMALL_BYTES
         try:
             reply = True, getattr(service, method)(*args, *([body] if has_body else []))
         except HttpError as error:
@@ -282,7 +283,6 @@ def _answer_calls(connection: socket.socket, service: Any) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - a bug, which the server logs
             reply = False, RuntimeError(f"{type(error).__name__}: {error}")
-        is_large = len(body) > SMALL_BYTES
         del message, body
         _send(connection, pickle.dumps(reply))
         if is_large:

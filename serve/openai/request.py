@@ -24,7 +24,7 @@ from compress.export.genai.text import TextStream, TextTokenizer
 from compress.serve.http.responses import HttpError
 from compress.serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
 from compress.serve.worker.preprocess import clipped
-from compress.serve.worker.wire import BYTE_ORDER_MARK
+from compress.serve.worker.wire import without_mark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -210,7 +210,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 def parse_body(kind: type[AnyBody], body: bytes | bytearray) -> AnyBody:
     """Return what a body asks for; ApiError that names the first setting that is wrong."""
     try:
-        return kind.model_validate_json(body.removeprefix(BYTE_ORDER_MARK))
+        return kind.model_validate_json(without_mark(body))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
@@ -341,6 +341,8 @@ class DecoderTexts:
     def read(self, is_chat: bool, content: bytes | bytearray) -> GenerationRequest:
         """Return what a decoder generates for a body; ApiError where it cannot."""
         body = parse_body(ChatBody if is_chat else CompletionBody, content)
+        if isinstance(content, bytearray):
+            content.clear()  # up to 8 MiB, while its text is read
         if body.model not in (None, self.name):
             message = f"model: found {abbreviated(body.model)}, expected {self.name!r}"
             raise ApiError(UNKNOWN_MODEL, message, "model", "model_not_found")
