@@ -43,7 +43,9 @@ def attack_servers(only: str, most: int | None) -> Section:
     ]
     for kind, server in zip(ANY, servers, strict=True):
         lines = server.communicate()[0].splitlines()
-        tried = [line for line in lines if line[:2] in ("! ", "  ") and line[2:].startswith(f"{kind} ")]
+        tried = [
+            line for line in lines if line[:2] in ("! ", "  ") and line[2:].startswith(f"{kind} ")
+        ]
         counted = COUNTED.search("\n".join(lines))
         if not counted or int(counted[1]) != len(tried):
             section.add(kind, f"ended with {server.returncode}: {lines[-1:]}")

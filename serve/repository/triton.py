@@ -293,8 +293,7 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
     def run(self, model: Artifact, context: Context) -> TritonRepository:
         """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
-        from compress.serve.packaging.model_interface import infer_interface
-        from compress.serve.packaging.recorded_measurements import why_not_joined
+        from compress.serve.packaging.model_interface import infer_interface, why_not_joined
 
         backend = backends()[model.kind]
         refuse_code_for_gpu(model, self.title)

@@ -29,8 +29,13 @@ from compress.common.signature import OutputSpec, Signature
 from compress.core.context import Context
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.serve.http.loaded_model import RUNTIMES
-from compress.serve.image.build_folder import SERVING, write_build_folder
-from compress.serve.image.oci_layout import ARCHITECTURES, read_base, write_image_layout
+from compress.serve.image.container_image import (
+    ARCHITECTURES,
+    SERVING,
+    read_base,
+    write_build_folder,
+    write_image_layout,
+)
 from compress.serve.image.replay_probe import largest_difference
 from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.verify import verify

@@ -386,7 +386,6 @@ class MetricMeter:
 class FunctionMeter(MetricMeter):
     """Keeps all outputs and targets for a function of all of them at once."""
 
-
     keeps_outputs = True
 
     def __init__(
