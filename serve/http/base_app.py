@@ -30,7 +30,7 @@ from compress.serve.http.responses import (
     close_if_continue_expected,
     error_response,
 )
-from compress.serve.worker.http_errors import TOO_LARGE, UNREADABLE
+from compress.serve.worker.tensors import TOO_LARGE, UNREADABLE
 from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from compress.serve.http.responses import HttpError, response_bytes, run_unchunked
-from compress.serve.worker.http_errors import UNREADABLE
+from compress.serve.worker.tensors import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.errors import ArtifactInvalid, CompressError
 from compress.serve.http.multiprocess import end_with_parent
 from compress.serve.http.responses import HttpError
-from compress.serve.worker.http_errors import TOO_LARGE
+from compress.serve.worker.tensors import TOO_LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -86,6 +86,18 @@ ENTRYPOINT {entrypoint}
 DOCKERIGNORE = "*\n!app\n!model\n!*.json\n!*.npz\n!requirements.txt\n"
 PACKAGE = Path(__file__).parents[2]
 """Folder of this toolkit, in a checkout or in site-packages."""
+MEDIA = "application/vnd.oci.image."
+INDEX, MANIFEST_TYPE, CONFIG = (
+    f"{MEDIA}{kind}.v1+json" for kind in ("index", "manifest", "config")
+)
+LAYER = f"{MEDIA}layer.v1.tar+gzip"
+READ_LAYERS = (LAYER, f"{MEDIA}layer.v1.tar")
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""OCI's names, which are Go's, by Python's."""
+LARGEST_JSON = 2**22
+"""Bytes of a manifest that registries must accept."""
+Json = Any
+T = TypeVar("T")
 
 
 def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ()) -> str:
@@ -279,21 +291,6 @@ def make_readable(folder: Path) -> int:
         path.chmod(0o755 if path.is_dir() else 0o644)
         size += 0 if path.is_dir() else path.stat().st_size
     return size
-
-
-MEDIA = "application/vnd.oci.image."
-INDEX, MANIFEST_TYPE, CONFIG = (
-    f"{MEDIA}{kind}.v1+json" for kind in ("index", "manifest", "config")
-)
-
-LAYER = f"{MEDIA}layer.v1.tar+gzip"
-READ_LAYERS = (LAYER, f"{MEDIA}layer.v1.tar")
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""OCI's names, which are Go's, by Python's."""
-LARGEST_JSON = 2**22
-"""Bytes of a manifest that registries must accept."""
-Json = Any
-T = TypeVar("T")
 
 
 class _Object(TypedDict):

@@ -22,9 +22,8 @@ from compress.common.errors import ArtifactInvalid, first_line
 from compress.export.genai.runtime import Sampling
 from compress.export.genai.text import TextStream, TextTokenizer
 from compress.serve.http.responses import HttpError
-from compress.serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
-from compress.serve.worker.preprocess import clipped
-from compress.serve.worker.wire import without_mark
+from compress.serve.worker.tensors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
+from compress.serve.worker.wire import clipped, without_mark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -39,6 +39,13 @@ ANY = -1
 PROBE_SIZES = (2, 3)
 """Rows of the two calls; other named axes are EXTRA_LENGTH longer, to differ from the rows."""
 EXTRA_LENGTH = 6
+PROBE_ROWS = 4
+REPORT = "report.json"
+NOT_ON_AXIS_0 = "axis 0 of the inputs and outputs does not count the rows of a batch"
+NO_REPORT = (
+    "no run's report shows that the rows of a batch do not influence each other; serve the "
+    f"artifact in its run's folder, or give that run's {REPORT} with --report"
+)
 
 
 @dataclass(frozen=True)
@@ -140,15 +147,6 @@ def _varying(shape: tuple[int, ...], other: Array | None) -> tuple[int, ...]:
     if other is None or len(other.shape) != len(shape):
         return (ANY,) * len(shape)
     return tuple(a if a == b else ANY for a, b in zip(shape, other.shape, strict=True))
-
-
-PROBE_ROWS = 4
-REPORT = "report.json"
-NOT_ON_AXIS_0 = "axis 0 of the inputs and outputs does not count the rows of a batch"
-NO_REPORT = (
-    "no run's report shows that the rows of a batch do not influence each other; serve the "
-    f"artifact in its run's folder, or give that run's {REPORT} with --report"
-)
 
 
 class RecordedMeasurements(Settings):

@@ -27,7 +27,7 @@ from compress.serve.image.container_image import write_build_folder
 from compress.serve.packaging.request_forms import ImageInput, forms_of, image_input
 from compress.serve.torchserve.mar_file import read_mar
 from compress.serve.torchserve.stage import PackageTorchServe
-from compress.serve.worker.preprocess import create_readers
+from compress.serve.worker.wire import create_readers
 from tests.serve.served_here import Served, serving
 
 transformers = pytest.importorskip("transformers")

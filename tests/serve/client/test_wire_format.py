@@ -14,7 +14,6 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature
 from compress.serve.packaging.request_forms import ImageInput, TextInput
 from compress.serve.worker import wire
-from compress.serve.worker.preprocess import create_readers
 from compress.serve.worker.tensors import check, top_classes
 from compress.serve.worker.wire import (
     HEADER_LENGTH,
@@ -23,6 +22,7 @@ from compress.serve.worker.wire import (
     NPZ,
     RAW,
     TEXT,
+    create_readers,
     decode,
     encode,
     from_npz,
@@ -209,7 +209,7 @@ def test_invalid_and_oversized_images_are_refused(monkeypatch: pytest.MonkeyPatc
     Image.fromarray(np.zeros((4, 4), np.uint16)).save(deep, "PNG")
     with pytest.raises(ValueError, match="mode is I;16, expected 8 bits"):
         read(deep.getvalue())
-    monkeypatch.setattr("compress.serve.worker.preprocess.MAX_PIXELS", 399)
+    monkeypatch.setattr("compress.serve.worker.wire.MAX_PIXELS", 399)
     with pytest.raises(ValueError, match="400 pixels, at most 399") as caught:
         read(body)
     assert caught.value.args[0] == 413
