@@ -225,9 +225,10 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     """Write what both forms of an image hold; return the artifact."""
     artifact = Artifact.from_directory(path)
     if artifact.kind not in RUNTIMES:
+        stages = [str(EXPORTERS[kind].model_fields["stage"].default) for kind in RUNTIMES]
         raise ArtifactInvalid(
             f"{path}: is {artifact.kind!r}, expected {' or '.join(map(repr, RUNTIMES))}: images "
-            f"hold no torch; export the model with {' or '.join(map(_exporter, RUNTIMES))}"
+            f"hold no torch; export the model with {' or '.join(stages)}"
         )
     inputs = seeded_rows(artifact.signature, PROBE_SIZES[0])
     with open_model(artifact, "model", threads=1) as model:  # it checks every digest
@@ -263,10 +264,6 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     requirements = locked_requirements(folder, RUNTIMES[artifact.kind], readers)
     (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
     return artifact
-
-
-def _exporter(kind: str) -> str:
-    return str(EXPORTERS[kind].model_fields["stage"].default)
 
 
 def entrypoint(folder: Path, artifact: Artifact) -> list[str]:

@@ -28,6 +28,7 @@ from compress.serve.worker.wire import (
     from_npz,
     parse_json,
     requested_outputs,
+    without_mark,
 )
 
 IDS = {"name": "ids", "shape": ["batch", 2], "dtype": "int64"}
@@ -312,3 +313,18 @@ def test_json_is_the_same_without_pydantic(fast: bool, monkeypatch: pytest.Monke
     arrays = [floats, np.array([True, False]), np.array([2**64 - 1], np.uint64)]
     assert [json.loads(wire.flat_json(array)) for array in arrays] == [a.tolist() for a in arrays]
     assert json.loads(wire.flat_json(np.array(["ä\ud800", "b"]))) == ["ä\ud800", "b"]
+
+
+def test_a_body_without_a_byte_order_mark_is_not_copied() -> None:
+    body = bytearray(b"[1]")
+    assert without_mark(body) is body
+    assert without_mark(bytearray(b"\xef\xbb\xbf[1]")) == body
+    assert parse_json(b"\xef\xbb\xbf[1]") == [1]
+
+
+def test_nulls_in_a_tensor_of_numbers_are_refused_by_its_name() -> None:
+    # What KServe's client writes for NaN.
+    tensor = {"name": "scale", "shape": [2], "datatype": "FP32", "data": [1.0, None]}
+    body = asked(tensor)
+    with pytest.raises(ValueError, match="scale holds values that are not float32"):
+        decode(body, JSON, {}, [SCALE], {})
