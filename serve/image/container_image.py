@@ -96,6 +96,9 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """OCI's names, which are Go's, by Python's."""
 LARGEST_JSON = 2**22
 """Bytes of a manifest that registries must accept."""
+MOST_UNPACKED, MOST_RATIO = 2**30, 50
+"""Bytes that a layer may unpack to, and more for each byte that it has: gzip makes a thousandth of
+zeros, and a tenth of texts."""
 Json = Any
 T = TypeVar("T")
 
@@ -467,10 +470,13 @@ def refuse_other_python(base: Path, manifest: Json) -> None:
 
 def _holds(layer: Path, name: str) -> bool:
     try:
+        most = MOST_UNPACKED + MOST_RATIO * layer.stat().st_size
         with tarfile.open(layer, "r|*") as archive:
-            for member in archive:
+            for member in archive:  # its data are read only to find the next one
                 if member.name.endswith(name):
                     return True
+                if member.offset_data + member.size > most:
+                    raise ArtifactInvalid(f"{layer}: unpacks to more than {most} bytes")
                 archive.members.clear()  # type: ignore[attr-defined]  # or it would keep all
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise ArtifactInvalid(f"{layer}: not a readable layer ({first_line(error)})") from error

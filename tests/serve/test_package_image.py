@@ -29,6 +29,7 @@ from compress.common.signature import OutputSpec, Signature
 from compress.core.context import Context
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.serve.http.loaded_model import RUNTIMES
+from compress.serve.image import container_image
 from compress.serve.image.container_image import (
     ARCHITECTURES,
     SERVING,
@@ -321,6 +322,15 @@ def test_an_index_that_names_another_twice_is_read_once(tmp_path: Path) -> None:
 def test_a_layer_that_cannot_be_read_is_refused(tmp_path: Path, layer: bytes) -> None:
     base = cases._image(cases._layout(tmp_path), layer)
     with pytest.raises(ArtifactInvalid, match="not a readable layer"):
+        read_base(base)
+
+
+def test_a_layer_that_unpacks_to_much_more_than_it_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(container_image, "MOST_UNPACKED", 2**20)
+    base = cases._image(cases._layout(tmp_path), cases._layer(2**26))
+    with pytest.raises(ArtifactInvalid, match="unpacks to more than"):
         read_base(base)
 
 
