@@ -202,7 +202,7 @@ def _lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 logger = logging.getLogger(__name__)
 
 NOT_RUN = (
-    "Triton itself was not run: the gates judged the packaged file with the runtime of this "
+    "Triton itself was not run: the gates measured the packaged file with the runtime of this "
     "process; config.pbtxt is written for Triton's published schema"
 )
 
