@@ -17,10 +17,7 @@ from compress.core.stage import members_of
 from compress.pipelines.config.registry import stages
 
 ROOT = Path(__file__).parents[1]
-STAND_INS_LEFT = {
-    ("compress.training.objectives.objective", "AttachesToModule"),
-    ("compress.serve.http.base_app", "BodyReceiver"),
-}
+STAND_INS_LEFT = {("compress.training.objectives.objective", "AttachesToModule")}
 """Protocols that still stand in for an import; a new one is refused."""
 
 

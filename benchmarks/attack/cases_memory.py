@@ -727,17 +727,17 @@ def _image(layout: Path, layer: bytes, **config: Any) -> Path:
 
 
 def _layer(size: int = 0) -> bytes:
-    """Return a layer with this Python, and a file of zeros of a size."""
+    """Return a layer with this Python, after a file of zeros of a size."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1) as stream,
         tarfile.open(fileobj=stream, mode="w|") as archive,
     ):
-        archive.addfile(tarfile.TarInfo(f"bin/python{sys.version_info[0]}.{sys.version_info[1]}"))
         if size:
             entry = tarfile.TarInfo("zeros")
             entry.size = size
             archive.addfile(entry, _Zeros())  # type: ignore[arg-type]  # it reads like a file
+        archive.addfile(tarfile.TarInfo(f"bin/python{sys.version_info[0]}.{sys.version_info[1]}"))
     return packed.getvalue()
 
 

@@ -14,6 +14,7 @@ from benchmarks.attack.files import attack_files
 from benchmarks.attack.notebook import attack_notebook
 from benchmarks.attack.replays import attack_replays
 from benchmarks.attack.report import Section
+from benchmarks.attack.requests import ANY
 from benchmarks.attack.store import attack_store
 from benchmarks.attack.torchserve import attack_torchserve
 
@@ -30,15 +31,26 @@ def attack_servers(only: str, most: int | None) -> Section:
     if not script.exists():
         section.skipped = "no requests here"
         return section
-    command = [sys.executable, str(script), "--only", only]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    lines = done.stdout.splitlines()
-    for line in lines if most is None else lines[:most]:
-        if line[:2] in ("! ", "  ") and ";" not in line and line[2:].strip()[:6] != "health":
+    # All kinds at a time: half of the time goes by until a server gives slow clients up.
+    servers = [
+        subprocess.Popen(
+            [sys.executable, str(script), "--only", only, "--kind", kind],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for kind in ANY
+    ]
+    for kind, server in zip(ANY, servers, strict=True):
+        lines = server.communicate()[0].splitlines()
+        tried = [
+            line for line in lines if line[:2] in ("! ", "  ") and line[2:].startswith(f"{kind} ")
+        ]
+        counted = COUNTED.search("\n".join(lines))
+        if not counted or int(counted[1]) != len(tried):
+            section.add(kind, f"ended with {server.returncode}: {lines[-1:]}")
+        for line in tried[:most]:
             section.add(line[2:60].strip(), line[60:].strip() if line[0] == "!" else "")
-    counted = COUNTED.search(done.stdout)
-    if most is None and (not counted or int(counted[1]) != section.tried):
-        section.add("request_attacks.py", f"ended with {done.returncode}: {lines[-1:]}")
     return section
 
 

@@ -23,6 +23,8 @@ from tests.forking import COMMAND_SERVER, Command, Commands
 
 SECRET = "a-secret-that-lies-outside"
 MOST_SECONDS, MOST_GIB = 30.0, 2.0
+BUSY = 10
+"""How much longer than that a command may take beside other work, until it is ended."""
 REFUSALS = {2, 3, 4}
 """Exit codes of bad input, a gate, and what is not installed."""
 MOST_LINES = 50
@@ -68,6 +70,7 @@ class Trial:
     """None where it was ended for its time or memory."""
     errors: str
     seconds: float
+    """Without those in which the process that waited longest for a processor had none."""
     gib: float
     """Largest resident memory of its processes, together."""
     ran: bool
@@ -142,24 +145,28 @@ class CommandTrials:
                 *arguments, cwd=folder, first=first, environment=environment
             )
         gib, was_ended = 0.0, threading.Event()
-        done = threading.Event()
+        done, waits = threading.Event(), dict[int, float]()
 
         def guard() -> None:
             nonlocal gib
             while not done.wait(0.05):
-                gib = max(gib, gib_of(command.pid))
-                if gib > MOST_GIB + 1 or time.monotonic() - began > MOST_SECONDS + 5:
+                family = processes_below(command.pid)
+                gib = max(gib, gib_of(family))
+                for member in family:  # one that has ended just now has waited for 0 s
+                    waits[member] = max(waits.get(member, 0.0), seconds_waited(member))
+                took = time.monotonic() - began - max(waits.values(), default=0.0)
+                if gib > MOST_GIB + 1 or took > MOST_SECONDS + 5:
                     was_ended.set()
                     end_session(command)
 
         guarding = threading.Thread(target=guard)
         guarding.start()
         try:
-            output, errors = command.communicate(MOST_SECONDS + 20)
+            output, errors = command.communicate(BUSY * MOST_SECONDS)
         except subprocess.TimeoutExpired:
             output = errors = ""
             was_ended.set()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - began - max(waits.values(), default=0.0)
         done.set()
         guarding.join()
         end_session(command)
@@ -179,17 +186,31 @@ class CommandTrials:
         )
 
 
-def gib_of(pid: int) -> float:
-    """Return the largest memory so far of a process and those below it, that are theirs alone."""
-    total, family = 0, [pid]
+def processes_below(pid: int) -> list[int]:
+    """Return a process and those below it."""
+    family = [pid]
     for member in family:
-        place = Path("/proc", str(member))
         with contextlib.suppress(OSError, ValueError):
-            lines = (place / "status").read_text().splitlines()
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-            for task in (place / "task").iterdir():
+            for task in Path(f"/proc/{member}/task").iterdir():
                 family += map(int, (task / "children").read_text().split())
+    return family
+
+
+def gib_of(family: Sequence[int]) -> float:
+    """Return the largest memory so far of processes, that is theirs alone."""
+    total = 0
+    for member in family:
+        with contextlib.suppress(OSError, ValueError):
+            lines = Path(f"/proc/{member}/status").read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
     return total / 2**20
+
+
+def seconds_waited(pid: int) -> float:
+    """Return how long a process's main thread was ready to run, and had no processor."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def end_session(command: Command) -> None:

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.commands.verify import verify_command
-from compress.serve.image.build_folder import write_build_folder
-from compress.serve.image.oci_layout import write_image_layout
+from compress.serve.image.container_image import write_build_folder, write_image_layout
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.libraries.transformers_folder import TransformersFolder
-    from compress.serve.image.build_folder import ImageFiles
+    from compress.serve.image.container_image import ImageFiles
 
 
 def write_package(

@@ -28,7 +28,7 @@ from compress.serve.attestation import (
     statement_of,
     subjects_of,
 )
-from compress.serve.packaging.recorded_measurements import REPORT
+from compress.serve.packaging.model_interface import REPORT
 from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.verify import Evidence, Proof, verify
 

@@ -22,7 +22,6 @@ from compress.pipelines.executors.launched import REMEDY, RunEnvironment
 from compress.pipelines.executors.task import TaskResult, log_here, pickled, run_task
 from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.signals import raise_if_stopped
-from compress.training.launch.worker import wait_until_visible
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,6 +94,8 @@ class RayTasks:
 
     def next(self) -> TaskResult:
         """Wait for the next submitted stage that succeeds or fails."""
+        from compress.training.launch.worker import wait_until_visible  # it imports torch
+
         ready: list[ray.ObjectRef[Any]] = []
         while not ready:
             raise_if_stopped()

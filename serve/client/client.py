@@ -9,7 +9,7 @@ import http.client
 import json
 import socket
 import time
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -31,22 +31,6 @@ if TYPE_CHECKING:
 DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 REQUEST_BYTES = 4 * 1024**2
 """Larger requests are split: TorchServe accepts 6.5 MB by default."""
-
-
-class Form(Protocol):
-    """A wire format of requests and responses."""
-
-    def path(self, model_name: str) -> str:
-        """Return the path of a model's inference requests."""
-        ...
-
-    def request(self, named: Mapping[str, Array]) -> tuple[bytes, dict[str, str]]:
-        """Encode a request; return its body and headers."""
-        ...
-
-    def outputs(self, body: bytes, headers: Headers) -> dict[str, Array]:
-        """Decode a response body; the headers' names are case-insensitive."""
-        ...
 
 
 class Npz:
@@ -127,7 +111,7 @@ class Client:
         token: str | None = None,
         max_rows: int = 1,
         timeout_seconds: float = 60.0,
-        form: Form | None = None,
+        form: Npz | OpenInference | None = None,
     ) -> None:
         """Create a client; it connects with the first request.
 

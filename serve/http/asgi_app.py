@@ -39,7 +39,7 @@ from compress.serve.http.responses import (
     send_response,
 )
 from compress.serve.worker import wire
-from compress.serve.worker.http_errors import inference_error, output_fault
+from compress.serve.worker.tensors import inference_error, output_fault
 from compress.serve.worker.wire import DATATYPES, LABELS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import secrets
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -30,7 +30,7 @@ from compress.serve.http.responses import (
     close_if_continue_expected,
     error_response,
 )
-from compress.serve.worker.http_errors import TOO_LARGE, UNREADABLE
+from compress.serve.worker.tensors import TOO_LARGE, UNREADABLE
 from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:
@@ -131,23 +131,6 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class BodyReceiver(Protocol):
-    """A request that an application answers once its body is received, without a task."""
-
-    @property
-    def seconds(self) -> float:
-        """Time limit of the body, and of the response."""
-
-    def run(self, body: bytes) -> None:
-        """Answer the request, whose body is complete."""
-
-    def cancel(self) -> None:
-        """Drop the request: its client has disconnected."""
-
-    def expire(self) -> None:
-        """Answer that the time limit has passed."""
-
-
 class SharedState:
     """What all requests share: limits, worker threads, metrics, and a thread for large bodies."""
 
@@ -233,12 +216,9 @@ class BaseApplication:
         """End what the requests share."""
         self.state.close()
 
-    def accept_whole(
-        self, scope: Message, respond: Callable[[Response], None]
-    ) -> BodyReceiver | None:
-        """Return the request if it can be answered without a task once its body is received."""
+    def accept_whole(self, scope: Message, respond: Callable[[Response], None]) -> Any:
+        """Return a `WholeRequest` where no task is needed once its body is received, or None."""
         del scope, respond
-        return None
 
     def _admit(self, method: str, headers: Headers, others: int) -> None:
         """Refuse a request without the token, or while too many others wait."""

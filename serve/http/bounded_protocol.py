@@ -20,14 +20,14 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from compress.serve.http.responses import HttpError, response_bytes, run_unchunked
-from compress.serve.worker.http_errors import UNREADABLE
+from compress.serve.worker.tensors import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-    from compress.serve.http.base_app import BodyReceiver
+    from compress.serve.http.asgi_app import WholeRequest
     from compress.serve.http.responses import Response
 
 HEAD_SECONDS = 10.0
@@ -169,7 +169,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _raw_transport: asyncio.Transport
     flow: HoldableFlowControl
     deadline: Deadline
-    _whole_request: BodyReceiver | None = None
+    _whole_request: WholeRequest | None = None
     """The request in progress, if it is answered without a task."""
     _asgi_task: asyncio.Task[None] | None = None
     _running_cycle: RequestResponseCycle | None = None

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.errors import ArtifactInvalid, CompressError
 from compress.serve.http.multiprocess import end_with_parent
 from compress.serve.http.responses import HttpError
-from compress.serve.worker.http_errors import TOO_LARGE
+from compress.serve.worker.tensors import TOO_LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -274,6 +274,7 @@ def _answer_calls(connection: socket.socket, service: Any) -> None:
     while True:
         message, body = _receive(connection)
         method, args, has_body = pickle.loads(message)
+        is_large = len(body) > SMALL_BYTES
         try:
             reply = True, getattr(service, method)(*args, *([body] if has_body else []))
         except HttpError as error:
@@ -282,7 +283,6 @@ def _answer_calls(connection: socket.socket, service: Any) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - a bug, which the server logs
             reply = False, RuntimeError(f"{type(error).__name__}: {error}")
-        is_large = len(body) > SMALL_BYTES
         del message, body
         _send(connection, pickle.dumps(reply))
         if is_large:

@@ -14,8 +14,13 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.export.exporter import EXPORTERS
 from compress.profiling.batch_dependence import numpy_call
 from compress.profiling.probe_rows import seeded_rows
-from compress.serve.packaging.model_interface import Interface, infer_interface, refuse_bfloat16
-from compress.serve.packaging.recorded_measurements import RecordedMeasurements, read_recorded
+from compress.serve.packaging.model_interface import (
+    Interface,
+    RecordedMeasurements,
+    infer_interface,
+    read_recorded,
+    refuse_bfloat16,
+)
 from compress.serve.packaging.request_forms import TOP_LABELS, class_settings
 from compress.serve.worker.loaders import LOADERS
 

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from compress.serve.http.responses import HttpError
 from compress.serve.worker import wire
-from compress.serve.worker.http_errors import TOO_LARGE
-from compress.serve.worker.preprocess import MAX_PIXELS, create_readers
-from compress.serve.worker.tensors import check
-from compress.serve.worker.wire import HEADER_LENGTH, requested_outputs
+from compress.serve.worker.tensors import TOO_LARGE, check
+from compress.serve.worker.wire import HEADER_LENGTH, MAX_PIXELS, create_readers, requested_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

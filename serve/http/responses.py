@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from compress.serve.worker.http_errors import describe_error
+from compress.serve.worker.tensors import describe_error
 from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:

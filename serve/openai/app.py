@@ -28,7 +28,7 @@ from compress.serve.http.request_decoder import UNSPECIFIED, content_type_of
 from compress.serve.http.responses import HttpError, Response, send_response
 from compress.serve.openai.decoder import GenerationJob
 from compress.serve.openai.request import ApiError, DecoderTexts
-from compress.serve.worker.http_errors import UNKNOWN_FORM, abbreviated
+from compress.serve.worker.tensors import UNKNOWN_FORM, abbreviated
 from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 from jinja2 import TemplateError
@@ -22,9 +23,8 @@ from compress.common.errors import ArtifactInvalid, first_line
 from compress.export.genai.runtime import Sampling
 from compress.export.genai.text import TextStream, TextTokenizer
 from compress.serve.http.responses import HttpError
-from compress.serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
-from compress.serve.worker.preprocess import clipped
-from compress.serve.worker.wire import BYTE_ORDER_MARK
+from compress.serve.worker.tensors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
+from compress.serve.worker.wire import clipped, without_mark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -210,7 +210,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 def parse_body(kind: type[AnyBody], body: bytes | bytearray) -> AnyBody:
     """Return what a body asks for; ApiError that names the first setting that is wrong."""
     try:
-        return kind.model_validate_json(body.removeprefix(BYTE_ORDER_MARK))
+        return kind.model_validate_json(without_mark(body))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
@@ -249,8 +249,9 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -294,14 +295,6 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})
-
-
 class GenerationRequest(NamedTuple):
     """What a body asks for."""
 
@@ -341,6 +334,8 @@ class DecoderTexts:
     def read(self, is_chat: bool, content: bytes | bytearray) -> GenerationRequest:
         """Return what a decoder generates for a body; ApiError where it cannot."""
         body = parse_body(ChatBody if is_chat else CompletionBody, content)
+        if isinstance(content, bytearray):
+            content.clear()  # up to 8 MiB, while its text is read
         if body.model not in (None, self.name):
             message = f"model: found {abbreviated(body.model)}, expected {self.name!r}"
             raise ApiError(UNKNOWN_MODEL, message, "model", "model_not_found")

@@ -1,22 +1,37 @@
-"""Find a model's input and output tensors by calling it, including what its signature lacks."""
+"""How servers call a model: its tensors, found by calling it, and what was measured of it on `val`.
+
+Packaging stages measure a probe, preprocessing and the influence of rows; `compress serve`, which
+has no data, uses what a run's report says.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import StageFailed
-from compress.profiling.probe_rows import seeded_rows
+from pydantic import ConfigDict, ValidationError
+
+from compress.common.config import Settings
+from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.sealed_json import read_report
+from compress.profiling.batch_dependence import BatchDependence, measure, rounding_tolerance
+from compress.profiling.probe_rows import ROWS, seeded_rows
+from compress.serve.packaging.request_forms import forms_of
+from compress.serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import torch
 
+    from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
+    from compress.core.context import Context
     from compress.profiling.batch_dependence import Call
+    from compress.serve.packaging.request_forms import RequestForms
     from compress.serve.worker.tensors import Array
 
 ANY = -1
@@ -24,6 +39,13 @@ ANY = -1
 PROBE_SIZES = (2, 3)
 """Rows of the two calls; other named axes are EXTRA_LENGTH longer, to differ from the rows."""
 EXTRA_LENGTH = 6
+PROBE_ROWS = 4
+REPORT = "report.json"
+NOT_ON_AXIS_0 = "axis 0 of the inputs and outputs does not count the rows of a batch"
+NO_REPORT = (
+    "no run's report shows that the rows of a batch do not influence each other; serve the "
+    f"artifact in its run's folder, or give that run's {REPORT} with --report"
+)
 
 
 @dataclass(frozen=True)
@@ -125,3 +147,132 @@ def _varying(shape: tuple[int, ...], other: Array | None) -> tuple[int, ...]:
     if other is None or len(other.shape) != len(shape):
         return (ANY,) * len(shape)
     return tuple(a if a == b else ANY for a, b in zip(shape, other.shape, strict=True))
+
+
+class RecordedMeasurements(Settings):
+    """Those of an artifact's measurements in a report that a server needs."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    batch_dependence: BatchDependence | None = None
+    """None where it was not measured, or nothing is known of the artifact."""
+    preparation: tuple[Preparation, ...] = ()
+    """Of images and texts."""
+
+    def why_not_joined(self, artifact: Artifact, call: Call, *, rows_stay_first: bool) -> str:
+        """Return why requests to an artifact must not be batched, without data to measure on.
+
+        What the report says is checked on seeded random rows.
+        """
+        if not rows_stay_first:
+            return NOT_ON_AXIS_0
+        if self.batch_dependence is None:
+            return NO_REPORT
+        if self.batch_dependence.why_not_joined:
+            return self.batch_dependence.why_not_joined
+        rows = seeded_rows(artifact.signature, 2 * ROWS)
+        rounding = rounding_tolerance(artifact)
+        here = measure(call, artifact.signature, rows, source="seeded", rounding=rounding)
+        return here.why_not_joined if here.depends else ""
+
+    def served_forms(self, artifact: Artifact) -> tuple[RequestForms, list[str]]:
+        """Return the images, texts and class names that a server takes, and notes for its user.
+
+        Images that become other inputs than those that the model was validated on are not taken.
+
+        Raises:
+            ArtifactInvalid: a carried file was changed after sealing.
+        """
+        forms, notes = forms_of(artifact), []
+        measured = {each.form: each for each in self.preparation}
+        taken = [name for name, form in (("image", forms.image), ("text", forms.text)) if form]
+        for name in taken:
+            if (found := measured.get(name)) is None:
+                notes.append(
+                    f"no run's report shows that {name}s become inputs like those of `val`"
+                )
+            elif found.is_wrong:
+                forms = replace(forms, image=None)
+                notes.append(f"{name}s are not taken: {found.difference}")
+            elif found.difference:
+                notes.append(found.difference)
+        return forms, notes
+
+
+def read_recorded(artifact: Artifact, report: Path | None) -> RecordedMeasurements:
+    """Return what a report measured of an artifact; by default that in its run's folder, if any.
+
+    Raises:
+        ArtifactInvalid: `report` is no run's report, or does not measure this artifact.
+    """
+    file = report or artifact.path.resolve().parent.parent / REPORT
+    try:
+        content, _ = read_report(file)
+        for stage in content["stages"]:
+            if stage["artifact"]["digest"] == artifact.digest:
+                measured = RecordedMeasurements.model_validate(stage["measurements"])
+                if measured.batch_dependence is not None:
+                    return measured
+        why = f"says nothing of {artifact.path} (digest {artifact.digest[:12]})"
+    except ArtifactInvalid as error:
+        why = str(error).removeprefix(f"{file}: ")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
+        why = f"is not a report of a run ({type(error).__name__})"
+    if report is not None:
+        raise ArtifactInvalid(f"{report}: {why}; expected the {REPORT} of the run that made it")
+    return RecordedMeasurements()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A few inputs, a model's outputs for them, and whether its requests may be batched."""
+
+    arrays: Mapping[str, Array]
+    """Inputs and outputs by name."""
+    signature: Signature
+    """The model's, with which of NaN and infinities the inputs hold."""
+    rows_stay_first: bool
+    """Whether axis 0 of every tensor counts the same rows, whose number is variable."""
+    not_joined: str
+    """Why requests must not be batched; empty if they may."""
+
+
+def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
+    """Run a model on a few rows of `val`, or on random inputs without data.
+
+    Raises:
+        StageFailed: a tensor has elements that numpy does not know.
+    """
+    import torch
+
+    signature = model.signature
+    rows = min(PROBE_ROWS, max_rows)
+    first_axis = signature.inputs[0].shape[:1]
+    if first_axis and isinstance(first_axis[0], int):
+        rows = first_axis[0]
+    if context.data is not None and "val" in context.data.datasets:
+        inputs = next(iter(context.data.batches("val", batch_size=rows, limit=rows))).inputs
+    else:
+        inputs = signature.example(batch=rows, seed=context.seed)
+    with model.open("cpu", context.threads) as predict:
+        outputs = predict(*inputs)
+        stay_first = rows_stay_first(predict, signature, inputs, outputs)
+    not_joined = why_not_joined(stay_first, context.batch_dependence(model))
+    names = [*(spec.name for spec in signature.inputs), *(o.name for o in signature.outputs)]
+    arrays: dict[str, Array] = {}
+    for name, tensor in zip(names, (*inputs, *outputs), strict=True):
+        if tensor.dtype == torch.bfloat16:
+            raise StageFailed(
+                f"package_torchserve: {name} is bfloat16, which requests cannot carry; "
+                "expected a model with float32 inputs and outputs"
+            )
+        arrays[name] = tensor.detach().cpu().numpy()
+    pairs = zip(signature.inputs, inputs, strict=True)
+    specs = tuple(s.with_not_finite([x]) if s.dtype.startswith("float") else s for s, x in pairs)
+    signature = signature.model_copy(update={"inputs": specs})
+    return Probe(arrays, signature, stay_first, not_joined)
+
+
+def why_not_joined(rows_stay_first: bool, dependence: BatchDependence) -> str:
+    """Return why a server must not batch requests; empty if it may."""
+    return dependence.why_not_joined if rows_stay_first else NOT_ON_AXIS_0

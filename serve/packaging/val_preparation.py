@@ -96,7 +96,7 @@ def _compare_images(
     """Compare images that `val` holds, once prepared, with its samples; None if it holds none."""
     import numpy as np
 
-    from compress.serve.worker.preprocess import image_reader
+    from compress.serve.worker.wire import image_reader
 
     spec = signature.input_descriptions()[0]
     read = image_reader(settings, spec)
@@ -228,7 +228,7 @@ def _compare_texts(
     """Compare texts that `val` holds, tokenized, with its samples; else their ids as texts."""
     from tokenizers import Tokenizer
 
-    from compress.serve.worker.preprocess import text_reader
+    from compress.serve.worker.wire import text_reader
 
     backend = Tokenizer.from_file(str(tokenizer))
     added = backend.get_added_tokens_decoder()

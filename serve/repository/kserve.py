@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 REPOSITORY = "model_repository"
 NOT_RUN = (
-    "neither KServe nor Triton was run: the gates judged the packaged file with the runtime of "
+    "neither KServe nor Triton was run: the gates measured the packaged file with the runtime of "
     "this process"
 )
 

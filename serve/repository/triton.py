@@ -202,7 +202,7 @@ def _lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 logger = logging.getLogger(__name__)
 
 NOT_RUN = (
-    "Triton itself was not run: the gates judged the packaged file with the runtime of this "
+    "Triton itself was not run: the gates measured the packaged file with the runtime of this "
     "process; config.pbtxt is written for Triton's published schema"
 )
 
@@ -293,8 +293,7 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
     def run(self, model: Artifact, context: Context) -> TritonRepository:
         """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
-        from compress.serve.packaging.model_interface import infer_interface
-        from compress.serve.packaging.recorded_measurements import why_not_joined
+        from compress.serve.packaging.model_interface import infer_interface, why_not_joined
 
         backend = backends()[model.kind]
         refuse_code_for_gpu(model, self.title)

@@ -40,10 +40,8 @@ MODULES = (
     "compress.checkpoint.pt2_safety",
     "compress.common.foreign.native_runtimes",
     "compress.export.common.int8_sums",
-    "compress.serve.worker.http_errors",
     "compress.serve.worker.tensors",
     "compress.serve.worker.wire",
-    "compress.serve.worker.preprocess",
     "compress.serve.worker.loaders",
     "compress.serve.worker.handler",
 )

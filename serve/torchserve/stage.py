@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.verdict import History
-    from compress.serve.packaging.recorded_measurements import Probe
+    from compress.serve.packaging.model_interface import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
-        from compress.serve.packaging.recorded_measurements import record_probe
+        from compress.serve.packaging.model_interface import record_probe
         from compress.serve.packaging.val_preparation import compare_preparation
         from compress.serve.torchserve.process import find_java, find_torchserve
 

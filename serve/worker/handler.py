@@ -16,14 +16,20 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.serve.worker.http_errors import BROKEN, UNREADABLE, inference_error, output_fault
 from compress.serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
-from compress.serve.worker.preprocess import create_readers
-from compress.serve.worker.tensors import check, run_batched
+from compress.serve.worker.tensors import (
+    BROKEN,
+    UNREADABLE,
+    check,
+    inference_error,
+    output_fault,
+    run_batched,
+)
 from compress.serve.worker.wire import (
     JSON,
     LABELS,
     NPZ,
+    create_readers,
     decode,
     encode,
     error_body,

@@ -275,6 +275,13 @@ def test_an_added_metric_is_measured_judged_and_part_of_cache_keys(ranked: Path)
         Metric("top6").check()
 
 
+def test_the_package_of_a_metric_with_many_names_is_part_of_cache_keys(
+    ranked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metric_module.metric_class("top5"), "pattern", "^top[0-9]$")
+    assert Metric("top3").identity()[3] == "ranking 1.0"
+
+
 def test_an_added_loss_is_computed_and_tells_the_task(ranked: Path) -> None:
     loss = Loss(TypeAdapter(LossName).validate_python("huber"))
     outputs, targets = torch.tensor([[0.0], [3.0]]), torch.tensor([0.5, 0.0])

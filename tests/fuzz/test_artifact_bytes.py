@@ -74,7 +74,7 @@ def graph(eager: EagerModel, place: Path) -> GraphModel:
 def mar(graph: GraphModel, place: Path) -> bytes:
     """Return a `.mar` as the stage packs it; TorchServe is not asked whether it answers."""
     from compress.core.context import Context
-    from compress.serve.packaging.recorded_measurements import record_probe
+    from compress.serve.packaging.model_interface import record_probe
     from compress.serve.torchserve.artifact import PROBE
     from compress.serve.torchserve.mar_file import write_mar
     from compress.serve.torchserve.stage import PackageTorchServe, archive_members

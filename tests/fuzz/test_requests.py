@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from compress.common.printable import CONTROL_CHARACTERS
 from compress.common.signature import Signature, TensorSpec
-from compress.serve.worker.http_errors import describe_error
-from compress.serve.worker.tensors import check
+from compress.serve.worker.tensors import check, describe_error
 from compress.serve.worker.wire import (
     HEADER_LENGTH,
     JSON,

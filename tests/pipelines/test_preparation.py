@@ -12,8 +12,8 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from compress.pipelines.api import Pipeline
 from compress.serve.http.loaded_model import open_model
-from compress.serve.image import build_folder
-from compress.serve.image.build_folder import write_build_folder
+from compress.serve.image import container_image
+from compress.serve.image.container_image import write_build_folder
 
 DATA = """
 import numpy as np
@@ -89,7 +89,7 @@ def test_servers_take_images_that_become_what_val_holds(
         pinned.extend(arguments)
         raise StageFailed("no index here")
 
-    monkeypatch.setattr(build_folder, "run_pip", refuse)
+    monkeypatch.setattr(container_image, "run_pip", refuse)
     with suppress(StageFailed):
         write_build_folder(artifact.path, tmp_path / "image", lambda file: file.write_text("{}"))
     assert any(pin.startswith("pillow==") for pin in pinned) == (mean == 0.5)

@@ -22,12 +22,12 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.context import Context
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
-from compress.serve.image import build_folder
-from compress.serve.image.build_folder import write_build_folder
+from compress.serve.image import container_image
+from compress.serve.image.container_image import write_build_folder
 from compress.serve.packaging.request_forms import ImageInput, forms_of, image_input
 from compress.serve.torchserve.mar_file import read_mar
 from compress.serve.torchserve.stage import PackageTorchServe
-from compress.serve.worker.preprocess import create_readers
+from compress.serve.worker.wire import create_readers
 from tests.serve.served_here import Served, serving
 
 transformers = pytest.importorskip("transformers")
@@ -263,7 +263,7 @@ def test_an_image_to_deploy_has_what_reads_its_texts(exported, tmp_path, monkeyp
         asked.extend(arguments)
         raise StageFailed("no index here")
 
-    monkeypatch.setattr(build_folder, "run_pip", refuse)
+    monkeypatch.setattr(container_image, "run_pip", refuse)
     with pytest.raises(StageFailed, match="no index here"):
         write_build_folder(exported.path, tmp_path / "image", lambda file: file.write_text("{}"))
     assert any(pin.startswith("tokenizers==") for pin in asked)

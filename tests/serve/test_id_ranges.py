@@ -14,7 +14,7 @@ from compress.core.context import Context
 from compress.export.aotinductor.stage import ExportAot
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.export.openvino.stage import ExportOpenVINO
-from compress.serve.packaging.recorded_measurements import record_probe
+from compress.serve.packaging.model_interface import record_probe
 from compress.serve.repository.kserve import PackageKServe
 from compress.serve.repository.triton import PackageTriton
 from compress.serve.torchserve.mar_file import CONFIG

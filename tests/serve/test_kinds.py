@@ -34,8 +34,7 @@ from compress.serve.torchserve.handler_runner import HandlerProcess
 from compress.serve.torchserve.mar_file import read_mar
 from compress.serve.torchserve.stage import PackageTorchServe
 from compress.serve.worker.loaders import load_graph, missing_here
-from compress.serve.worker.preprocess import create_readers
-from compress.serve.worker.wire import decode
+from compress.serve.worker.wire import create_readers, decode
 from tests.export.builders import EXACT_BITS
 
 pytestmark = pytest.mark.torchserve

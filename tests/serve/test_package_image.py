@@ -29,8 +29,14 @@ from compress.common.signature import OutputSpec, Signature
 from compress.core.context import Context
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.serve.http.loaded_model import RUNTIMES
-from compress.serve.image.build_folder import SERVING, write_build_folder
-from compress.serve.image.oci_layout import ARCHITECTURES, read_base, write_image_layout
+from compress.serve.image import container_image
+from compress.serve.image.container_image import (
+    ARCHITECTURES,
+    SERVING,
+    read_base,
+    write_build_folder,
+    write_image_layout,
+)
 from compress.serve.image.replay_probe import largest_difference
 from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.verify import verify
@@ -316,6 +322,15 @@ def test_an_index_that_names_another_twice_is_read_once(tmp_path: Path) -> None:
 def test_a_layer_that_cannot_be_read_is_refused(tmp_path: Path, layer: bytes) -> None:
     base = cases._image(cases._layout(tmp_path), layer)
     with pytest.raises(ArtifactInvalid, match="not a readable layer"):
+        read_base(base)
+
+
+def test_a_layer_that_unpacks_to_much_more_than_it_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(container_image, "MOST_UNPACKED", 2**20)
+    base = cases._image(cases._layout(tmp_path), cases._layer(2**26))
+    with pytest.raises(ArtifactInvalid, match="unpacks to more than"):
         read_base(base)
 
 

@@ -235,7 +235,7 @@ def test_a_damaged_model_is_not_packed(model: OnnxModel, tmp_path: Path) -> None
 
 
 def test_bfloat16_is_refused() -> None:
-    from compress.serve.packaging.recorded_measurements import record_probe
+    from compress.serve.packaging.model_interface import record_probe
 
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 3), dtype="bfloat16"),))
     context: Any = SimpleNamespace(data=None, seed=0, threads=1, batch_dependence=lambda _: None)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
 from compress.common.requirements import pip_install
-from compress.core.metrics.metric import FunctionMeter, Metric
+from compress.core.metrics.metric import JACKKNIFE_GROUPS, FunctionMeter, Metric
 from compress.core.objectives.targets import describe_outputs, describe_targets
 
 if TYPE_CHECKING:
@@ -26,20 +27,21 @@ LABEL_NAMES = ("labels", "class_labels")
 
 
 class MeanAveragePrecision(Metric):
-    """COCO's mean average precision, by :func:`mean_average_precision`, whose settings it takes."""
+    """COCO's mean average precision, with the settings of :func:`matched_boxes`."""
 
     is_fraction = in_points = takes_all_outputs = needs_output_names = True
 
     def meter(self) -> FunctionMeter:
         """Return what keeps the boxes for COCO's evaluator."""
         self.check_settings()
-        return FunctionMeter(self, mean_average_precision, dict(self.arguments))
+        settings = dict(self.arguments)
+        return _BoxMeter(self, mean_average_precision, settings, JACKKNIFE_GROUPS)
 
     def check_settings(self) -> None:
         """Raise PipelineInvalid for another setting or value, Unavailable without pycocotools."""
         settings = dict(self.arguments)
         try:
-            inspect.signature(mean_average_precision).bind(None, None, **settings)
+            inspect.signature(matched_boxes).bind(None, None, **settings)
         except TypeError as error:
             raise PipelineInvalid(f"metric 'map': {first_line(error)}") from error
         for name, known in (("box_format", get_args(BoxFormat)), ("scores", get_args(Scores))):
@@ -55,15 +57,31 @@ class MeanAveragePrecision(Metric):
             ) from None
 
 
-def mean_average_precision(
+class _BoxMeter(FunctionMeter):
+    def _values_of(self, added: Any, parts: Sequence[torch.Tensor]) -> list[float]:
+        # Boxes are matched once, which takes longer than what follows.
+        evaluation = self._call(matched_boxes, *added, **self.settings)
+        return [0.0 if evaluation is None else mean_precision(evaluation, part) for part in parts]
+
+
+def mean_average_precision(outputs: Any, targets: Targets, **settings: Any) -> float:
+    """Return the mAP of boxes, with the arguments of :func:`matched_boxes`."""
+    evaluation = matched_boxes(outputs, targets, **settings)
+    return 0.0 if evaluation is None else mean_precision(evaluation)
+
+
+def matched_boxes(
     outputs: torch.Tensor | Mapping[str, torch.Tensor],
     targets: Targets,
     *,
     iou_thresholds: Sequence[float] | None = None,
     box_format: BoxFormat | None = None,
     scores: Scores = "softmax",
-) -> float:
-    """Return the mAP; raise StageFailed for outputs or targets of another form.
+) -> Any:
+    """Match boxes by COCO's evaluator, and return it; None where the model found none.
+
+    Raises:
+        StageFailed: outputs or targets are of another form.
 
     Args:
         outputs: `boxes` (samples, boxes, 4), `scores` and `labels` (samples, boxes), where a label
@@ -95,7 +113,7 @@ def mean_average_precision(
         raise StageFailed("metric map: the targets have no box")
     is_box = labels >= 0
     if not bool(is_box.any()):
-        return 0.0
+        return None
     images = torch.arange(len(boxes))[:, None].expand_as(labels)
     parts = (images[is_box][:, None], _as_xywh(boxes[is_box].double(), box_format))
     found = torch.cat([*parts, confidences[is_box][:, None], labels[is_box][:, None]], 1)
@@ -113,10 +131,21 @@ def mean_average_precision(
         if iou_thresholds is not None:
             evaluation.params.iouThrs = np.array(iou_thresholds)
         evaluation.evaluate()
+    return evaluation
+
+
+def mean_precision(evaluation: Any, images: torch.Tensor | None = None) -> float:
+    """Return the mAP of matched boxes, or that of some images, by a mask of these."""
+    matches = evaluation.evalImgs  # of each image, class and range of areas, None without boxes
+    if images is not None:
+        evaluation.evalImgs = [m if m and images[m["image_id"]] else None for m in matches]
+    with redirect_stdout(io.StringIO()):
         evaluation.accumulate()
+    evaluation.evalImgs = matches
     # By overlap, recall, class, area and most boxes in an image; -1 for classes without a box.
     precision = evaluation.eval["precision"][..., 0, -1]
-    return float(precision[precision > -1].mean())
+    known = precision[precision > -1]
+    return float(known.mean()) if known.size else math.nan
 
 
 def _predictions(

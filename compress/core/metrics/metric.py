@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import announced, announcing_package
-from compress.core.metrics.score import pseudo_values
+from compress.core.metrics.score import jackknifed, pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
-from compress.core.objectives.targets import describe_outputs, describe_targets
+from compress.core.objectives.targets import describe_outputs, describe_targets, has_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from compress.data.targets import Targets
 
 
+JACKKNIFE_GROUPS = 20
+"""Of metrics that are computed anew without each group: more cost time, and would narrow intervals
+by 6 % at most (Student's t of 19 degrees of freedom)."""
+
+
 @cache
 def _announced() -> dict[str, type[Metric]]:
     return announced("compress.metrics", "metric")
@@ -43,11 +48,16 @@ def _announced() -> dict[str, type[Metric]]:
 
 def metric_class(name: str) -> type[Metric]:
     """Return the class of a metric's name; :class:`UnknownMetric` where no package has it."""
+    return _announcement(name)[1]
+
+
+def _announcement(name: str) -> tuple[str, type[Metric]]:
+    """Return name and class of the entry point that a metric's name is for."""
     # One after the other: `torchmetrics.…` and `module:callable` are forms, and no fixed names.
     for entry, kind in _announced().items():
         if re.search(kind.pattern, name) if kind.pattern else name == entry:
-            return kind
-    return UnknownMetric
+            return entry, kind
+    return "", UnknownMetric
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,8 @@ class Metric:
 
     def code(self) -> str:
         """Return what identifies code outside of this toolkit: a package, or the user's own."""
-        return announcing_package("compress.metrics", self.name)
+        # Not by its own name: a class with a pattern has more than that of its entry point.
+        return announcing_package("compress.metrics", _announcement(self.name)[0])
 
     def with_inferred_loss(self, data: Splits | None) -> Self:
         """Return the same metric with its loss inferred from the data's targets, if it uses one."""
@@ -378,10 +389,20 @@ class FunctionMeter(MetricMeter):
     keeps_outputs = True
 
     def __init__(
-        self, metric: Metric, function: Callable[..., Any], settings: dict[str, Any] | None = None
+        self,
+        metric: Metric,
+        function: Callable[..., Any],
+        settings: dict[str, Any] | None = None,
+        jackknife_groups: int = 0,
     ) -> None:
+        """Create it; `jackknife_groups` of samples give an interval, none for any function.
+
+        The users' own may not be smooth: a maximum without some samples tells nothing of how sure
+        it is.
+        """
         super().__init__(metric)
         self.function, self.settings = function, settings or {}
+        self.jackknife_groups = jackknife_groups
         self.batches: list[tuple[Any, Targets]] = []
         """Outputs and targets."""
 
@@ -399,6 +420,27 @@ class FunctionMeter(MetricMeter):
 
     def _value(self, added: Any) -> float:
         return one_number(self.metric.name, self._call(self.function, *added, **self.settings))
+
+    def pseudo_values(self) -> NDArray[np.float64] | None:
+        """Return what each group adds to the metric; None for functions without groups."""
+        import torch
+
+        added, groups = self.state(), self.jackknife_groups
+        samples = 0 if added is None else len(has_target(added[1]))
+        if not groups or samples < 2 * groups:
+            return None
+        group_of = torch.arange(samples) * groups // samples
+        try:
+            without = self._values_of(added, [group_of != group for group in range(groups)])
+        except StageFailed:  # one group alone has the boxes
+            return None
+        return jackknifed(self._value(added), without)
+
+    def _values_of(self, added: Any, parts: Sequence[torch.Tensor]) -> list[float]:
+        """Return the function of each part of the samples, by a mask of these."""
+        from compress.data.targets import select
+
+        return [self._value([select(each, part) for each in added]) for part in parts]
 
     def state(self) -> tuple[Any, Targets] | None:
         """Return all outputs and targets."""

@@ -171,8 +171,6 @@ def pseudo_values(
         add: returns the sums of the samples of both.
         compute: returns the metric of some sums.
     """
-    import numpy as np
-
     if len(sums) < 2:
         return None
     after = [sums[-1]]
@@ -187,8 +185,15 @@ def pseudo_values(
             before = own if before is None else add(before, own)
     except StageFailed:
         return None
-    without = np.array(values)
-    if not np.isfinite(without).all():
+    return jackknifed(value, values)
+
+
+def jackknifed(value: float, without: Sequence[float]) -> NDArray[np.float64] | None:
+    """Return what each group adds to a metric, from its values without each; None for NaN."""
+    import numpy as np
+
+    values = np.array(without)
+    if not np.isfinite(values).all():
         return None
-    parts: NDArray[np.float64] = value + (len(sums) - 1) * (without.mean() - without)
+    parts: NDArray[np.float64] = value + (len(values) - 1) * (values.mean() - values)
     return parts

@@ -10,7 +10,13 @@ from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import pip_install
 from compress.core.metrics.labels import label_decisions
-from compress.core.metrics.metric import FunctionMeter, Metric, MetricMeter, one_number
+from compress.core.metrics.metric import (
+    JACKKNIFE_GROUPS,
+    FunctionMeter,
+    Metric,
+    MetricMeter,
+    one_number,
+)
 from compress.core.objectives.losses import loss_kind
 from compress.core.objectives.targets import need_tensor
 
@@ -34,8 +40,6 @@ class Torchmetrics(Metric):
     adds_states = True
     path: ClassVar[str] = ""
     """The class's place inside torchmetrics; by default what follows in the name."""
-    by_output: ClassVar[bool] = False
-    """Whether the value has a number for each output, of which the mean is meant."""
 
     def declared_direction(self) -> bool | None:
         """Return whether larger is better by the library's class, or the user's."""
@@ -97,11 +101,13 @@ class UserMetric(Torchmetrics):
         return FunctionMeter(self, own, dict(self.arguments))
 
 
-class _InferredArguments(Torchmetrics):
-    """A class of torchmetrics whose arguments follow from outputs and targets."""
+class _LabelMetric(Torchmetrics):
+    """A mean over classes, by a class of torchmetrics whose arguments follow from the data."""
 
     pattern = form = ""
     higher = True
+    is_fraction = in_points = reads_loss = True
+    labels = "any"
 
     def meter(self) -> MetricMeter:
         """Return what makes the object when the first batch shows its arguments."""
@@ -110,13 +116,6 @@ class _InferredArguments(Torchmetrics):
     def check_settings(self) -> None:
         """Raise Unavailable if the library is not installed."""
         import_torchmetrics(self.name)
-
-
-class _LabelMetric(_InferredArguments):
-    """A mean over classes."""
-
-    is_fraction = in_points = reads_loss = True
-    labels = "any"
 
     def compared(
         self, outputs: Outputs, targets: Targets
@@ -152,23 +151,23 @@ class MeanIoU(_LabelMetric):
     path = "JaccardIndex"
 
 
-class Spearman(_InferredArguments):
-    """The correlation of ranks of numbers."""
+class Spearman(Metric):
+    """The correlation of ranks of numbers; of several outputs, the mean of theirs."""
 
-    path = "SpearmanCorrCoef"
-    by_output = True
+    def meter(self) -> FunctionMeter:
+        """Return what keeps the numbers: a rank depends on all of them."""
+        return FunctionMeter(self, self._correlation, jackknife_groups=JACKKNIFE_GROUPS)
 
-    def compared(
-        self, outputs: Outputs, targets: Targets
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return predicted and true numbers, `(samples,)` or `(samples, outputs)`."""
+    def _correlation(self, outputs: torch.Tensor, targets: Targets) -> torch.Tensor:
+        from torchmetrics.functional.regression import spearman_corrcoef
+
         targets = need_tensor(f"metric {self.name}", targets)
-        pair = loss_kind("mse").match(first_output(outputs), targets)
-        first, targets = (x.reshape(len(x), -1) for x in pair)
-        count = first.shape[1]
-        if count == 1:
-            first, targets = first[:, 0], targets[:, 0]
-        return first, targets, {"num_outputs": count}
+        pair = loss_kind("mse").match(outputs, targets)
+        return spearman_corrcoef(*(x.reshape(len(x), -1) for x in pair)).mean()
+
+    def check_settings(self) -> None:
+        """Raise Unavailable if the library is not installed."""
+        import_torchmetrics(self.name)
 
 
 class TorchmetricsMeter(MetricMeter):
@@ -214,8 +213,7 @@ class TorchmetricsMeter(MetricMeter):
             merge_states_(self.own, [state for _, state in known])
 
     def _value(self, added: Any) -> float:
-        value = self._call(self.own.compute)
-        return one_number(self.metric.name, value.mean() if self.metric.by_output else value)
+        return one_number(self.metric.name, self._call(self.own.compute))
 
 
 def import_torchmetrics(name: str) -> Any:

@@ -1,12 +1,15 @@
 """Several measurements of one artifact load its model once."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.dependency_recorder import recording
+from compress.serve.worker.loaders import as_array_function
 
 LABELS = Path(__file__)
 """A file that user code reads while the model is loaded."""
@@ -45,6 +48,37 @@ def test_a_kept_model_is_loaded_once_for_the_same_arguments(
         with mlp.open():
             pass
     assert len(loads) == 4
+
+
+def test_a_model_computes_with_its_own_threads_and_leaves_the_callers(mlp: EagerModel) -> None:
+    inputs, own_threads, seen = mlp.signature.example(), torch.get_num_threads(), []
+    opened = mlp.open("cpu", own_threads + 1)
+
+    def counted(module: Any, args: Any, output: Any) -> None:
+        seen.append(torch.get_num_threads())
+
+    with torch.nn.modules.module.register_module_forward_hook(counted):
+        opened(*inputs)
+        torch.set_num_threads(own_threads)
+        opened(*inputs)
+    assert set(seen) == {own_threads + 1}
+    assert torch.get_num_threads() == own_threads
+    opened.close()
+    assert torch.get_num_threads() == own_threads
+
+
+def test_a_handler_computes_with_the_threads_that_it_is_told() -> None:
+    own_threads, seen = torch.get_num_threads(), []
+
+    def module(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return x
+
+    try:
+        as_array_function(module, own_threads + 1)([np.zeros(1, np.float32)])
+    finally:
+        torch.set_num_threads(own_threads)
+    assert seen == [own_threads + 1]
 
 
 def test_files_read_to_load_it_count_for_each_who_uses_it(

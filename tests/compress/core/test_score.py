@@ -151,10 +151,18 @@ def scored(name: str, noise: float, count: int = 600, batch_size: int = 64):
     ).score(predict(places[rows])[0], y[rows])
 
 
-@pytest.mark.parametrize("name", ["f1", "miou", "r2", "torchmetrics.MeanSquaredError"])
-def test_intervals_of_functions_of_sums_are_those_of_a_bootstrap(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "groups", "rel"),
+    [
+        *((name, 200, 0.2) for name in ("f1", "miou", "r2", "torchmetrics.MeanSquaredError")),
+        ("spearman", 20, 0.35),  # the variance of 20 groups is known to some 30 %
+    ],
+)
+def test_intervals_of_functions_of_samples_are_those_of_a_bootstrap(
+    name: str, groups: int, rel: float
+) -> None:
     (before, value), (after, other) = (scored(name, noise) for noise in (0.2, 1.0))
-    assert before.parts is not None and len(before.parts) == 200
+    assert before.parts is not None and len(before.parts) == groups
     assert before.value == pytest.approx(value(slice(None)), rel=1e-5)
     random = np.random.default_rng(2)
     drawn = [torch.from_numpy(random.integers(0, 600, 600)) for _ in range(150)]
@@ -165,7 +173,7 @@ def test_intervals_of_functions_of_sums_are_those_of_a_bootstrap(name: str) -> N
     ):
         assert found is not None
         reach = 1.96 * resampled.std(ddof=1)
-        assert (found[1] - found[0]) / 2 == pytest.approx(reach, rel=0.2)
+        assert (found[1] - found[0]) / 2 == pytest.approx(reach, rel=rel)
 
 
 def test_groups_of_samples_do_not_depend_on_batches() -> None:
@@ -175,11 +183,36 @@ def test_groups_of_samples_do_not_depend_on_batches() -> None:
     assert one.samples == 600
 
 
-@pytest.mark.parametrize("name", ["spearman", f"{__name__}:boxes"])
-def test_metrics_without_sums_say_that_they_have_no_interval(name: str) -> None:
-    score, _ = scored(name, 0.5)
+def test_the_users_own_metrics_say_that_they_have_no_interval() -> None:
+    score, _ = scored(f"{__name__}:boxes", 0.5)
     assert score.parts is None
     assert score.change_to(score).in_words() == "600 samples; no interval"
+
+
+def test_the_interval_of_boxes_is_that_of_a_mean_where_the_metric_is_one() -> None:
+    # One box an image, whose overlap is right or wrong, with scores in the same order: the
+    # precision of the images that are right is one, so that the mAP is their share.
+    pytest.importorskip("pycocotools")
+    is_found = torch.rand(400, generator=torch.Generator().manual_seed(0)) < 0.7
+    box = torch.tensor([[0.0, 0.0, 10.0, 10.0]])
+    shift = torch.where(is_found, 0.0, 500.0)[:, None, None]
+    targets = [{"boxes": box, "labels": torch.zeros(1)} for _ in range(400)]
+    outputs = [box + shift, is_found.float()[:, None], torch.zeros(400, 1)]
+    meter = Metric("map", outputs=("boxes", "scores", "labels")).meter()
+    for rows in (slice(0, 150), slice(150, 400)):
+        meter.update([x[rows] for x in outputs], targets[rows])
+    parts = meter.pseudo_values()
+    assert parts is not None and len(parts) == 20
+    interval = Score(meter.compute(), 400, parts).uncertainty().interval
+    assert interval is not None
+    half = 1.96 * (0.7 * 0.3 / 400) ** 0.5
+    assert (interval[1] - interval[0]) / 2 == pytest.approx(half, rel=0.35)
+
+
+def test_few_images_have_no_interval() -> None:
+    meter = Metric("spearman").meter()
+    meter.update(torch.arange(39.0), torch.arange(39.0))
+    assert meter.pseudo_values() is None
 
 
 def test_equal_models_have_no_interval_of_a_change() -> None:

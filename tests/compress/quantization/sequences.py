@@ -61,3 +61,16 @@ def rows() -> nn.Module:
 
 
 encoder = Encoder
+
+
+class Decoder(nn.Module):
+    """PyTorch's decoder layers, which attend to a second sequence, made of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True)
+        self.memory, self.decoder = nn.Linear(WIDTH, WIDTH), nn.TransformerDecoder(layer, 2)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.decoder(x, self.memory(x)).mean(1))

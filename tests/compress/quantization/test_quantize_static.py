@@ -18,7 +18,7 @@ from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.config.dtype_scheme import BuiltInObserver
 from compress.quantization.stages.static import QuantizeStatic
-from tests.compress.quantization.builders import IMAGE, NETWORKS, build_model
+from tests.compress.quantization.builders import IMAGE, NETWORKS, answer, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
 
 DIGITS = Path(__file__).parents[3] / "examples" / "digits"
@@ -395,6 +395,20 @@ def test_progress_counts_samples(tmp_path: Path) -> None:
     )
     assert seen[:3] == [("calibrate", done, 80) for done in (32, 64, 80)]
     assert seen[-1] == ("compare with the float model", 80, 80)
+
+
+def test_what_stays_float_of_pytorchs_decoder_is_named(tmp_path: Path) -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 6, 32)),))
+    model = build_model(tmp_path / "source", "sequences:Decoder", signature)
+    data = splits((6, 32))
+    int8 = QuantizeStatic(calibration_samples=64)(model, Context(root=tmp_path / "int8", data=data))
+    # Attention to the memory slices one packed weight for its queries, and for keys and values.
+    facts = int8.manifest.facts
+    assert facts["quantized_operators"]["linear"] == 2 + 2 * 5
+    assert facts["float_modules"] == [f"decoder.layers.{i}.multihead_attn" for i in range(2)]
+    x = torch.stack([row[0][0] for row in data.datasets["val"]])
+    expected, found = answer(model, x), answer(int8, x)
+    assert float((found - expected).std() / expected.std()) < 0.1
 
 
 def test_settings_import_no_torch(fresh_process: Callable[[str], str]) -> None:

@@ -17,7 +17,7 @@ from compress.export.onnx import proto_io
 from compress.export.onnx.metadata import check_class_count
 from compress.export.onnx.proto_io import read
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
-from compress.serve.packaging.recorded_measurements import record_probe
+from compress.serve.packaging.model_interface import record_probe
 from compress.serve.torchserve.stage import PackageTorchServe, archive_members
 from tests.export.builders import HERE, IMAGE, ROWS, network
 

@@ -14,7 +14,6 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature
 from compress.serve.packaging.request_forms import ImageInput, TextInput
 from compress.serve.worker import wire
-from compress.serve.worker.preprocess import create_readers
 from compress.serve.worker.tensors import check, top_classes
 from compress.serve.worker.wire import (
     HEADER_LENGTH,
@@ -23,11 +22,13 @@ from compress.serve.worker.wire import (
     NPZ,
     RAW,
     TEXT,
+    create_readers,
     decode,
     encode,
     from_npz,
     parse_json,
     requested_outputs,
+    without_mark,
 )
 
 IDS = {"name": "ids", "shape": ["batch", 2], "dtype": "int64"}
@@ -209,7 +210,7 @@ def test_invalid_and_oversized_images_are_refused(monkeypatch: pytest.MonkeyPatc
     Image.fromarray(np.zeros((4, 4), np.uint16)).save(deep, "PNG")
     with pytest.raises(ValueError, match="mode is I;16, expected 8 bits"):
         read(deep.getvalue())
-    monkeypatch.setattr("compress.serve.worker.preprocess.MAX_PIXELS", 399)
+    monkeypatch.setattr("compress.serve.worker.wire.MAX_PIXELS", 399)
     with pytest.raises(ValueError, match="400 pixels, at most 399") as caught:
         read(body)
     assert caught.value.args[0] == 413
@@ -312,3 +313,18 @@ def test_json_is_the_same_without_pydantic(fast: bool, monkeypatch: pytest.Monke
     arrays = [floats, np.array([True, False]), np.array([2**64 - 1], np.uint64)]
     assert [json.loads(wire.flat_json(array)) for array in arrays] == [a.tolist() for a in arrays]
     assert json.loads(wire.flat_json(np.array(["ä\ud800", "b"]))) == ["ä\ud800", "b"]
+
+
+def test_a_body_without_a_byte_order_mark_is_not_copied() -> None:
+    body = bytearray(b"[1]")
+    assert without_mark(body) is body
+    assert without_mark(bytearray(b"\xef\xbb\xbf[1]")) == body
+    assert parse_json(b"\xef\xbb\xbf[1]") == [1]
+
+
+def test_nulls_in_a_tensor_of_numbers_are_refused_by_its_name() -> None:
+    # What KServe's client writes for NaN.
+    tensor = {"name": "scale", "shape": [2], "datatype": "FP32", "data": [1.0, None]}
+    body = asked(tensor)
+    with pytest.raises(ValueError, match="scale holds values that are not float32"):
+        decode(body, JSON, {}, [SCALE], {})

@@ -18,7 +18,7 @@ import pytest
 
 from compress.common.errors import StageFailed
 from compress.profiling.batch_dependence import BatchDependence
-from compress.serve.client.client import Client, Form, Npz, OpenInference
+from compress.serve.client.client import Client, Npz, OpenInference
 from compress.serve.worker.wire import NPY, NPZ, RAW, from_npz
 from tests.serve.attacks import tensors
 from tests.serve.mistakes import GOOD, MISTAKES, NOT_THERE, ROW, changed
@@ -95,7 +95,7 @@ def test_the_metadata_has_names_types_and_shapes(server: Served) -> None:
     ids=["npz", "binary", "json"],
 )
 def test_every_wire_format_answers_like_onnxruntime_in_process(
-    server: Served, artifact: Path, form: Form
+    server: Served, artifact: Path, form: Npz | OpenInference
 ) -> None:
     rows = np.random.default_rng(1).uniform(-1, 1, (40, 4)).astype(np.float32)
     session = onnxruntime.InferenceSession(str(artifact / "model.onnx"))

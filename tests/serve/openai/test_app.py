@@ -247,3 +247,17 @@ def test_a_text_far_beyond_the_context_is_not_tokenized(
     assert sum(tokenized) < 8000
     with pytest.raises(ApiError, match=r"found more than \d+ tokens, expected 1 to 95"):
         counting.read(False, body)
+
+
+def test_a_body_is_held_once_while_its_text_is_read(texts: DecoderTexts, folder: Artifact) -> None:
+    held = []
+
+    class Measuring(TextTokenizer):
+        def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+            held.append(len(body))
+            return super().encode(text, special_tokens=special_tokens)
+
+    body = bytearray(json.dumps({"prompt": "a " * 10**5}).encode())
+    with pytest.raises(ApiError, match="found more than"):
+        replace(texts, tokenizer=Measuring(folder)).read(False, body)
+    assert set(held) == {0}

@@ -11,7 +11,7 @@ from compress.serve.http.responses import HttpError
 from compress.serve.openai.app import error_in_openai_format
 from compress.serve.openai.decoder import StopTexts
 from compress.serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
-from compress.serve.worker.http_errors import UNREADABLE
+from compress.serve.worker.tensors import UNREADABLE
 
 USER = {"role": "user", "content": "hi"}
 

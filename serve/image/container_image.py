@@ -1,0 +1,565 @@
+"""Write images that serve an artifact: a folder for `docker build`, or an OCI layout.
+
+What serving without torch needs is pinned to the installed versions and hashes of their wheels. The
+layout, written without Docker, is that of the OCI image specification v1.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import zlib
+from dataclasses import dataclass
+from importlib.metadata import distribution, distributions
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
+from compress.common.atomic_files import open_regular, sha256_of
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
+from compress.common.foreign.child_process import read_in_child
+from compress.common.requirements import DISTRIBUTION
+from compress.common.sealed_json import write_sealed
+from compress.export.exporter import EXPORTERS
+from compress.profiling.probe_rows import seeded_rows
+from compress.serve.http.loaded_model import RUNTIMES, open_model
+from compress.serve.http.uvicorn_server import refuse_missing
+from compress.serve.packaging.model_interface import PROBE_SIZES, REPORT
+from compress.serve.worker.wire import to_npz
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    Attest = Callable[[Path], object]
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+LONGEST_PIP = 1800
+"""Seconds for all packages, of which a runtime may have hundreds of MB."""
+SERVING = (
+    *("httptools", "lazy_loader", "numpy", "prometheus-client", "pydantic"),
+    *("pyyaml", "rich", "typer", "uvicorn", "uvloop"),
+)
+"""What `compress serve` and `compress verify` import besides the model's runtime; no torch."""
+logger = logging.getLogger(__name__)
+HOME = "/opt/compress"
+"""Folder of the model and the server in an image."""
+USER = "10001:10001"
+"""Without a name in /etc/passwd; Kubernetes' `runAsNonRoot` accepts numbers alone."""
+PORT = 8080
+VARIABLES = {
+    "PYTHONPATH": f"{HOME}/app:{HOME}/lib",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",  # the root file system may be read-only
+}
+HEALTH = (
+    "import urllib.request as r; "
+    f"r.urlopen('http://127.0.0.1:{PORT}/v2/health/ready', timeout=4).close()"
+)
+
+DOCKERFILE = """\
+ARG PYTHON_IMAGE=python:{python}-slim
+FROM ${{PYTHON_IMAGE}}
+COPY requirements.txt {home}/
+RUN pip install --no-cache-dir --no-deps --require-hashes -r {home}/requirements.txt
+COPY app {home}/app
+RUN python3 -m compileall -q {home}/app
+COPY model {home}/model
+COPY {files} {home}/
+ENV {variables}
+LABEL compress.artifact.digest="{digest}"
+USER {user}
+EXPOSE {port}
+HEALTHCHECK --interval=15s --timeout=5s --start-period=60s CMD {health}
+ENTRYPOINT {entrypoint}
+"""
+DOCKERIGNORE = "*\n!app\n!model\n!*.json\n!*.npz\n!requirements.txt\n"
+PACKAGE = Path(__file__).parents[2]
+"""Folder of this toolkit, in a checkout or in site-packages."""
+MEDIA = "application/vnd.oci.image."
+INDEX, MANIFEST_TYPE, CONFIG = (
+    f"{MEDIA}{kind}.v1+json" for kind in ("index", "manifest", "config")
+)
+LAYER = f"{MEDIA}layer.v1.tar+gzip"
+READ_LAYERS = (LAYER, f"{MEDIA}layer.v1.tar")
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""OCI's names, which are Go's, by Python's."""
+LARGEST_JSON = 2**22
+"""Bytes of a manifest that registries must accept."""
+MOST_UNPACKED, MOST_RATIO = 2**30, 50
+"""Bytes that a layer may unpack to, and more for each byte that it has: gzip makes a thousandth of
+zeros, and a tenth of texts."""
+Json = Any
+T = TypeVar("T")
+
+
+def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ()) -> str:
+    """Return a requirements file of the installed versions, with a hash each, as pip resolves them.
+
+    pip asks the package index that it is configured for, and installs nothing. The wheels are
+    those for this machine's Python and architecture.
+
+    Args:
+        folder: for the file with the versions that pip may choose.
+        runtime: package that runs the model.
+        readers: packages that read texts and images of requests.
+
+    Raises:
+        Unavailable: pip or a package that serving needs is not installed.
+        StageFailed: pip finds no wheel of an installed version, or cannot reach the index.
+    """
+    refuse_missing()
+    constraints = folder / "constraints.txt"
+    # Not of the packages that are asked for: pip would only say that something conflicts.
+    serving = (*SERVING, runtime, *readers)
+    wanted = {name.replace("_", "-") for name in serving}
+    installed = {d.name: d.version for d in distributions() if d.name}
+    # Not by a search for the module, of which setuptools warns where distutils was imported.
+    if "pip" not in installed:
+        raise Unavailable("compress package needs pip to find hashes: python -m ensurepip")
+    installed = {n: v for n, v in installed.items() if n.lower().replace("_", "-") not in wanted}
+    constraints.write_text(
+        "".join(f"{name}=={version}\n" for name, version in sorted(installed.items())),
+        encoding="utf-8",
+    )
+    pinned = [f"{name}=={distribution_version(name)}" for name in serving]
+    options = ["--dry-run", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
+    report = run_pip("install", *options, "--constraint", str(constraints), *pinned)
+    constraints.unlink()
+    lines = [f"# For Python {sys.version_info[0]}.{sys.version_info[1]}, found by pip."]
+    for found in json.loads(report)["install"]:
+        name, version = found["metadata"]["name"], found["metadata"]["version"]
+        sha256 = found["download_info"]["archive_info"]["hashes"]["sha256"]
+        lines.append(f"{name.lower()}=={version} --hash=sha256:{sha256}")
+    return "\n".join([lines[0], *sorted(lines[1:])]) + "\n"
+
+
+def run_pip(*arguments: str) -> str:
+    """Run pip and return its standard output; StageFailed with its first error line."""
+    try:
+        done = subprocess.run(
+            [*PIP, *arguments, "--quiet", "--no-input"],
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_PIP,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StageFailed(
+            f"compress package: pip {arguments[0]}: has not ended within {LONGEST_PIP} s; is the "
+            "package index that pip is configured for reachable?"
+        ) from error
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise StageFailed(
+            f"compress package: pip {arguments[0]}: {(errors or ['ERROR: it failed'])[0][7:]}; "
+            "the hashes come from the package index that pip is configured for"
+        )
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """A written folder, for the terminal."""
+
+    path: str
+    digest: str
+    """Of the artifact."""
+    bytes: int
+    """Size of all files."""
+    image_digest: str = ""
+    """Digest of an OCI image's manifest; empty for a folder with a Dockerfile."""
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines for the terminal."""
+        size = f"{self.bytes / 2**20:.1f} MiB"
+        if self.image_digest:
+            return (f"{self.path}: OCI image layout, {size}, image {self.image_digest}",)
+        return (
+            f"{self.path}: Dockerfile and what it copies, {size}",
+            f"docker build -t model {self.path}",
+            f"docker run --rm --read-only -p 127.0.0.1:{PORT}:{PORT} model",
+        )
+
+
+def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
+    """Write a Dockerfile, pinned requirements, the artifact, its probe and its attestation.
+
+    Args:
+        path: directory of an artifact that a runtime other than torch runs.
+        out: the folder to write, which must not exist or be empty.
+        attest: writes an attestation of the artifact to a file.
+
+    Raises:
+        ArtifactInvalid: the artifact is of another kind, or not what was sealed.
+        PipelineInvalid: `out` holds files.
+        StageFailed: the model does not answer its own signature, or pip finds no hashes.
+    """
+    with new_folder(out) as partial:
+        artifact = write_image_files(path, partial, attest)
+        files = sorted(f.name for f in partial.iterdir() if f.suffix in (".json", ".npz"))
+        content = DOCKERFILE.format(
+            python=f"{sys.version_info[0]}.{sys.version_info[1]}",
+            home=HOME,
+            files=" ".join(files),
+            variables=" ".join(f"{name}={value}" for name, value in VARIABLES.items()),
+            digest=artifact.digest,
+            user=USER,
+            port=PORT,
+            health=json.dumps(["python3", "-c", HEALTH]),
+            entrypoint=json.dumps(entrypoint(partial, artifact)),
+        )
+        (partial / "Dockerfile").write_text(content, encoding="utf-8")
+        (partial / ".dockerignore").write_text(DOCKERIGNORE, encoding="utf-8")
+        size = make_readable(partial)
+    return ImageFiles(str(out), artifact.digest, size)
+
+
+def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
+    """Write what both forms of an image hold; return the artifact."""
+    artifact = Artifact.from_directory(path)
+    if artifact.kind not in RUNTIMES:
+        stages = [str(EXPORTERS[kind].model_fields["stage"].default) for kind in RUNTIMES]
+        raise ArtifactInvalid(
+            f"{path}: is {artifact.kind!r}, expected {' or '.join(map(repr, RUNTIMES))}: images "
+            f"hold no torch; export the model with {' or '.join(stages)}"
+        )
+    inputs = seeded_rows(artifact.signature, PROBE_SIZES[0])
+    with open_model(artifact, "model", threads=1) as model:  # it checks every digest
+        outputs = model.call(*inputs)
+    names = [spec.name for spec in artifact.signature.inputs]
+    names += [output.name for output in artifact.signature.outputs]
+    probe = dict(zip(names, (*inputs, *outputs), strict=True))
+    (folder / "probe.npz").write_bytes(to_npz(probe))
+    attest(folder / "attestation.json")
+    if model.recorded.batch_dependence:
+        # Of the run's report, only what the server needs: the rest is not served.
+        measured = model.recorded.model_dump(mode="json")
+        stage = {"artifact": {"digest": artifact.digest}, "measurements": measured}
+        write_sealed(folder / REPORT, {"stages": [stage]})
+    for name in (MANIFEST, *artifact.manifest.files):
+        target = folder / "model" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artifact.path / name, target)
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, folder / "app" / PACKAGE.name, ignore=skip)
+    # With its entry points, by which the server finds the artifact's kind.
+    installed = distribution(DISTRIBUTION)
+    metadata = folder / "app" / f"{DISTRIBUTION.replace('-', '_')}-{installed.version}.dist-info"
+    metadata.mkdir()
+    for name in ("METADATA", "entry_points.txt"):
+        (metadata / name).write_text(str(installed.read_text(name)), encoding="utf-8")
+    _, notes = model.recorded.served_forms(artifact)
+    for note in notes:
+        logger.error("note: %s", note)  # the command shows errors only
+    # What `compress serve` answers here, with the libraries of this machine, the image answers.
+    libraries = {"image": "pillow", "text": "tokenizers"}
+    readers = [libraries[form] for form in model.forms]
+    requirements = locked_requirements(folder, RUNTIMES[artifact.kind], readers)
+    (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
+    return artifact
+
+
+def entrypoint(folder: Path, artifact: Artifact) -> list[str]:
+    """Return the command of an image, which refuses another model than this artifact."""
+    command: list[Any] = [
+        "python3",
+        "-m",
+        "compress.cli",
+        "serve",
+        f"{HOME}/model",
+        "--host",
+        "0.0.0.0",
+    ]
+    command += ["--sha256", artifact.digest]
+    return [*command, "--report", f"{HOME}/{REPORT}"] if (folder / REPORT).is_file() else command
+
+
+def make_readable(folder: Path) -> int:
+    """Let every user read a folder, as an image's user must; return its size in bytes."""
+    size = 0
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        size += 0 if path.is_dir() else path.stat().st_size
+    return size
+
+
+class _Object(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's
+
+
+class LayoutFile(_Object):
+    """Content of `oci-layout`."""
+
+    imageLayoutVersion: Literal["1.0.0"]
+
+
+class Descriptor(_Object):
+    """Names a blob."""
+
+    mediaType: str
+    digest: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
+
+
+class Index(_Object):
+    """Names images, or further indexes."""
+
+    manifests: list[Descriptor]
+
+
+class Manifest(_Object):
+    """Names the configuration and the layers of an image."""
+
+    config: Descriptor
+    layers: list[Descriptor]
+
+
+class Started(_Object):
+    """How a container is started."""
+
+    Env: NotRequired[list[Annotated[str, Field(pattern="=")]] | None]
+    Labels: NotRequired[dict[str, str] | None]
+
+
+class RootFS(_Object):
+    """The hashes of the layers, unpacked."""
+
+    diff_ids: list[str]
+
+
+class Config(_Object):
+    """Configuration of an image."""
+
+    os: str
+    architecture: str
+    rootfs: RootFS
+    config: NotRequired[Started | None]
+    history: NotRequired[list[Json]]
+
+
+def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> ImageFiles:
+    """Write an OCI layout: the image of `base`, and a layer with server, packages and artifact.
+
+    The same artifact, base, versions and zlib give the same digest.
+
+    Args:
+        path: directory of an artifact that a runtime other than torch runs.
+        out: the layout to write, which must not exist or be empty.
+        base: a layout of one image with this Python, as `skopeo copy docker://… oci:DIR` writes it.
+        attest: writes an attestation of the artifact to a file.
+
+    Raises:
+        ArtifactInvalid: the artifact or the base is not as expected.
+        PipelineInvalid: `out` holds files.
+        StageFailed: the model does not answer its own signature, or pip finds no package.
+    """
+    manifest, config = read_base(base)
+    with new_folder(out) as partial:
+        root = partial / "root"
+        root.mkdir()
+        artifact = write_image_files(path, root, attest)
+        options = ["--no-deps", "--require-hashes", "--no-compile", "--target", str(root / "lib")]
+        run_pip("install", *options, "--requirement", str(root / "requirements.txt"))
+        # Their first lines name this machine's Python.
+        shutil.rmtree(root / "lib" / "bin", ignore_errors=True)
+        for record in (root / "lib").glob("*.dist-info/RECORD"):
+            lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
+            record.write_text("".join(line for line in lines if not line.startswith("../")))
+        make_readable(root)
+        command = entrypoint(root, artifact)
+        blobs = partial / "blobs" / "sha256"
+        blobs.mkdir(parents=True)
+        layer, diff_id = write_layer(root, blobs)
+        shutil.rmtree(root)
+        for descriptor in manifest["layers"]:
+            shutil.copyfile(blob(base, descriptor), blobs / descriptor["digest"][7:])
+        settings: Json = config.setdefault("config", {}) or {}
+        environment = dict(entry.split("=", 1) for entry in settings.get("Env") or ())
+        label = {"compress.artifact.digest": artifact.digest}
+        settings |= {
+            "User": USER,
+            "Env": [f"{name}={value}" for name, value in (environment | VARIABLES).items()],
+            "Entrypoint": command,
+            "ExposedPorts": {f"{PORT}/tcp": {}},
+            "Labels": (settings.get("Labels") or {}) | label,
+        }
+        settings.pop("Cmd", None)  # the base's would be options of the server
+        config["config"] = settings
+        config["rootfs"]["diff_ids"].append(diff_id)
+        config.setdefault("history", []).append({"created_by": f"compress package {artifact.kind}"})
+        image = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "config": write_blob(blobs, config, CONFIG),
+            "layers": [*manifest["layers"], layer],
+        }
+        descriptor = write_blob(blobs, image, MANIFEST_TYPE)
+        reference = {"org.opencontainers.image.ref.name": "latest"}
+        index = {
+            "schemaVersion": 2,
+            "mediaType": INDEX,
+            "manifests": [descriptor | {"annotations": reference}],
+        }
+        (partial / "index.json").write_bytes(as_bytes(index))
+        (partial / "oci-layout").write_bytes(as_bytes({"imageLayoutVersion": "1.0.0"}))
+        size = make_readable(partial)
+    return ImageFiles(str(out), artifact.digest, size, descriptor["digest"])
+
+
+def read_base(base: Path) -> tuple[Json, Json]:
+    """Return the manifest and the configuration of a layout's image for this machine.
+
+    A child process reads it, within limits of memory and time that the size of its blobs gives.
+
+    Raises:
+        ArtifactInvalid: it is no layout, holds no such image or several, or not this Python.
+    """
+    return read_in_child(str(base), lambda: _read_base(base), base / "blobs" / "sha256")
+
+
+def _read_base(base: Path) -> tuple[Json, Json]:
+    read_json(base / "oci-layout", TypeAdapter(LayoutFile))
+    architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
+    wanted = ("linux", architecture)
+    descriptors, seen = [*read_json(base / "index.json", TypeAdapter(Index))["manifests"]], set()
+    images = []
+    for descriptor in descriptors:
+        if descriptor["digest"] in seen:
+            continue
+        seen.add(descriptor["digest"])
+        if descriptor["mediaType"] == INDEX:  # images for several platforms
+            descriptors += read_json(blob(base, descriptor), TypeAdapter(Index))["manifests"]
+        elif descriptor["mediaType"] == MANIFEST_TYPE:
+            content = read_json(blob(base, descriptor), TypeAdapter(Manifest))
+            if content["config"]["mediaType"] != CONFIG:
+                continue  # an attestation; other types are Docker's own format
+            config = read_json(blob(base, content["config"]), TypeAdapter(Config))
+            if (config["os"], config["architecture"]) == wanted:
+                images.append((content, config))
+    if len(images) != 1:
+        raise ArtifactInvalid(
+            f"{base}: holds {len(images)} OCI images for {'/'.join(wanted)}, expected one"
+        )
+    refuse_other_python(base, images[0][0])
+    return images[0]
+
+
+def refuse_other_python(base: Path, manifest: Json) -> None:
+    """Raise ArtifactInvalid if no layer holds this process's version of Python."""
+    # The packages' compiled code is for one version. A file that a later layer deletes counts too.
+    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    for descriptor in manifest["layers"]:
+        if descriptor["mediaType"] not in READ_LAYERS:
+            raise ArtifactInvalid(
+                f"{base}: a layer is {descriptor['mediaType']}, expected {' or '.join(READ_LAYERS)}"
+            )
+    if not any(_holds(blob(base, descriptor), f"bin/{name}") for descriptor in manifest["layers"]):
+        raise ArtifactInvalid(
+            f"{base}: has no {name} in a folder bin, which the installed packages are for"
+        )
+
+
+def _holds(layer: Path, name: str) -> bool:
+    try:
+        most = MOST_UNPACKED + MOST_RATIO * layer.stat().st_size
+        with tarfile.open(layer, "r|*") as archive:
+            for member in archive:  # its data are read only to find the next one
+                if member.name.endswith(name):
+                    return True
+                if member.offset_data + member.size > most:
+                    raise ArtifactInvalid(f"{layer}: unpacks to more than {most} bytes")
+                archive.members.clear()  # type: ignore[attr-defined]  # or it would keep all
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise ArtifactInvalid(f"{layer}: not a readable layer ({first_line(error)})") from error
+    return False
+
+
+def blob(base: Path, descriptor: Json) -> Path:
+    """Return a descriptor's file, after its hash was checked; else raise ArtifactInvalid."""
+    digest: str = descriptor["digest"].removeprefix("sha256:")
+    path: Path = base / "blobs" / "sha256" / digest
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise ArtifactInvalid(f"{path}: {error.strerror}") from error
+    if found != digest:
+        raise ArtifactInvalid(f"{path}: has sha256 {found}")
+    return path
+
+
+def read_json(path: Path, content: TypeAdapter[T]) -> T:
+    """Return the object in a JSON file of a layout; ArtifactInvalid if it is another."""
+    try:
+        with open_regular(path) as stream:
+            raw = stream.read(LARGEST_JSON + 1)
+        if len(raw) > LARGEST_JSON:
+            raise ArtifactInvalid(f"{path}: has more than {LARGEST_JSON} bytes")
+        return content.validate_json(raw)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise ArtifactInvalid(
+            f"{path}: no file of an OCI image layout ({place}: {problem['msg']})"
+        ) from error
+    except OSError as error:
+        raise ArtifactInvalid(f"{path}: no file of an OCI image layout ({error})") from error
+
+
+def write_layer(root: Path, blobs: Path) -> tuple[Json, str]:
+    """Write a folder as a layer's tar file; return its descriptor and the hash of the plain tar."""
+    plain = blobs.parent / "layer.tar"
+    packed = blobs.parent / "layer.tar.gz"
+    parents = [HOME[1:].rsplit("/", depth)[0] for depth in range(HOME.count("/") - 1, 0, -1)]
+    with tarfile.open(plain, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name in parents:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            archive.addfile(entry)
+        for path in (root, *sorted(root.rglob("*"))):
+            name = f"{HOME[1:]}/{path.relative_to(root).as_posix()}".removesuffix("/.")
+            entry = tarfile.TarInfo(name)  # of user 0 and time 0
+            if path.is_dir():
+                entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+                archive.addfile(entry)
+            else:
+                entry.size, entry.mode = path.stat().st_size, 0o644
+                with path.open("rb") as stream:
+                    archive.addfile(entry, stream)
+    diff_id = f"sha256:{sha256_of(plain)}"
+    with (
+        plain.open("rb") as stream,
+        packed.open("wb") as target,
+        gzip.GzipFile("", "wb", compresslevel=6, fileobj=target, mtime=0) as compressed,
+    ):
+        shutil.copyfileobj(stream, compressed)
+    plain.unlink()
+    digest = sha256_of(packed)
+    descriptor = {
+        "mediaType": LAYER,
+        "digest": f"sha256:{digest}",
+        "size": packed.stat().st_size,
+    }
+    packed.replace(blobs / digest)
+    return descriptor, diff_id
+
+
+def write_blob(blobs: Path, content: Json, media_type: str) -> Json:
+    """Write JSON under its hash; return its descriptor."""
+    raw = as_bytes(content)
+    digest = hashlib.sha256(raw).hexdigest()
+    (blobs / digest).write_bytes(raw)
+    return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(raw)}
+
+
+def as_bytes(content: Json) -> bytes:
+    """Return JSON with sorted keys, the same bytes for the same content."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
