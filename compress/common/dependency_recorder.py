@@ -72,6 +72,15 @@ READERS = {
 """Module → its functions and classes that take the path of a file, or of a folder of files."""
 ALL_NAMES = "*"
 """Stands for the names of all environment variables, which code may list."""
+UNTRACKED = frozenset(
+    (
+        *("ctypes.dlopen", "mmap.__new__", "sqlite3.connect"),
+        *("glob.glob", "glob.glob/2", "os.fwalk", "os.listdir", "os.scandir", "os.walk"),
+        *("os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen"),
+        *("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"),
+    )
+)
+"""Audit events of reads that no digest of a file or a variable stands for."""
 _NO_DATA = ("/proc/", "/sys/", "/dev/")
 """The kernel and its devices make up the content of these files: they hold no data of the user."""
 _RACY_SECONDS = 2.0
@@ -89,6 +98,7 @@ _IMPORTERS = frozenset(
     ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", importlib.__file__)
 )
 """Files between an import and the code that asks for it."""
+_IMPORTLIB = str(Path(importlib.__file__).parent)
 
 
 def note_native_readers(note: Callable[[str], None]) -> None:
@@ -216,6 +226,11 @@ class Recording:
     """Digest of each variable's value when it was first read."""
     modules: set[str] = field(default_factory=set)
     """Dotted names of the modules that the code imported, of installed packages or its own."""
+    untracked: set[str] = field(default_factory=set)
+    """Reads of which no digest is kept: listings, looks whether a file exists, processes, network.
+
+    Not passed on to other processes.
+    """
 
     def add(self, other: Recording) -> None:
         """Merge another recording into this one."""
@@ -223,6 +238,7 @@ class Recording:
         self.written |= other.written
         self.environment = {**other.environment, **self.environment}
         self.modules |= other.modules
+        self.untracked |= other.untracked
 
     def to_json(self) -> str:
         """Serialize it for another process."""
@@ -412,10 +428,16 @@ def _install() -> None:
     """Install what notes reads: Python cannot remove an audit hook again."""
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and _recordings and not getattr(_thread, "paused", False):
-            # Arguments that `open` will reject; and what is opened to classify a file is not noted.
-            with suppress(ValueError, TypeError, OSError), recording_paused():
-                _note_open(*arguments)
+        if not _recordings or getattr(_thread, "paused", False):
+            return
+        # Arguments that `open` will reject; and what is opened to classify a file is not noted.
+        with suppress(ValueError, TypeError, OSError):
+            if event == "open":
+                with recording_paused():
+                    _note_open(*arguments)
+            elif event in UNTRACKED:
+                with recording_paused():
+                    _note_untracked(event, *arguments[:1])
 
     def note(path: str) -> None:
         if _recordings and not getattr(_thread, "paused", False):
@@ -426,8 +448,44 @@ def _install() -> None:
 
     sys.addaudithook(audit)
     note_native_readers(note)
+    for name in ("access", "lstat", "stat"):  # Python has no audit event for these
+        setattr(os, name, _noting_look(name))
     # Not other objects: those who imported `environ` before would keep the old one.
     os.environ.__class__ = os.environb.__class__ = _Environment
+
+
+def _noting_look(name: str) -> Callable[..., Any]:
+    look: Callable[..., Any] = getattr(os, name)
+
+    @functools.wraps(look)
+    def noting(path: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _recordings and not getattr(_thread, "paused", False):
+            with suppress(ValueError, TypeError, OSError), recording_paused():
+                _note_untracked(f"os.{name}", path)
+        return look(path, *arguments, **keywords)
+
+    for kind in (os.supports_dir_fd, os.supports_follow_symlinks, os.supports_fd):
+        if look in kind:
+            kind.add(noting)
+    return noting
+
+
+def _note_untracked(event: str, path: Any = None) -> None:
+    """Add a read without a digest that user code asks for, itself or by a library."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and origin_of(frame.f_code.co_filename) == "other":
+        # A package that is being imported, or looks which others are installed: versions count.
+        if frame.f_code.co_filename.startswith(("<frozen importlib", _IMPORTLIB)):
+            return
+        frame = frame.f_back
+    if frame is None or origin_of(frame.f_code.co_filename) != "user":
+        return
+    if isinstance(path, str | bytes | os.PathLike):
+        name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - links stay
+        if name.startswith(_NO_DATA) or is_installed(name):
+            return
+    for active in _recordings:
+        active.untracked.add(event)
 
 
 def _note_open(path: Any, mode: Any, flags: int) -> None:

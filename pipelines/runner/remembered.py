@@ -1,0 +1,318 @@
+"""What the last run found out about model and data, for a run that needs neither in memory.
+
+Importing torch and calling the user's factories takes longer than all else in a run whose results are
+cached, and in a second `compress check`. Their outcome is kept where nothing but what is recorded can
+have decided it: settings, files, environment variables, and packages, each of which is compared with
+what it is now. :func:`is_self_contained` says of which data that holds; all others are read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.common.config import Settings
+from compress.common.dependency_recorder import Dependencies, Recording, recording
+from compress.common.errors import PipelineInvalid
+from compress.common.factories import forget_modules, local_sources
+from compress.common.sealed_json import canonical_json, read_state, write_state
+from compress.common.signature import AxisBounds, TensorSpec
+from compress.core.objectives.task import TASKS
+from compress.pipelines.planning.loss_and_metric import infer_loss_and_metric
+from compress.pipelines.runner.inputs import resolve_inputs, source_parts
+from compress.pipelines.system.machine_info import machine, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from compress.data.fingerprint import Contents
+    from compress.data.splits import Splits
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.planning.plan import Plan
+    from compress.pipelines.store.entry import Surroundings
+
+INPUTS_FILE = "inputs.json"
+"""In a store: what the last run found out about model and data."""
+REPEATABLE_MODULES = frozenset(
+    "__future__ abc collections contextlib csv dataclasses enum functools gzip io itertools json "
+    "math numpy operator os pathlib pickle re scipy sklearn statistics string struct sys torch "
+    "types typing zipfile".split()
+)
+"""Modules that the user's data code may import: they read by Python's `open`, which is recorded. Others
+may read in native code, ask the clock or the network; `random` draws anew in each process."""
+DRAWS_ANEW = re.compile(rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random")
+"""Code that may draw from a generator which is seeded anew in each process."""
+VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
+"""Of the terminal and the shell; libraries may read any other variable, which nothing records."""
+
+
+class Remembered(Settings):
+    """An outcome, and what user code read for it."""
+
+    value: Any
+    depends: Dependencies
+
+
+class DataFacts(Settings):
+    """What a run found out about the data, and what it inferred of them."""
+
+    inputs: tuple[TensorSpec, ...]
+    axes: dict[str, AxisBounds]
+    inferred: str
+    """Line that names which inputs were inferred."""
+    targets: str | None
+    """Kind of the targets that the loss follows from."""
+    task: str | None
+    lengths: dict[str, int]
+    parts: dict[str, Any]
+    """Of :class:`compress.data.fingerprint.Contents`, as `fingerprint`."""
+    fingerprint: str
+    warnings: tuple[str, ...]
+
+
+def key_of_inputs(pipeline: PipelineConfig, source: Mapping[str, object]) -> str:
+    """Hash what decides model and data besides what their code reads.
+
+    `source` is what decides the imported model.
+    """
+    variables = {n: os.environ[n] for n in sorted(os.environ) if n not in VOLATILE_VARIABLES}
+    data = pipeline.data and local_sources(pipeline.data.factory, pipeline.code_folder)
+    found = {
+        "settings": pipeline.model_dump(mode="json", by_alias=True),
+        "source": source,
+        "code": sorted(data or ()),
+        "versions": versions(),
+        "machine": machine(),
+        "folders": [os.getcwd(), str(pipeline.folder.absolute()), sys.path],  # noqa: PTH109
+        "variables": variables,
+    }
+    return hashlib.sha256(canonical_json(found).encode()).hexdigest()
+
+
+def recall(file: Path, key: str, surroundings: Surroundings) -> Any:
+    """Return what :func:`remember` kept, or None where anything that it depends on has changed."""
+    found = read_state(file, key, Remembered)
+    return None if found is None or surroundings.change(found.depends) else found.value
+
+
+def remember(
+    file: Path, key: str, value: Any, recorded: Recording, surroundings: Surroundings
+) -> None:
+    """Keep an outcome under a key, with what user code read for it."""
+    kept = Remembered(value=value, depends=surroundings.dependencies(recorded))
+    write_state(file, key, kept.model_dump(mode="json"))
+
+
+def is_self_contained(data: Splits, recorded: Recording) -> bool:
+    """Whether only recorded files, variables and packages decide the data.
+
+    They are plain tensors that the user's own code made, from files that Python opened, and a second
+    call of newly imported code makes the same ones.
+    """
+    from torch.utils.data import TensorDataset
+
+    from compress.data.fingerprint import in_memory_tensors
+
+    source = data.source
+    plain = (
+        in_memory_tensors(dataset) is not None
+        and type(dataset).__getitem__ is TensorDataset.__getitem__
+        for dataset in data.datasets.values()
+    )
+    if source is None or recorded.untracked or data.loading.collate_fn or not all(plain):
+        return False
+    own = [Path(file) for file in recorded.files if file.endswith(".py")]
+    names = {name.partition(".")[0] for name in recorded.modules}
+    names -= {file.stem for file in own} | {file.parent.name for file in own}
+    if (
+        not local_sources(source.factory, source.folder)
+        or names - REPEATABLE_MODULES
+        or any(DRAWS_ANEW.search(file.read_bytes()) for file in own if file.is_file())
+    ):
+        return False
+    try:
+        with forget_modules(recorded.files):
+            again = source.load().contents()
+    except Exception:  # noqa: BLE001 - code that runs once alone: it is run by the next run as well
+        return False
+    return again.parts["splits"] == data.contents().parts["splits"]
+
+
+@dataclass(frozen=True)
+class RememberedContents:
+    """The part of :class:`compress.data.fingerprint.Contents` that lookups in the store need."""
+
+    facts: DataFacts
+    load: Callable[[], Contents]
+    sampled: tuple[str, ...] = ()
+    unrepeatable: frozenset[str] = frozenset()
+    cached: frozenset[str] = frozenset()
+    streams: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Part of a cache key: how the data are made, and a digest of each split."""
+        return self.facts.parts
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the parts."""
+        return self.facts.fingerprint
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.load(), name)
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """Stands for a dataset until its samples are read."""
+
+    samples: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+class _Datasets(Mapping[str, Any]):
+    def __init__(self, splits: RememberedSplits) -> None:
+        self.splits = splits
+
+    def __getitem__(self, name: str) -> Any:
+        return self.splits.loaded.datasets[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.splits.facts.lengths)
+
+    def __len__(self) -> int:
+        return len(self.splits.facts.lengths)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.splits.facts.lengths
+
+
+@dataclass(frozen=True)
+class RememberedSplits:
+    """Splits of which names, lengths and hashes are known; they are loaded when samples are read."""
+
+    facts: DataFacts
+    reload: Callable[[], Splits]
+    file: Path
+    """Where the facts come from; it is removed if they prove wrong."""
+    stream: None = None
+    """Tensors in memory are none."""
+
+    @property
+    def datasets(self) -> Mapping[str, Any]:
+        """The datasets by name."""
+        return _Datasets(self)
+
+    @property
+    def calibration_split(self) -> str:
+        """Name of the split for calibration."""
+        return "calibration" if "calibration" in self.facts.lengths else "train"
+
+    @cached_property
+    def loaded(self) -> Splits:
+        """The splits; PipelineInvalid where they are not the remembered ones."""
+        data = self.reload()
+        if data.contents().fingerprint != self.facts.fingerprint:
+            self.file.unlink(missing_ok=True)
+            raise PipelineInvalid(
+                "data.factory returns other samples than in the last run, and nothing that is "
+                "recorded of its reads has changed; run the same command again, and name what it "
+                "reads under `depends:`"
+            )
+        return data
+
+    def contents(self) -> RememberedContents:
+        """Return what the data depend on."""
+        return RememberedContents(self.facts, lambda: self.loaded.contents())
+
+    def split(self, name: str) -> Any:
+        """Return a dataset of which the length is known."""
+        known = "loaded" not in vars(self) and name in self.facts.lengths
+        return _Sized(self.facts.lengths[name]) if known else self.loaded.split(name)
+
+    def calibration_digest(self, samples: int, seed: int) -> None:
+        """Return None: every sample is hashed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.loaded, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.loaded.__reduce__()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A pipeline with model inputs, its data, and loss and metric that follow from both."""
+
+    pipeline: PipelineConfig
+    plan: Plan
+    data: Splits | None
+    inferred: str
+    """Line that names which inputs were inferred."""
+    file: Path
+    key: str
+    recorded: Recording | None = None
+    """What was read to load them; None where they are remembered."""
+
+    @property
+    def data_warnings(self) -> tuple[str, ...] | None:
+        """Reasons not to trust the data, where they are remembered."""
+        return self.data.facts.warnings if isinstance(self.data, RememberedSplits) else None
+
+    def keep(
+        self, contents: Contents, warnings: tuple[str, ...], surroundings: Surroundings
+    ) -> None:
+        """Let the next run remember them, where nothing else than what was recorded decides them."""
+        recorded, data, loss = self.recorded, self.data, self.plan.loss
+        if recorded is None or data is None or not is_self_contained(data, recorded):
+            return
+        facts = DataFacts(
+            inputs=self.pipeline.model.inputs or (),
+            axes=self.pipeline.model.axes,
+            inferred=self.inferred,
+            targets=loss.targets,
+            task=loss.task.name if loss.task else None,
+            lengths=dict(contents.lengths),
+            parts=contents.parts,
+            fingerprint=contents.fingerprint,
+            warnings=warnings,
+        )
+        remember(self.file, self.key, facts.model_dump(mode="json"), recorded, surroundings)
+
+
+def load_inputs(
+    pipeline: PipelineConfig, plan: Plan, file: Path, surroundings: Surroundings
+) -> Inputs:
+    """Return model inputs and data as the last run found them, or load them."""
+    key = key_of_inputs(pipeline, source_parts(pipeline))
+    if pipeline.data is not None and (found := recall(file, key, surroundings)):
+        facts = DataFacts.model_validate(found)
+        model = pipeline.model.model_copy(update={"inputs": facts.inputs, "axes": facts.axes})
+        resolved = pipeline.model_copy(update={"model": model})
+        data: Any = RememberedSplits(facts, lambda: _loaded(pipeline), file)
+        task = TASKS[facts.task] if facts.task else None
+        loss = replace(plan.loss, targets=facts.targets, task=task)  # type: ignore[arg-type]
+        plan, resolved = infer_loss_and_metric(replace(plan, loss=loss), resolved, data)
+        return Inputs(resolved, plan, data, facts.inferred, file, key)
+    with recording() as recorded:
+        resolved, loaded, inferred = resolve_inputs(pipeline)
+        plan, resolved = infer_loss_and_metric(plan, resolved, loaded)
+    return Inputs(resolved, plan, loaded, inferred, file, key, recorded)
+
+
+def _loaded(pipeline: PipelineConfig) -> Splits:
+    _, data, _ = resolve_inputs(pipeline)
+    assert data is not None  # the file has a data section
+    return data
