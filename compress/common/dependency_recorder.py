@@ -20,7 +20,6 @@ import os
 import stat
 import sys
 import threading
-import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
 
-from compress.common.atomic_files import sha256_of
+from compress.common.atomic_files import sha256_while_unchanged
 from compress.common.code_origin import (
     identify,
     is_below,
@@ -83,8 +82,6 @@ UNTRACKED = frozenset(
 """Audit events of reads that no digest of a file or a variable stands for."""
 _NO_DATA = ("/proc/", "/sys/", "/dev/")
 """The kernel and its devices make up the content of these files: they hold no data of the user."""
-_RACY_SECONDS = 2.0
-"""A file changed this recently may change again without a new mtime; its digest is not cached."""
 _thread = threading.local()
 _set_here: dict[str, str | None] = {}
 """Variables that user code or this toolkit has set → their values before."""
@@ -92,8 +89,6 @@ _imports: dict[str, set[str]] = {}
 """File of user code → files of the modules that it imported; a second import opens no file."""
 _sources: dict[str, str | None] = {}
 """File of a module of user code → its digest when it was imported."""
-_digests: dict[Path, tuple[tuple[int, ...], str]] = {}
-"""File → its stat, and its digest: a cache."""
 _IMPORTERS = frozenset(
     ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", importlib.__file__)
 )
@@ -388,19 +383,10 @@ def digest_of_variable(name: str) -> str | None:
 def digest_of(path: Path) -> str | None:
     """Return the SHA-256 of a regular file; None if it cannot be read."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
-            return None
-        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        known = _digests.get(path)
-        if known and known[0] == identity:
-            return known[1]
-        digest = sha256_of(path)
+        # Opening a pipe would block.
+        return sha256_while_unchanged(path) if stat.S_ISREG(path.stat().st_mode) else None
     except OSError:
         return None
-    if time.time() - found.st_ctime > _RACY_SECONDS:
-        _digests[path] = identity, digest
-    return digest
 
 
 @lru_cache(maxsize=1024)
@@ -478,11 +464,13 @@ def _note_untracked(event: str, path: Any = None) -> None:
         if frame.f_code.co_filename.startswith(("<frozen importlib", _IMPORTLIB)):
             return
         frame = frame.f_back
-    if frame is None or origin_of(frame.f_code.co_filename) != "user":
+    caller = frame.f_code.co_filename if frame else ""
+    if origin_of(caller) != "user":
         return
     if isinstance(path, str | bytes | os.PathLike):
         name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - links stay
-        if name.startswith(_NO_DATA) or is_installed(name):
+        # Code that asks where it lies itself.
+        if name.startswith(_NO_DATA) or is_installed(name) or is_below(caller, (name,)):
             return
     for active in _recordings:
         active.untracked.add(event)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
+from compress.common.malloc import memory_as_deployed
 from compress.profiling.call_timer import CallTimer
 from compress.profiling.quantiles import Interval, quantile, quantile_interval
 
@@ -235,7 +236,7 @@ def compare_latencies(
             or the blocks are too few.
         threads: CPU threads of a call.
     """
-    with ExitStack() as stack:
+    with memory_as_deployed(), ExitStack() as stack:
         blocks = _Blocks(models, batches, seconds, threads, stack)
         blocks.measure()
     return blocks.results()

@@ -185,11 +185,11 @@ def measuring_context(
     return plan, pipeline, context
 
 
-def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
+def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None]:
     """Build the model and read its weights and the data, without storing anything.
 
     Returns:
-        The model's interface, and lines that name what of it and of the loss was inferred.
+        The model's interface, lines that name what of it and of the loss was inferred, the data.
     """
     from compress.data.fingerprint import SAMPLED_FOR_FINGERPRINT
 
@@ -204,7 +204,7 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
         contents = data.contents(SAMPLED_FOR_FINGERPRINT) if data else None
         loss = fitting_loss(plan, pipeline, source, context, contents)
         lines = [inferred, plan.task_line, loss]
-        return source.signature, "\n".join(filter(None, lines))
+        return source.signature, "\n".join(filter(None, lines)), data
 
 
 def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = None) -> Artifact:

@@ -1,9 +1,9 @@
 """What the last run found out about model and data, for a run that needs neither in memory.
 
-Importing torch and calling the user's factories takes longer than all else in a run whose results are
-cached, and in a second `compress check`. Their outcome is kept where nothing but what is recorded can
-have decided it: settings, files, environment variables, and packages, each of which is compared with
-what it is now. :func:`is_self_contained` says of which data that holds; all others are read again.
+Importing torch and calling the user's factories takes longer than all else in a run whose results
+are cached, and in a second `compress check`. The outcome is kept where nothing but what is recorded
+can have decided it: settings, files, environment variables and packages, which are compared with
+what they are now. :func:`is_self_contained` says of which data that holds; others are read again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording, recording
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import CompressError, PipelineInvalid
 from compress.common.factories import forget_modules, local_sources
 from compress.common.sealed_json import canonical_json, read_state, write_state
-from compress.common.signature import AxisBounds, TensorSpec
+from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.objectives.task import TASKS
 from compress.pipelines.planning.loss_and_metric import infer_loss_and_metric
-from compress.pipelines.runner.inputs import resolve_inputs, source_parts
+from compress.pipelines.runner.inputs import check_model, resolve_inputs, source_parts
+from compress.pipelines.store.entry import Surroundings
 from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
@@ -36,17 +38,21 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan
-    from compress.pipelines.store.entry import Surroundings
 
 INPUTS_FILE = "inputs.json"
 """In a store: what the last run found out about model and data."""
 REPEATABLE_MODULES = frozenset(
-    "__future__ abc collections contextlib csv dataclasses enum functools gzip io itertools json "
-    "math numpy operator os pathlib pickle re scipy sklearn statistics string struct sys torch "
-    "types typing zipfile".split()
+    (
+        *("__future__", "abc", "collections", "contextlib", "csv", "dataclasses", "enum"),
+        *("functools", "gzip", "io", "itertools", "json", "math", "numpy", "operator", "os"),
+        *("pathlib", "pickle", "re", "scipy", "sklearn", "statistics", "string", "struct"),
+        *("torch", "types", "typing", "zipfile"),
+    )
 )
-"""Modules that the user's data code may import: they read by Python's `open`, which is recorded. Others
-may read in native code, ask the clock or the network; `random` draws anew in each process."""
+"""Modules that the user's data code may import: they read by Python's `open`, which is recorded.
+
+Others may read in native code, ask the clock or the network; `random` draws anew in each process.
+"""
 DRAWS_ANEW = re.compile(rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random")
 """Code that may draw from a generator which is seeded anew in each process."""
 VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
@@ -58,6 +64,14 @@ class Remembered(Settings):
 
     value: Any
     depends: Dependencies
+
+
+class CheckedModel(Settings):
+    """What `compress check` found out about a model and its data, all valid."""
+
+    signature: Signature
+    summary: str
+    """Lines that name what was inferred."""
 
 
 class DataFacts(Settings):
@@ -77,11 +91,12 @@ class DataFacts(Settings):
     warnings: tuple[str, ...]
 
 
-def key_of_inputs(pipeline: PipelineConfig, source: Mapping[str, object]) -> str:
-    """Hash what decides model and data besides what their code reads.
-
-    `source` is what decides the imported model.
-    """
+def key_of_inputs(pipeline: PipelineConfig) -> str | None:
+    """Hash what decides model and data besides what their code reads; None where that fails."""
+    try:
+        source = source_parts(pipeline)
+    except (CompressError, OSError):
+        return None  # whoever reads the model says what is wrong with it
     variables = {n: os.environ[n] for n in sorted(os.environ) if n not in VOLATILE_VARIABLES}
     data = pipeline.data and local_sources(pipeline.data.factory, pipeline.code_folder)
     found = {
@@ -96,16 +111,18 @@ def key_of_inputs(pipeline: PipelineConfig, source: Mapping[str, object]) -> str
     return hashlib.sha256(canonical_json(found).encode()).hexdigest()
 
 
-def recall(file: Path, key: str, surroundings: Surroundings) -> Any:
+def recall(file: Path, key: str | None, surroundings: Surroundings) -> Any:
     """Return what :func:`remember` kept, or None where anything that it depends on has changed."""
-    found = read_state(file, key, Remembered)
+    found = read_state(file, key, Remembered) if key else None
     return None if found is None or surroundings.change(found.depends) else found.value
 
 
 def remember(
-    file: Path, key: str, value: Any, recorded: Recording, surroundings: Surroundings
+    file: Path, key: str | None, value: Any, recorded: Recording, surroundings: Surroundings
 ) -> None:
     """Keep an outcome under a key, with what user code read for it."""
+    if key is None or recorded.untracked:
+        return
     kept = Remembered(value=value, depends=surroundings.dependencies(recorded))
     write_state(file, key, kept.model_dump(mode="json"))
 
@@ -113,8 +130,8 @@ def remember(
 def is_self_contained(data: Splits, recorded: Recording) -> bool:
     """Whether only recorded files, variables and packages decide the data.
 
-    They are plain tensors that the user's own code made, from files that Python opened, and a second
-    call of newly imported code makes the same ones.
+    They are plain tensors that the user's own code made, from files that Python opened, and a
+    second call of newly imported code makes the same ones.
     """
     from torch.utils.data import TensorDataset
 
@@ -199,7 +216,7 @@ class _Datasets(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class RememberedSplits:
-    """Splits of which names, lengths and hashes are known; they are loaded when samples are read."""
+    """Splits of known names, lengths and hashes; they are loaded when samples are read."""
 
     facts: DataFacts
     reload: Callable[[], Splits]
@@ -262,7 +279,7 @@ class Inputs:
     inferred: str
     """Line that names which inputs were inferred."""
     file: Path
-    key: str
+    key: str | None
     recorded: Recording | None = None
     """What was read to load them; None where they are remembered."""
 
@@ -274,7 +291,7 @@ class Inputs:
     def keep(
         self, contents: Contents, warnings: tuple[str, ...], surroundings: Surroundings
     ) -> None:
-        """Let the next run remember them, where nothing else than what was recorded decides them."""
+        """Let the next run remember them, if only what was recorded decides them."""
         recorded, data, loss = self.recorded, self.data, self.plan.loss
         if recorded is None or data is None or not is_self_contained(data, recorded):
             return
@@ -296,7 +313,7 @@ def load_inputs(
     pipeline: PipelineConfig, plan: Plan, file: Path, surroundings: Surroundings
 ) -> Inputs:
     """Return model inputs and data as the last run found them, or load them."""
-    key = key_of_inputs(pipeline, source_parts(pipeline))
+    key = key_of_inputs(pipeline)
     if pipeline.data is not None and (found := recall(file, key, surroundings)):
         facts = DataFacts.model_validate(found)
         model = pipeline.model.model_copy(update={"inputs": facts.inputs, "axes": facts.axes})
@@ -316,3 +333,28 @@ def _loaded(pipeline: PipelineConfig) -> Splits:
     _, data, _ = resolve_inputs(pipeline)
     assert data is not None  # the file has a data section
     return data
+
+
+def checked_model(pipeline: PipelineConfig) -> CheckedModel:
+    """Return what the last check of an unchanged file found valid, or check model and data.
+
+    What is refused is not kept.
+    """
+    key = key_of_inputs(pipeline)
+    name = hashlib.sha256(str(Path(pipeline.file).absolute()).encode()).hexdigest()[:16]
+    file = cache_folder() / "check" / f"{name}.json"
+    surroundings = Surroundings(pipeline.folder, pipeline.code_folder, (), lambda line: None)
+    if found := recall(file, key, surroundings):
+        return CheckedModel.model_validate(found)
+    with recording() as recorded:
+        signature, summary, data = check_model(pipeline)
+    result = CheckedModel(signature=signature, summary=summary)
+    if data is None or is_self_contained(data, recorded):
+        with suppress(OSError):  # no home, or a full disk: the next check takes as long
+            remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
+    return result
+
+
+def cache_folder() -> Path:
+    """Return the folder for what a command keeps outside of a run's directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress-pipeline"
