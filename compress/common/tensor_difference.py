@@ -73,10 +73,12 @@ def largest_finite(tensor: torch.Tensor) -> float:
 
 def columns(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
     """Yield two batches of outputs a few columns at a time, with all rows."""
+    import torch
+
     if expected.numel():
         rows = len(expected) if expected.dim() else 1
         width = max(AT_ONCE // rows, 1)
-        parts = (t.reshape(rows, -1).split(width, 1) for t in (expected, got))
+        parts = (torch.split(t.reshape(rows, -1), width, 1) for t in (expected, got))
         yield from zip(*parts, strict=True)
 
 
@@ -93,5 +95,7 @@ def equally_not_finite(expected: torch.Tensor, got: torch.Tensor) -> torch.Tenso
 
 def _parts(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
     """Yield two tensors of the same shape a few elements at a time, on the CPU."""
-    flat = (t.detach().cpu().flatten().split(AT_ONCE) for t in (expected, got))
+    import torch
+
+    flat = (torch.split(t.detach().cpu().flatten(), AT_ONCE) for t in (expected, got))
     yield from zip(*flat, strict=True)

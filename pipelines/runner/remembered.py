@@ -53,8 +53,14 @@ REPEATABLE_MODULES = frozenset(
 
 Others may read in native code, ask the clock or the network; `random` draws anew in each process.
 """
-DRAWS_ANEW = re.compile(rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random")
-"""Code that may draw from a generator which is seeded anew in each process."""
+UNREPEATABLE_CODE = re.compile(
+    rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random|urandom"
+    rb"|environ\[[^]]*\]\s*=|environ\.(pop|setdefault|update)|putenv|chdir|seed\("
+)
+"""Code that may draw from a generator which is seeded anew in each process, or that changes what
+code after it sees."""
+MOST_CHECKS = 64
+"""Pipeline files of which the outcome of `compress check` is kept."""
 VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
 """Of the terminal and the shell; libraries may read any other variable, which nothing records."""
 
@@ -143,7 +149,13 @@ def is_self_contained(data: Splits, recorded: Recording) -> bool:
         and type(dataset).__getitem__ is TensorDataset.__getitem__
         for dataset in data.datasets.values()
     )
-    if source is None or recorded.untracked or data.loading.collate_fn or not all(plain):
+    if (
+        source is None
+        or recorded.untracked
+        or recorded.written
+        or data.loading.collate_fn
+        or not all(plain)
+    ):
         return False
     own = [Path(file) for file in recorded.files if file.endswith(".py")]
     names = {name.partition(".")[0] for name in recorded.modules}
@@ -151,7 +163,7 @@ def is_self_contained(data: Splits, recorded: Recording) -> bool:
     if (
         not local_sources(source.factory, source.folder)
         or names - REPEATABLE_MODULES
-        or any(DRAWS_ANEW.search(file.read_bytes()) for file in own if file.is_file())
+        or any(UNREPEATABLE_CODE.search(file.read_bytes()) for file in own if file.is_file())
     ):
         return False
     try:
@@ -352,6 +364,9 @@ def checked_model(pipeline: PipelineConfig) -> CheckedModel:
     if data is None or is_self_contained(data, recorded):
         with suppress(OSError):  # no home, or a full disk: the next check takes as long
             remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
+            by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
+            for old in by_age[:-MOST_CHECKS]:
+                old.unlink(missing_ok=True)
     return result
 
 
