@@ -65,6 +65,17 @@ VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "T
 """Of the terminal and the shell; libraries may read any other variable, which nothing records."""
 
 
+_at_start: dict[str, str] = {}
+
+
+def note_variables() -> None:
+    """Take the variables of now for those that the user set: libraries set others when imported.
+
+    For a process that nobody but this toolkit uses.
+    """
+    _at_start.update(os.environ)
+
+
 class Remembered(Settings):
     """An outcome, and what user code read for it."""
 
@@ -103,7 +114,7 @@ def key_of_inputs(pipeline: PipelineConfig) -> str | None:
         source = source_parts(pipeline)
     except (CompressError, OSError):
         return None  # whoever reads the model says what is wrong with it
-    variables = {n: os.environ[n] for n in sorted(os.environ) if n not in VOLATILE_VARIABLES}
+    variables = {n: v for n, v in (_at_start or os.environ).items() if n not in VOLATILE_VARIABLES}
     data = pipeline.data and local_sources(pipeline.data.factory, pipeline.code_folder)
     found = {
         "settings": pipeline.model_dump(mode="json", by_alias=True),
@@ -171,14 +182,15 @@ def is_self_contained(data: Splits, recorded: Recording) -> bool:
             again = source.load().contents()
     except Exception:  # noqa: BLE001 - code that runs once alone: it is run by the next run as well
         return False
-    return again.parts["splits"] == data.contents().parts["splits"]
+    same: bool = again.parts["splits"] == data.contents().parts["splits"]
+    return same
 
 
 @dataclass(frozen=True)
 class RememberedContents:
     """The part of :class:`compress.data.fingerprint.Contents` that lookups in the store need."""
 
-    facts: DataFacts
+    known: DataFacts
     load: Callable[[], Contents]
     sampled: tuple[str, ...] = ()
     unrepeatable: frozenset[str] = frozenset()
@@ -188,12 +200,12 @@ class RememberedContents:
     @property
     def parts(self) -> dict[str, Any]:
         """Part of a cache key: how the data are made, and a digest of each split."""
-        return self.facts.parts
+        return self.known.parts
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the parts."""
-        return self.facts.fingerprint
+        return self.known.fingerprint
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.load(), name)

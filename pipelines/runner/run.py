@@ -21,7 +21,7 @@ from compress.pipelines.results.schema import remove_report, rerun_command
 from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
 from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
 from compress.pipelines.runner.inputs import resolve_inputs
-from compress.pipelines.runner.remembered import INPUTS_FILE, load_inputs
+from compress.pipelines.runner.remembered import INPUTS_FILE, load_inputs, note_variables
 from compress.pipelines.runner.run_report import build_report
 from compress.pipelines.runner.run_state import RunState
 from compress.pipelines.store.local import Store, note_samples
@@ -125,6 +125,7 @@ def forked_measurement_process(
 
     Only for a process that has imported this toolkit and done nothing else, such as the command's.
     """
+    note_variables()
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     if ((options.cache or out / ".store") / INPUTS_FILE).exists():
         yield  # nothing may have to be measured, and then nothing needs torch

@@ -134,7 +134,7 @@ def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]
 
 def _sampling_warnings(state: RunState) -> Iterator[str]:
     """Yield which splits were hashed in part only, where that could hide a change of the data."""
-    contents = state.contents
+    contents: Any = state.contents
     if contents is None or isinstance(contents, RememberedContents):
         return  # every sample was hashed
     from compress.data.sample_cache import PROBES

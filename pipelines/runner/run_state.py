@@ -180,8 +180,9 @@ class RunState:
 
     def load_data(self) -> None:
         """Load the data if they are remembered alone: a stage is going to run."""
-        if isinstance(self.data, RememberedSplits):
-            self.data = self.data.loaded
+        data: Any = self.data
+        if isinstance(data, RememberedSplits):
+            self.data = data.loaded
 
     @property
     def fingerprint(self) -> str | None:

@@ -11,7 +11,7 @@ from compress.data.splits import DataReference
 from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline
 from compress.pipelines.runner.remembered import INPUTS_FILE
-from tests.pipelines.conftest import BRIEFLY, Project
+from tests.pipelines.conftest import Project
 
 
 @pytest.fixture
@@ -80,24 +80,17 @@ def test_a_second_check_of_an_unchanged_file_loads_nothing(
 
 @pytest.mark.slow
 def test_cached_results_and_a_second_check_need_no_torch(project: Project, tmp_path: Path) -> None:
-    file, out = str(project.file), str(project.out)
-    run = f"from compress.pipelines import Pipeline\nPipeline.from_yaml({file!r}).run({out!r}, measured='none')"
-    check = (
-        "from compress.pipelines.commands.check import check_pipeline\n"
-        f"check_pipeline(__import__('pathlib').Path({file!r}), models=True)"
-    )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    (tmp_path / "home").mkdir()
-    for code in (run, check):
-        for line in (BRIEFLY, "import sys; assert 'torch' not in sys.modules"):
-            # The same command each time: `sys.path` and variables count.
-            script = f"{line}\n{code}" if line is BRIEFLY else f"{code}\n{line}"
+    command = [sys.executable, "-X", "importtime", "-m", "compress.cli"]
+    for arguments in (["run", "--out", str(project.out)], ["check"]):
+        for is_second in (False, True):
             done = subprocess.run(
-                [sys.executable, "-c", script],
-                cwd=tmp_path / "home",
+                [*command, arguments[0], str(project.file), *arguments[1:], "--quiet"],
+                cwd=project.folder,
                 env=environment,
                 capture_output=True,
                 text=True,
-                check=False,
+                check=True,
             )
-            assert done.returncode == 0, done.stderr
+            imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+            assert ("torch" in imported) is not is_second
