@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from compress import __version__
+from compress.common.malloc import keep_freed_memory
 from compress.pipelines.commands.completion import run_names, stage_names
 from compress.pipelines.terminal.console import (
     current_mode,
@@ -223,6 +224,7 @@ def run(
             forked_measurement_process(pipeline, directory, options),
             show_progress(quiet=current_mode().silent) as (progress, announce),
         ):
+            keep_freed_memory()
             pipeline.run(
                 directory,
                 options,
@@ -256,6 +258,7 @@ def explain(
     """Explain why a gate refused: the stage, its layers, the cause."""
     from compress.pipelines.explain.command import explain_and_print
 
+    keep_freed_memory()
     explain_and_print(directory, stage, gate, time)
 
 
@@ -270,6 +273,7 @@ def repair(
     """Try what would make a refused run pass all of its gates."""
     from compress.pipelines.explain.command import repair_and_print
 
+    keep_freed_memory()
     repair_and_print(directory, time, best, allow == "train", apply)
 
 
@@ -441,6 +445,7 @@ def sensitivity(
     from compress.pipelines.commands import sensitivity as analysis
     from compress.pipelines.commands.model_to_prune import show
 
+    keep_freed_memory()
     show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
 
 
@@ -479,6 +484,7 @@ def auto(
 
     limits: Any = {"max_drop": max_drop, "latency": latency, "p95": p95, "size": size}
     limits |= {"memory": memory, "time": time, "points": points}
+    keep_freed_memory()
     search_and_print(file, out, tables, tables_only, **limits)
 
 

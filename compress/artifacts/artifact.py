@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -49,6 +50,7 @@ STREAMED = "streamed"
 """Fact of a model whose weights stay on disk: each call reads them part by part."""
 WEIGHTS_ON_DISK = "its weights are read from disk in each call"
 """Why the latency of such a model is not measured."""
+SEALED_MODE = 0o444
 FileVersion = tuple[str | int, ...]
 """Path, inode, size and times of a file."""
 _known: dict[FileVersion, str] = {}
@@ -203,7 +205,10 @@ class Artifact:
             for name, content in (carried or {}).items():
                 (partial / name).write_bytes(content)
             yield partial
-            files = {name: _digest(partial / name) for name in files_below(partial)}
+            # Before they are hashed: it changes their ctime, by which they are known afterwards.
+            protect(partial)
+            written = files_below(partial)
+            files = {name: _digest(partial / name) for name in written}
             manifest = Manifest(
                 kind=cls.kind,
                 signature=signature,
@@ -217,6 +222,7 @@ class Artifact:
             seal(partial)
             replace_artifact(partial, path)  # checks again what the path holds by now
             sync(path.parent)
+            _known.update({_version(path / n, s): files[n].sha256 for n, s in written.items()})
 
     @property
     def payload_name(self) -> str:
@@ -268,7 +274,9 @@ class Artifact:
 
     def verify(self) -> None:
         """Hash every file again; raise ArtifactInvalid as :meth:`check_files`."""
+        versions = self.file_versions()
         self.check_files(hashed=self.manifest.files)
+        self.note_hashed(versions)
 
     def verify_cached(self) -> None:
         """Verify the files before they are loaded; raise ArtifactInvalid as :meth:`check_files`."""
@@ -283,14 +291,23 @@ class Artifact:
 
     def file_versions(self) -> dict[FileVersion, str]:
         """Return the version of each file → its name; ArtifactInvalid as :meth:`check_files`."""
-        return {
-            (str(self.path / name), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns): name
-            for name, s in self._check_sizes().items()
-        }
+        return {_version(self.path / n, s): n for n, s in self._check_sizes().items()}
 
     def note_hashed(self, versions: Mapping[FileVersion, str]) -> None:
         """Let :meth:`verify_cached` hash no file of these versions; another process has done it."""
         _known.update({v: self.manifest.files[name].sha256 for v, name in versions.items()})
+
+    @contextmanager
+    def keep_verified(self) -> Iterator[None]:
+        """Link the files elsewhere in a block: those that were hashed before it still count so.
+
+        A link changes a file's ctime, and neither its inode, its size nor its mtime.
+        """
+        before = {name: v for v, name in self.file_versions().items() if v in _known}
+        yield
+        for version, name in self.file_versions().items():
+            if version[:-1] == before.get(name, ())[:-1]:
+                _known[version] = _known[before[name]]
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
         """Compare names and sizes of all files, and the hashes of those named, with the manifest.
@@ -412,6 +429,10 @@ class Artifact:
         return value if isinstance(value, int) else None
 
 
+def _version(file: Path, status: os.stat_result) -> FileVersion:
+    return str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def replace_artifact(new: Path, path: Path) -> None:
     """Rename a directory over an older artifact, if any; raise PipelineInvalid over other files."""
     _refuse_foreign(path)
@@ -465,11 +486,17 @@ def _digest(file: Path) -> FileDigest:
 
 def seal(folder: Path) -> None:
     """Write-protect and sync an artifact's files, before it is renamed to its final name."""
+    protect(folder)
     for entry in sorted(folder.rglob("*"), reverse=True):
-        if entry.is_file():
-            entry.chmod(0o444)  # hard links share these bytes: an edit in place must not be easy
         sync(entry)
     sync(folder)
+
+
+def protect(folder: Path) -> None:
+    """Write-protect an artifact's files; hard links share their bytes, so no edit may be easy."""
+    for entry in folder.rglob("*"):
+        if entry.is_file() and stat.S_IMODE(entry.stat().st_mode) != SEALED_MODE:
+            entry.chmod(SEALED_MODE)
 
 
 @contextmanager

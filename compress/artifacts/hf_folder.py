@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
 from compress.artifacts.offline import offline, refuse_lookups
-from compress.common.atomic_files import file_beside, open_regular, refuse_irregular
+from compress.common.atomic_files import (
+    file_beside,
+    open_regular,
+    refuse_irregular,
+    sha256_while_unchanged,
+)
 from compress.common.errors import ArtifactInvalid, first_line
 from compress.common.foreign.child_process import MEMORY, read_in_child, stored_bytes
 
@@ -340,8 +345,7 @@ def folder_digest(folder: Path) -> str | None:
     digest = hashlib.sha256(config.read_bytes() + weights.encode())
     for file in files:  # a tokenizer's may have any name
         if file.suffix in PROCESSOR_SUFFIXES and file.name not in (CONFIG, *WEIGHTS):
-            with open_regular(file) as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
+            content = sha256_while_unchanged(file)
             digest.update(f"{file.name}\0{content}\0".encode())
     return digest.hexdigest()
 

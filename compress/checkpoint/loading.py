@@ -6,7 +6,7 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from compress.common.atomic_files import file_beside, refuse_irregular, sha256_of
+from compress.common.atomic_files import file_beside, refuse_irregular, sha256_while_unchanged
 from compress.common.errors import ArtifactInvalid
 from compress.common.foreign.child_process import read_in_child
 
@@ -225,8 +225,9 @@ def checkpoint_digest(checkpoint: Path) -> str | None:
     except ArtifactInvalid:
         return None
     if len(files) == 1:
-        return sha256_of(files[0])
-    content = "".join(f"{f.name} {sha256_of(f) if f.is_file() else None}\n" for f in files)
+        return sha256_while_unchanged(files[0])
+    digests = {f.name: sha256_while_unchanged(f) if f.is_file() else None for f in files}
+    content = "".join(f"{name} {digest}\n" for name, digest in digests.items())
     return hashlib.sha256(content.encode()).hexdigest()
 
 

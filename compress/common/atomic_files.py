@@ -13,6 +13,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,10 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 PARTIAL, REMOVED = ".partial-", ".removed-"
 """In hidden names of files that are being written or removed, before numbers that no other thread
 or process has: `1234-0`."""
+RACY_SECONDS = 2.0
+"""A file changed this recently may change again without a new mtime; its digest is not cached."""
+_digests: dict[Path, tuple[tuple[int, ...], str]] = {}
+"""File → device, inode, size and times, and its digest: a cache."""
 NUMBERS = re.compile(r"\d+(-\d+)?")  # one number in names of earlier versions
 IRREGULAR = {
     stat.S_IFDIR: "a directory",
@@ -235,6 +240,22 @@ def sha256_of(path: Path) -> str:
     with open_regular(path) as stream:
         count("hashed.bytes", os.fstat(stream.fileno()).st_size)
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sha256_while_unchanged(path: Path) -> str:
+    """Return a regular file's SHA-256, hashed again only once inode, size or times have changed.
+
+    For what is compared with an earlier run. What is loaded is hashed right before.
+    """
+    found = path.stat()
+    identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    known = _digests.get(path)
+    if known and known[0] == identity:
+        return known[1]
+    digest = sha256_of(path)
+    if time.time() - found.st_ctime > RACY_SECONDS:
+        _digests[path] = identity, digest
+    return digest
 
 
 def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:

@@ -20,7 +20,6 @@ import os
 import stat
 import sys
 import threading
-import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
 
-from compress.common.atomic_files import sha256_of
+from compress.common.atomic_files import sha256_while_unchanged
 from compress.common.code_origin import (
     identify,
     is_below,
@@ -72,10 +71,17 @@ READERS = {
 """Module → its functions and classes that take the path of a file, or of a folder of files."""
 ALL_NAMES = "*"
 """Stands for the names of all environment variables, which code may list."""
+UNTRACKED = frozenset(
+    (
+        *("ctypes.dlopen", "mmap.__new__", "sqlite3.connect"),
+        *("glob.glob", "glob.glob/2", "os.fwalk", "os.listdir", "os.scandir", "os.walk"),
+        *("os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen"),
+        *("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"),
+    )
+)
+"""Audit events of reads that no digest of a file or a variable stands for."""
 _NO_DATA = ("/proc/", "/sys/", "/dev/")
 """The kernel and its devices make up the content of these files: they hold no data of the user."""
-_RACY_SECONDS = 2.0
-"""A file changed this recently may change again without a new mtime; its digest is not cached."""
 _thread = threading.local()
 _set_here: dict[str, str | None] = {}
 """Variables that user code or this toolkit has set → their values before."""
@@ -83,12 +89,11 @@ _imports: dict[str, set[str]] = {}
 """File of user code → files of the modules that it imported; a second import opens no file."""
 _sources: dict[str, str | None] = {}
 """File of a module of user code → its digest when it was imported."""
-_digests: dict[Path, tuple[tuple[int, ...], str]] = {}
-"""File → its stat, and its digest: a cache."""
 _IMPORTERS = frozenset(
     ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", importlib.__file__)
 )
 """Files between an import and the code that asks for it."""
+_IMPORTLIB = str(Path(importlib.__file__).parent)
 
 
 def note_native_readers(note: Callable[[str], None]) -> None:
@@ -216,6 +221,11 @@ class Recording:
     """Digest of each variable's value when it was first read."""
     modules: set[str] = field(default_factory=set)
     """Dotted names of the modules that the code imported, of installed packages or its own."""
+    untracked: set[str] = field(default_factory=set)
+    """Reads of which no digest is kept: listings, looks whether a file exists, processes, network.
+
+    Not passed on to other processes.
+    """
 
     def add(self, other: Recording) -> None:
         """Merge another recording into this one."""
@@ -223,6 +233,7 @@ class Recording:
         self.written |= other.written
         self.environment = {**other.environment, **self.environment}
         self.modules |= other.modules
+        self.untracked |= other.untracked
 
     def to_json(self) -> str:
         """Serialize it for another process."""
@@ -372,19 +383,10 @@ def digest_of_variable(name: str) -> str | None:
 def digest_of(path: Path) -> str | None:
     """Return the SHA-256 of a regular file; None if it cannot be read."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
-            return None
-        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        known = _digests.get(path)
-        if known and known[0] == identity:
-            return known[1]
-        digest = sha256_of(path)
+        # Opening a pipe would block.
+        return sha256_while_unchanged(path) if stat.S_ISREG(path.stat().st_mode) else None
     except OSError:
         return None
-    if time.time() - found.st_ctime > _RACY_SECONDS:
-        _digests[path] = identity, digest
-    return digest
 
 
 @lru_cache(maxsize=1024)
@@ -412,10 +414,16 @@ def _install() -> None:
     """Install what notes reads: Python cannot remove an audit hook again."""
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and _recordings and not getattr(_thread, "paused", False):
-            # Arguments that `open` will reject; and what is opened to classify a file is not noted.
-            with suppress(ValueError, TypeError, OSError), recording_paused():
-                _note_open(*arguments)
+        if not _recordings or getattr(_thread, "paused", False):
+            return
+        # Arguments that `open` will reject; and what is opened to classify a file is not noted.
+        with suppress(ValueError, TypeError, OSError):
+            if event == "open":
+                with recording_paused():
+                    _note_open(*arguments)
+            elif event in UNTRACKED:
+                with recording_paused():
+                    _note_untracked(event, *arguments[:1])
 
     def note(path: str) -> None:
         if _recordings and not getattr(_thread, "paused", False):
@@ -426,8 +434,46 @@ def _install() -> None:
 
     sys.addaudithook(audit)
     note_native_readers(note)
+    for name in ("access", "lstat", "stat"):  # Python has no audit event for these
+        setattr(os, name, _noting_look(name))
     # Not other objects: those who imported `environ` before would keep the old one.
     os.environ.__class__ = os.environb.__class__ = _Environment
+
+
+def _noting_look(name: str) -> Callable[..., Any]:
+    look: Callable[..., Any] = getattr(os, name)
+
+    @functools.wraps(look)
+    def noting(path: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _recordings and not getattr(_thread, "paused", False):
+            with suppress(ValueError, TypeError, OSError), recording_paused():
+                _note_untracked(f"os.{name}", path)
+        return look(path, *arguments, **keywords)
+
+    for kind in (os.supports_dir_fd, os.supports_follow_symlinks, os.supports_fd):
+        if look in kind:
+            kind.add(noting)
+    return noting
+
+
+def _note_untracked(event: str, path: Any = None) -> None:
+    """Add a read without a digest that user code asks for, itself or by a library."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and origin_of(frame.f_code.co_filename) == "other":
+        # A package that is being imported, or looks which others are installed: versions count.
+        if frame.f_code.co_filename.startswith(("<frozen importlib", _IMPORTLIB)):
+            return
+        frame = frame.f_back
+    caller = frame.f_code.co_filename if frame else ""
+    if origin_of(caller) != "user":
+        return
+    if isinstance(path, str | bytes | os.PathLike):
+        name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - links stay
+        # Code that asks where it lies itself.
+        if name.startswith(_NO_DATA) or is_installed(name) or is_below(caller, (name,)):
+            return
+    for active in _recordings:
+        active.untracked.add(event)
 
 
 def _note_open(path: Any, mode: Any, flags: int) -> None:

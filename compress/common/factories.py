@@ -326,6 +326,16 @@ def _modules_of(files: Set[str]) -> list[str]:
 
 
 @contextmanager
+def forget_modules(files: Set[str]) -> Iterator[None]:
+    """Import the modules of some files anew within a block, and take the former ones after it."""
+    former = {name: sys.modules.pop(name) for name in _modules_of(files)}
+    try:
+        yield
+    finally:
+        sys.modules.update(former)
+
+
+@contextmanager
 def _as_installed(module_name: str) -> Iterator[None]:
     """Ignore the user's folder for a block: its modules may have names of installed ones."""
     top = module_name.partition(".")[0]

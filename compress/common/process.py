@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import random
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,9 @@ def threads_to_use() -> int:
 @contextmanager
 def within_quota() -> Iterator[None]:
     """Limit torch to the usable cores, or to `OMP_NUM_THREADS`, for a block."""
+    if "torch" not in sys.modules and cpu_quota() is None:
+        yield  # it will use no more by itself, and a run of cached results does not need it
+        return
     import torch
 
     before = torch.get_num_threads()

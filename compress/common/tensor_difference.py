@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    import torch
+
+    Pair = tuple[torch.Tensor, torch.Tensor]
+
 AT_ONCE = 2**20
 """Elements converted to float64 at a time, to bound memory: 8 MiB each."""
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def relative_error(expected: torch.Tensor, got: torch.Tensor, least_norm: float = 0.0) -> float:
@@ -73,6 +73,8 @@ def largest_finite(tensor: torch.Tensor) -> float:
 
 def columns(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
     """Yield two batches of outputs a few columns at a time, with all rows."""
+    import torch
+
     if expected.numel():
         rows = len(expected) if expected.dim() else 1
         width = max(AT_ONCE // rows, 1)
@@ -93,5 +95,7 @@ def equally_not_finite(expected: torch.Tensor, got: torch.Tensor) -> torch.Tenso
 
 def _parts(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
     """Yield two tensors of the same shape a few elements at a time, on the CPU."""
+    import torch
+
     flat = (torch.split(t.detach().cpu().flatten(), AT_ONCE) for t in (expected, got))
     yield from zip(*flat, strict=True)

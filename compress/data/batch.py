@@ -11,10 +11,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from compress.common.errors import PipelineInvalid, first_line
-from compress.data.targets import as_target, check_batch, describe, flatten, map_leaves
+from compress.data.targets import as_target, check_batch, describe, flatten, map_leaves, select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from compress.data.targets import Targets
 
@@ -52,6 +52,19 @@ class Batch:
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory; torch's loader calls this."""
         return self._map(torch.Tensor.pin_memory)
+
+    def divided(self, most_bytes: int) -> Iterator[Batch]:
+        """Yield batches of fewer rows whose inputs have at most so many bytes, or one row."""
+        rows, size = len(self), sum(x.nbytes for x in self.inputs)
+        step = max(1, most_bytes * rows // max(size, 1))
+        if step >= rows or any(len(x) != rows for x in self.inputs if x.ndim):
+            yield self
+            return
+        for first in range(0, rows, step):
+            part = slice(first, first + step)
+            target = None if self.target is None else select(self.target, part)
+            outputs = tuple(x[part] for x in self.teacher_outputs)
+            yield Batch(tuple(x[part] for x in self.inputs), target, outputs)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return all its tensors: inputs, targets, teacher outputs."""

@@ -55,6 +55,14 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "DataReference", "Splits", "collate"]
 
 
+CALLED_BYTES = 10 * 2**20
+"""Inputs of a call in evaluation: 16 images of 224 x 224 pixels.
+
+More rows take no less time a row, and memory for activations, which are a multiple of this: of 64
+rows a MobileNetV2 took 470 MiB more than of 16.
+"""
+
+
 @dataclass(frozen=True)
 class DataReference:
     """Factory of the splits and its arguments; small enough to be sent to another process."""
@@ -249,10 +257,17 @@ class Splits:
     def batches(
         self, name: str, batch_size: int | None = None, limit: int | None = None
     ) -> Iterator[Batch]:
-        """Yield a split's batches in its order: all samples, or ``limit`` spread over them."""
+        """Yield a split's batches in its order: all samples, or ``limit`` spread over them.
+
+        Without ``batch_size`` batches of large samples are divided.
+        """
         samples = len(self.split(name))  # type: ignore[arg-type]
         order = range(samples) if limit is None else spread_indices(samples, limit)
-        yield from self.read(name, order, batch_size or self.batch_size)
+        for batch in self.read(name, order, batch_size or self.batch_size):
+            if batch_size or self.loading.collate_fn:
+                yield batch
+            else:
+                yield from batch.divided(CALLED_BYTES)
 
     def read(
         self, name: str, order: Sequence[int], batch_size: int, seed: int = 0, first: int = 0

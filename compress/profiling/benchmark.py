@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from compress.common.config import Settings
 from compress.common.counts import count, counting_paused
 from compress.common.errors import StageFailed
+from compress.common.malloc import memory_as_deployed
 from compress.profiling.call_timer import CallTimer
 from compress.profiling.quantiles import Interval, median_interval, quantile, quantile_interval
 
@@ -253,7 +254,7 @@ def compare_latencies(
             or the blocks are too few.
         threads: CPU threads of a call.
     """
-    with counting_paused(), ExitStack() as stack:
+    with counting_paused(), memory_as_deployed(), ExitStack() as stack:
         blocks = _Blocks(models, batches, seconds, threads, stack)
         blocks.measure()
     count("forwards.timed.calls", sum(map(len, blocks.times)) + blocks.warm_up_calls)

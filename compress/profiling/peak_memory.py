@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
+from compress.common.malloc import keeps_freed_memory
 from compress.profiling.measurement_request import MeasurementRequest
 from compress.profiling.rss import PROCESS
 
@@ -103,12 +104,18 @@ def fork_worker() -> None:
     """Fork the measuring process from this one, which has imported torch and computed nothing.
 
     That saves importing a second time. Without effect where a fork is not safe: beside other
-    threads of Python, whose locks would never be released in it; nor within another block of
+    threads of Python, whose locks would never be released in it; where the allocator is set, which
+    a fork inherits; nor within another block of
     :func:`measurement_process`, whose process has done other things before.
     """
     global _worker
     is_nested = _open_blocks > 1
-    if is_nested or threading.active_count() > 1 or not (PROCESS / "clear_refs").exists():
+    if (
+        is_nested
+        or keeps_freed_memory()
+        or threading.active_count() > 1
+        or not (PROCESS / "clear_refs").exists()
+    ):
         return
     with _lock, warnings.catch_warnings():
         # Threads that libraries start at import, such as OpenBLAS's, are idle here.

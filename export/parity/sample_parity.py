@@ -15,8 +15,6 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import columns, equally_not_finite, largest, measured
@@ -25,6 +23,8 @@ from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    import torch
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
@@ -136,8 +136,8 @@ def count_changed_labels(expected_BC: torch.Tensor, exported_BC: torch.Tensor) -
     best_B1, other_B1 = (x.argmax(1, keepdim=True) for x in (expected_BC, exported_BC))
     lost_B1 = expected_BC.gather(1, best_B1) - expected_BC.gather(1, other_B1)
     finite_BC = expected_BC.isfinite()
-    highest_B1 = expected_BC.where(finite_BC, -torch.inf).amax(1, keepdim=True)
-    lowest_B1 = expected_BC.where(finite_BC, torch.inf).amin(1, keepdim=True)
+    highest_B1 = expected_BC.where(finite_BC, -math.inf).amax(1, keepdim=True)
+    lowest_B1 = expected_BC.where(finite_BC, math.inf).amin(1, keepdim=True)
     range_B1 = (highest_B1 - lowest_B1).clamp(min=0)
     return int((lost_B1 > NEAR_TIE * range_B1).sum())
 

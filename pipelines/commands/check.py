@@ -28,11 +28,11 @@ def check_pipeline(file: Path, models: bool) -> CheckResult:
     plan = build_plan(pipeline)
     signature, summary, warnings = None, "", plan.warnings
     if models:
-        from compress.pipelines.runner.inputs import check_model
+        from compress.pipelines.runner.remembered import checked_model
 
-        found, summary = check_model(pipeline)
-        signature = found.model_dump(mode="json")
-        warnings += (found.state.line(),) if found.state else ()
+        found = checked_model(pipeline)
+        signature, summary = found.signature.model_dump(mode="json"), found.summary
+        warnings += (found.signature.state.line(),) if found.signature.state else ()
     if pipeline.data is not None:
         warnings += advice(plan)
     stages = [{"name": p.name, "stage": p.stage.stage, "input": p.input} for p in plan.stages]

@@ -11,6 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from compress.common.malloc import keep_freed_memory
 from compress.common.printable import escape_warnings
 from compress.pipelines.executors.task import run_task
 from compress.pipelines.system import signals
@@ -28,6 +29,7 @@ def work(descriptor: int, lifeline: int) -> None:
 
     threading.Thread(target=die_with_parent, daemon=True).start()
     os.dup2(2, 1)  # standard output is the run's alone
+    keep_freed_memory()
     signals.install_handlers()
     escape_warnings()
     run = _RunConnection(Connection(descriptor))

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import Artifact
-from compress.common.atomic_files import refuse_irregular, sha256_of, stays_inside
+from compress.common.atomic_files import refuse_irregular, sha256_while_unchanged, stays_inside
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.common.foreign.child_process import read_in_child
 from compress.common.signature import (
@@ -54,7 +54,7 @@ def digest_of(file: Path) -> str | None:
     """Return a SHA-256 of a file, and of those in which an ONNX file keeps its weights."""
     if not file.is_file():
         return None
-    digests = [sha256_of(part) for part in _with_weights(file)]
+    digests = [sha256_while_unchanged(part) for part in _with_weights(file)]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 

@@ -24,8 +24,6 @@ from compress.core.objectives.targets import (
     sampled_targets,
     targets_split,
 )
-from compress.data.splits import UNLABELLED
-from compress.data.targets import select
 from compress.pipelines.planning.planner import (
     check_conditions,
     check_loss,
@@ -152,6 +150,8 @@ def _check_labels(
     plan: Plan, predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]
 ) -> None:
     """Raise PipelineInvalid for a label that is read and that the model has no class for."""
+    from compress.data.splits import UNLABELLED
+
     split = targets_split(data)
     uses_labels = plan.metric.labels is not None and not plan.metric.needs_reference
     uses_labels |= _uses_loss(plan) and not plan.loss.is_custom
@@ -184,6 +184,8 @@ def _fitting_loss(
 ) -> list[str]:
     """Check the loss on a few samples, and describe in lines what was inferred."""
     import torch
+
+    from compress.data.targets import select
 
     split = targets_split(data)
     with _located_errors(pipeline, "data"):
@@ -284,6 +286,8 @@ def _outputs_for(
 def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) -> str:
     """Warn of the user's own loss that is no mean over samples, and does not say over what."""
     import torch
+
+    from compress.data.targets import select
 
     samples, function = len(outputs[0]), loss.function()
     if not loss.is_custom or samples < 2 or function.label_count(targets) is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import Artifact
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import CompressError
+from compress.common.malloc import release_freed_memory
 from compress.common.requirements import undisturbed
 from compress.core.context import ExportCache
 from compress.core.stage import refusal
@@ -110,6 +111,7 @@ class PipelineExecutor:
             artifact, record = found
             self._register(name, artifact, entry, parts)
             return CacheLookup(name, parts, entry, "", record.seconds)
+        state.load_data()
         reason = RERUN_REQUESTED if rerun else state.store.explain_miss(name, parts, state.contents)
         line = f"{name}: running ({reason})"
         state.emit(RunEvent("stage_started", name, line, {"reason": reason}))
@@ -195,6 +197,7 @@ class PipelineExecutor:
             state.baseline = report.measurements
         state.outcome.current = ""  # from here on an interruption finds the stage finished
         self._emit_finished(lookup, report.judged_seconds, report.measurements, report.verdicts)
+        release_freed_memory()
         refused = refusal(name, report.verdicts, state.out / "artifacts" / name, state.out)
         if refused:
             state.outcome.errors[name] = refused

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from compress.artifacts.importing import import_checkpoint, import_module
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import checkpoint_digest
 from compress.common.errors import CompressError, PipelineInvalid
 from compress.common.factories import local_sources, sources_digest
 from compress.common.signature import Signature
 from compress.core.context import Context
-from compress.data.fingerprint import SAMPLED_FOR_FINGERPRINT
-from compress.data.splits import DataReference, Splits
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
     SOURCE,
@@ -37,6 +34,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import AxisBounds, TensorSpec
     from compress.core.progress import Progress
+    from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan
 
@@ -148,6 +146,8 @@ def load_data(pipeline: PipelineConfig) -> Splits | None:
     """Call the data factory, or return None where there is no data section."""
     if pipeline.data is None:
         return None
+    from compress.data.splits import DataReference
+
     spec = pipeline.data
     reference = DataReference(
         spec.factory,
@@ -185,12 +185,14 @@ def measuring_context(
     return plan, pipeline, context
 
 
-def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
+def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None]:
     """Build the model and read its weights and the data, without storing anything.
 
     Returns:
-        The model's interface, and lines that name what of it and of the loss was inferred.
+        The model's interface, lines that name what of it and of the loss was inferred, the data.
     """
+    from compress.data.fingerprint import SAMPLED_FOR_FINGERPRINT
+
     plan = build_plan(pipeline)
     pipeline, data, inferred = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
@@ -202,11 +204,12 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
         contents = data.contents(SAMPLED_FOR_FINGERPRINT) if data else None
         loss = fitting_loss(plan, pipeline, source, context, contents)
         lines = [inferred, plan.task_line, loss]
-        return source.signature, "\n".join(filter(None, lines))
+        return source.signature, "\n".join(filter(None, lines)), data
 
 
 def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = None) -> Artifact:
     """Import the model as an artifact; it is checked on samples of the data where there are any."""
+    from compress.artifacts.importing import import_checkpoint
     from compress.data.infer_signature import sample_inputs
 
     spec = pipeline.model
@@ -258,6 +261,7 @@ def _import_hugging_face(
     import torch
 
     from compress.artifacts.hf_folder import OUTPUTS, files_to_carry, read_folder
+    from compress.artifacts.importing import import_module
     from compress.common.signature import OutputSpec
 
     if spec.stream:

@@ -21,6 +21,7 @@ from compress.pipelines.results.schema import remove_report, rerun_command
 from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
 from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
 from compress.pipelines.runner.inputs import resolve_inputs
+from compress.pipelines.runner.remembered import INPUTS_FILE, load_inputs, note_variables
 from compress.pipelines.runner.run_report import build_report
 from compress.pipelines.runner.run_state import RunState
 from compress.pipelines.store.local import Store, note_samples
@@ -77,13 +78,12 @@ def run(
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     for warning in plan.warnings:
         announce(f"warning: {warning}")
-    pipeline, data, inferred = resolve_inputs(pipeline)
-    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
-    pipeline = _judged(pipeline, options)
-    if inferred:
-        announce(inferred)
     folder, code = pipeline.folder, pipeline.code_folder
     store = Store(root, remote, folder=folder, code=code, announce=announce)
+    inputs = load_inputs(pipeline, plan, root / INPUTS_FILE, store.surroundings)
+    pipeline, plan = _judged(inputs.pipeline, options), inputs.plan
+    if inputs.inferred:
+        announce(inputs.inferred)
     with (
         readable_disk_errors(out),
         temporary_files(),
@@ -97,8 +97,10 @@ def run(
         check_processes(pipeline, root)
         remove_report(out)
         emit = event_listener(announce)
-        state = RunState(pipeline, plan, out, store, data, options.progress, emit)
+        state = RunState(pipeline, plan, out, store, inputs.data, options.progress, emit)
         state.profiler = profiler
+        if inputs.data_warnings is not None:
+            state.data_warnings = inputs.data_warnings
         stages = [planned.name for planned in plan.stages]
         if options.measured == "last":
             state.unmeasured = frozenset(stages[:-1])
@@ -108,6 +110,7 @@ def run(
             state.unmeasured = frozenset((SOURCE, *stages)) - {*plan.leaves}
         if state.contents:
             note_samples(root, state.contents)
+            inputs.keep(state.contents, state.data_warnings, store.surroundings)
         run_id = uuid.uuid4().hex[:12]
         log = LogFile(out / LOG, run_id, lambda: state.outcome.current)
         log_handlers.enter_context(log_handler(log))
@@ -127,7 +130,11 @@ def forked_measurement_process(
 
     Only for a process that has imported this toolkit and done nothing else, such as the command's.
     """
+    note_variables()
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
+    if ((options.cache or out / ".store") / INPUTS_FILE).exists():
+        yield  # nothing may have to be measured, and then nothing needs torch
+        return
     if not (out / ".store").exists():  # nothing is cached: this process is going to import them too
         kinds = {kind for p in plan.stages for kind in members_of(p.stage.writes())}
         import_modules([*COUNTED_WITH, *(name for kind in kinds for name in kind.opened_with)])

@@ -7,20 +7,19 @@ import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from compress.core.diagnosis.input_ranges import SAMPLES, UNLIKE, input_ranges, unlikeness
-from compress.data.sample_cache import PROBES
-from compress.data.stream import FIRST_SAMPLES
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.planning.plan import accuracy_drops
 from compress.pipelines.results.schema import Report, measurement_warnings, rerun_command
 from compress.pipelines.runner.evaluator import MeasurementCache
+from compress.pipelines.runner.remembered import RememberedContents
 from compress.pipelines.system.machine_info import machine, versions
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
     from compress.core.metrics import Metric
     from compress.core.metrics.score import Score
@@ -137,9 +136,12 @@ def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]
 
 def _sampling_warnings(state: RunState) -> Iterator[str]:
     """Yield which splits were hashed in part only, where that could hide a change of the data."""
-    contents = state.contents
-    if contents is None:
-        return
+    contents: Any = state.contents
+    if contents is None or isinstance(contents, RememberedContents):
+        return  # every sample was hashed
+    from compress.data.sample_cache import PROBES
+    from compress.data.stream import FIRST_SAMPLES
+
     for name in sorted({"val", "test"} & contents.cached):
         yield (
             f"data.{name}: read through data.loader.cache; only {PROBES} samples are compared "
@@ -214,6 +216,8 @@ def constant_score(data: Splits, metric: Metric) -> float | None:
     """
     if metric.needs_reference:
         return None
+    import torch
+
     # All targets, unlike outputs, are kept: the median needs them.
     batches = [b.target for b in data.batches("val") if b.target is not None]
     targets = [target for target in batches if isinstance(target, torch.Tensor)]
@@ -236,6 +240,8 @@ def _constant_outputs(targets: torch.Tensor, metric: Metric) -> Iterator[torch.T
     """Yield a sample's constant outputs, `(1, …)`; one scores best under each kind of metric."""
     if metric.loss.name == "binary_cross_entropy":
         targets = targets.float()  # also given as integers and booleans
+    import torch
+
     if not targets.is_floating_point():
         counts = torch.bincount(targets[targets >= 0].flatten().long(), minlength=2)
         # A class without a sample would have the logarithm of 0.

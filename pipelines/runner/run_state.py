@@ -17,6 +17,7 @@ from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.results.measurements import JUDGED_QUICKLY
 from compress.pipelines.results.schema import FailureReport, SkippedReport
 from compress.pipelines.runner.inputs import source_parts
+from compress.pipelines.runner.remembered import RememberedSplits
 from compress.pipelines.store.local import WORK, StoredExports
 from compress.pipelines.system import signals
 from compress.pipelines.system.jsonl_log import RunEvent
@@ -186,6 +187,12 @@ class RunState:
     def contents(self) -> Contents | None:
         """Hashes of the data; None without data."""
         return self.data.contents() if self.data else None
+
+    def load_data(self) -> None:
+        """Load the data if they are remembered alone: a stage is going to run."""
+        data: Any = self.data
+        if isinstance(data, RememberedSplits):
+            self.data = data.loaded
 
     @property
     def fingerprint(self) -> str | None:

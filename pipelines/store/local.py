@@ -211,7 +211,7 @@ class Store:
 
 def publish(artifact: Artifact, path: Path) -> None:
     """Copy an artifact to a readable path, by hard links where the file system has them."""
-    with partial_folder(path) as partial:
+    with partial_folder(path) as partial, artifact.keep_verified():
         shutil.copytree(artifact.path, partial, copy_function=_link, dirs_exist_ok=True)
         replace_artifact(partial, path)
 

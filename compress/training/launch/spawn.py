@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compress.common.malloc import keep_freed_memory
 from compress.common.process import gc_disabled
 from compress.training.launch.rank_environment import LOGS
 
@@ -35,6 +36,7 @@ def start_rank(
     exit_codes = [1]
     atexit.register(lambda: os._exit(exit_codes[-1]))  # registered first, so it runs last
     os.environ.update(ranks.environment(index))
+    keep_freed_memory()
     # What libraries and the user's code print goes to a file beside the training's state.
     logs = Path(folder) / LOGS
     with suppress(OSError):  # a full disk

@@ -1,0 +1,78 @@
+"""Lets glibc keep the memory that tensors give back, for a process that evaluates models.
+
+By default glibc maps each block of more than 32 MiB anew, and returns what is free at the heap's
+end. The kernel then clears the same pages for every activation of every call: of a MobileNetV2 on
+256 images of 224 x 224 pixels 9.0 million page faults, and 14.6 of 19.4 s of CPU time; with what
+follows 0.6 million, and 1.6 of 5.2 s. Thresholds of 128 to 512 MiB and torch's
+THP_MEM_ALLOC_ENABLE save less.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Of mallopt(3).
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+NEVER = -1
+DEFAULT_MMAP_MAX = 65536
+LARGEST_DYNAMIC = 32 * 2**20
+"""Where glibc's own threshold ends up in a process that has freed a block of 32 MiB."""
+OWN_SETTINGS = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
+"""Variables by which users choose an allocator or its settings, which then stay."""
+_keeps = False
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep freed memory until :func:`release_freed_memory`; on glibc alone.
+
+    Not called in a process of the user's, nor where a model's memory is measured.
+    """
+    global _keeps
+    libc = _glibc()
+    if libc is not None and not any(map(os.environ.get, OWN_SETTINGS)):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+        _keeps = True
+
+
+def keeps_freed_memory() -> bool:
+    """Whether this process keeps freed memory."""
+    return _keeps
+
+
+def release_freed_memory() -> None:
+    """Return to the kernel what :func:`keep_freed_memory` has kept."""
+    libc = _glibc()
+    if _keeps and libc is not None:
+        libc.malloc_trim(0)
+
+
+@contextmanager
+def memory_as_deployed() -> Iterator[None]:
+    """Allocate in a block as a process that serves the model does, as its latency is measured.
+
+    Models that PyTorch calls would seem faster (MobileNetV2, one image: 22 instead of 34 ms).
+    """
+    libc = _glibc()
+    if not _keeps or libc is None:
+        yield
+        return
+    libc.malloc_trim(0)
+    libc.mallopt(M_MMAP_MAX, DEFAULT_MMAP_MAX)
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_DYNAMIC)
+    libc.mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_DYNAMIC)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None

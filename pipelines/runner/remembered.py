@@ -1,0 +1,387 @@
+"""What the last run found out about model and data, for a run that needs neither in memory.
+
+Importing torch and calling the user's factories takes longer than all else in a run whose results
+are cached, and in a second `compress check`. The outcome is kept where nothing but what is recorded
+can have decided it: settings, files, environment variables and packages, which are compared with
+what they are now. :func:`is_self_contained` says of which data that holds; others are read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.common.config import Settings
+from compress.common.dependency_recorder import Dependencies, Recording, recording
+from compress.common.errors import CompressError, PipelineInvalid
+from compress.common.factories import forget_modules, local_sources
+from compress.common.sealed_json import canonical_json, read_state, write_state
+from compress.common.signature import AxisBounds, Signature, TensorSpec
+from compress.core.objectives.task import TASKS
+from compress.pipelines.planning.loss_and_metric import infer_loss_and_metric
+from compress.pipelines.runner.inputs import check_model, resolve_inputs, source_parts
+from compress.pipelines.store.entry import Surroundings
+from compress.pipelines.system.machine_info import machine, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from compress.data.fingerprint import Contents
+    from compress.data.splits import Splits
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.planning.plan import Plan
+
+INPUTS_FILE = "inputs.json"
+"""In a store: what the last run found out about model and data."""
+REPEATABLE_MODULES = frozenset(
+    (
+        *("__future__", "abc", "collections", "contextlib", "csv", "dataclasses", "enum"),
+        *("functools", "gzip", "io", "itertools", "json", "math", "numpy", "operator", "os"),
+        *("pathlib", "pickle", "re", "scipy", "sklearn", "statistics", "string", "struct"),
+        *("torch", "types", "typing", "zipfile"),
+    )
+)
+"""Modules that the user's data code may import: they read by Python's `open`, which is recorded.
+
+Others may read in native code, ask the clock or the network; `random` draws anew in each process.
+"""
+UNREPEATABLE_CODE = re.compile(
+    rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random|urandom"
+    rb"|environ\[[^]]*\]\s*=|environ\.(pop|setdefault|update)|putenv|chdir|seed\("
+)
+"""Code that may draw from a generator which is seeded anew in each process, or that changes what
+code after it sees."""
+MOST_CHECKS = 64
+"""Pipeline files of which the outcome of `compress check` is kept."""
+VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
+"""Of the terminal and the shell; libraries may read any other variable, which nothing records."""
+
+
+_at_start: dict[str, str] = {}
+
+
+def note_variables() -> None:
+    """Take the variables of now for those that the user set: libraries set others when imported.
+
+    For a process that nobody but this toolkit uses.
+    """
+    _at_start.update(os.environ)
+
+
+class Remembered(Settings):
+    """An outcome, and what user code read for it."""
+
+    value: Any
+    depends: Dependencies
+
+
+class CheckedModel(Settings):
+    """What `compress check` found out about a model and its data, all valid."""
+
+    signature: Signature
+    summary: str
+    """Lines that name what was inferred."""
+
+
+class DataFacts(Settings):
+    """What a run found out about the data, and what it inferred of them."""
+
+    inputs: tuple[TensorSpec, ...]
+    axes: dict[str, AxisBounds]
+    inferred: str
+    """Line that names which inputs were inferred."""
+    targets: str | None
+    """Kind of the targets that the loss follows from."""
+    task: str | None
+    lengths: dict[str, int]
+    parts: dict[str, Any]
+    """Of :class:`compress.data.fingerprint.Contents`, as `fingerprint`."""
+    fingerprint: str
+    warnings: tuple[str, ...]
+
+
+def key_of_inputs(pipeline: PipelineConfig) -> str | None:
+    """Hash what decides model and data besides what their code reads; None where that fails."""
+    try:
+        source = source_parts(pipeline)
+    except (CompressError, OSError):
+        return None  # whoever reads the model says what is wrong with it
+    variables = {n: v for n, v in (_at_start or os.environ).items() if n not in VOLATILE_VARIABLES}
+    data = pipeline.data and local_sources(pipeline.data.factory, pipeline.code_folder)
+    found = {
+        "settings": pipeline.model_dump(mode="json", by_alias=True),
+        "source": source,
+        "code": sorted(data or ()),
+        "versions": versions(),
+        "machine": machine(),
+        "folders": [os.getcwd(), str(pipeline.folder.absolute()), sys.path],  # noqa: PTH109
+        "variables": variables,
+    }
+    return hashlib.sha256(canonical_json(found).encode()).hexdigest()
+
+
+def recall(file: Path, key: str | None, surroundings: Surroundings) -> Any:
+    """Return what :func:`remember` kept, or None where anything that it depends on has changed."""
+    found = read_state(file, key, Remembered) if key else None
+    return None if found is None or surroundings.change(found.depends) else found.value
+
+
+def remember(
+    file: Path, key: str | None, value: Any, recorded: Recording, surroundings: Surroundings
+) -> None:
+    """Keep an outcome under a key, with what user code read for it."""
+    if key is None or recorded.untracked:
+        return
+    kept = Remembered(value=value, depends=surroundings.dependencies(recorded))
+    write_state(file, key, kept.model_dump(mode="json"))
+
+
+def is_self_contained(data: Splits, recorded: Recording) -> bool:
+    """Whether only recorded files, variables and packages decide the data.
+
+    They are plain tensors that the user's own code made, from files that Python opened, and a
+    second call of newly imported code makes the same ones.
+    """
+    from torch.utils.data import TensorDataset
+
+    from compress.data.fingerprint import in_memory_tensors
+
+    source = data.source
+    plain = (
+        in_memory_tensors(dataset) is not None
+        and type(dataset).__getitem__ is TensorDataset.__getitem__
+        for dataset in data.datasets.values()
+    )
+    if (
+        source is None
+        or recorded.untracked
+        or recorded.written
+        or data.loading.collate_fn
+        or not all(plain)
+    ):
+        return False
+    own = [Path(file) for file in recorded.files if file.endswith(".py")]
+    names = {name.partition(".")[0] for name in recorded.modules}
+    names -= {file.stem for file in own} | {file.parent.name for file in own}
+    if (
+        not local_sources(source.factory, source.folder)
+        or names - REPEATABLE_MODULES
+        or any(UNREPEATABLE_CODE.search(file.read_bytes()) for file in own if file.is_file())
+    ):
+        return False
+    try:
+        with forget_modules(recorded.files):
+            again = source.load().contents()
+    except Exception:  # noqa: BLE001 - code that runs once alone: it is run by the next run as well
+        return False
+    same: bool = again.parts["splits"] == data.contents().parts["splits"]
+    return same
+
+
+@dataclass(frozen=True)
+class RememberedContents:
+    """The part of :class:`compress.data.fingerprint.Contents` that lookups in the store need."""
+
+    known: DataFacts
+    load: Callable[[], Contents]
+    sampled: tuple[str, ...] = ()
+    unrepeatable: frozenset[str] = frozenset()
+    cached: frozenset[str] = frozenset()
+    streams: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Part of a cache key: how the data are made, and a digest of each split."""
+        return self.known.parts
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the parts."""
+        return self.known.fingerprint
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.load(), name)
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """Stands for a dataset until its samples are read."""
+
+    samples: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+class _Datasets(Mapping[str, Any]):
+    def __init__(self, splits: RememberedSplits) -> None:
+        self.splits = splits
+
+    def __getitem__(self, name: str) -> Any:
+        return self.splits.loaded.datasets[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.splits.facts.lengths)
+
+    def __len__(self) -> int:
+        return len(self.splits.facts.lengths)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.splits.facts.lengths
+
+
+@dataclass(frozen=True)
+class RememberedSplits:
+    """Splits of known names, lengths and hashes; they are loaded when samples are read."""
+
+    facts: DataFacts
+    reload: Callable[[], Splits]
+    file: Path
+    """Where the facts come from; it is removed if they prove wrong."""
+    stream: None = None
+    """Tensors in memory are none."""
+
+    @property
+    def datasets(self) -> Mapping[str, Any]:
+        """The datasets by name."""
+        return _Datasets(self)
+
+    @property
+    def calibration_split(self) -> str:
+        """Name of the split for calibration."""
+        return "calibration" if "calibration" in self.facts.lengths else "train"
+
+    @cached_property
+    def loaded(self) -> Splits:
+        """The splits; PipelineInvalid where they are not the remembered ones."""
+        data = self.reload()
+        if data.contents().fingerprint != self.facts.fingerprint:
+            self.file.unlink(missing_ok=True)
+            raise PipelineInvalid(
+                "data.factory returns other samples than in the last run, and nothing that is "
+                "recorded of its reads has changed; run the same command again, and name what it "
+                "reads under `depends:`"
+            )
+        return data
+
+    def contents(self) -> RememberedContents:
+        """Return what the data depend on."""
+        return RememberedContents(self.facts, lambda: self.loaded.contents())
+
+    def split(self, name: str) -> Any:
+        """Return a dataset of which the length is known."""
+        known = "loaded" not in vars(self) and name in self.facts.lengths
+        return _Sized(self.facts.lengths[name]) if known else self.loaded.split(name)
+
+    def calibration_digest(self, samples: int, seed: int) -> None:
+        """Return None: every sample is hashed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.loaded, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.loaded.__reduce__()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A pipeline with model inputs, its data, and loss and metric that follow from both."""
+
+    pipeline: PipelineConfig
+    plan: Plan
+    data: Splits | None
+    inferred: str
+    """Line that names which inputs were inferred."""
+    file: Path
+    key: str | None
+    recorded: Recording | None = None
+    """What was read to load them; None where they are remembered."""
+
+    @property
+    def data_warnings(self) -> tuple[str, ...] | None:
+        """Reasons not to trust the data, where they are remembered."""
+        return self.data.facts.warnings if isinstance(self.data, RememberedSplits) else None
+
+    def keep(
+        self, contents: Contents, warnings: tuple[str, ...], surroundings: Surroundings
+    ) -> None:
+        """Let the next run remember them, if only what was recorded decides them."""
+        recorded, data, loss = self.recorded, self.data, self.plan.loss
+        if recorded is None or data is None or not is_self_contained(data, recorded):
+            return
+        facts = DataFacts(
+            inputs=self.pipeline.model.inputs or (),
+            axes=self.pipeline.model.axes,
+            inferred=self.inferred,
+            targets=loss.targets,
+            task=loss.task.name if loss.task else None,
+            lengths=dict(contents.lengths),
+            parts=contents.parts,
+            fingerprint=contents.fingerprint,
+            warnings=warnings,
+        )
+        remember(self.file, self.key, facts.model_dump(mode="json"), recorded, surroundings)
+
+
+def load_inputs(
+    pipeline: PipelineConfig, plan: Plan, file: Path, surroundings: Surroundings
+) -> Inputs:
+    """Return model inputs and data as the last run found them, or load them."""
+    key = key_of_inputs(pipeline)
+    if pipeline.data is not None and (found := recall(file, key, surroundings)):
+        facts = DataFacts.model_validate(found)
+        model = pipeline.model.model_copy(update={"inputs": facts.inputs, "axes": facts.axes})
+        resolved = pipeline.model_copy(update={"model": model})
+        data: Any = RememberedSplits(facts, lambda: _loaded(pipeline), file)
+        task = TASKS[facts.task] if facts.task else None
+        loss = replace(plan.loss, targets=facts.targets, task=task)  # type: ignore[arg-type]
+        plan, resolved = infer_loss_and_metric(replace(plan, loss=loss), resolved, data)
+        return Inputs(resolved, plan, data, facts.inferred, file, key)
+    with recording() as recorded:
+        resolved, loaded, inferred = resolve_inputs(pipeline)
+        plan, resolved = infer_loss_and_metric(plan, resolved, loaded)
+    return Inputs(resolved, plan, loaded, inferred, file, key, recorded)
+
+
+def _loaded(pipeline: PipelineConfig) -> Splits:
+    _, data, _ = resolve_inputs(pipeline)
+    assert data is not None  # the file has a data section
+    return data
+
+
+def checked_model(pipeline: PipelineConfig) -> CheckedModel:
+    """Return what the last check of an unchanged file found valid, or check model and data.
+
+    What is refused is not kept.
+    """
+    key = key_of_inputs(pipeline)
+    name = hashlib.sha256(str(Path(pipeline.file).absolute()).encode()).hexdigest()[:16]
+    file = cache_folder() / "check" / f"{name}.json"
+    surroundings = Surroundings(pipeline.folder, pipeline.code_folder, (), lambda line: None)
+    if found := recall(file, key, surroundings):
+        return CheckedModel.model_validate(found)
+    with recording() as recorded:
+        signature, summary, data = check_model(pipeline)
+    result = CheckedModel(signature=signature, summary=summary)
+    if data is None or is_self_contained(data, recorded):
+        with suppress(OSError):  # no home, or a full disk: the next check takes as long
+            remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
+            by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
+            for old in by_age[:-MOST_CHECKS]:
+                old.unlink(missing_ok=True)
+    return result
+
+
+def cache_folder() -> Path:
+    """Return the folder for what a command keeps outside of a run's directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress-pipeline"
