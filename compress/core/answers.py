@@ -158,7 +158,7 @@ class _Answers:
                 raise
         self._recorded.add(recorded)
         try:
-            # Parity asks at sizes that a model may refuse: its own calls answer whole batches alone.
+            # Parity asks at sizes that a model may refuse: its own calls answer whole batches only.
             self._keep(key, [] if by_row else rows, outputs)
         except OSError:  # no room on the disk
             self.is_full = True
