@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # `+=` on a Counter's entry reads and writes in two steps, so threads would lose counts.
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
+_pauses = 0
 
 
 def count(name: str, amount: int = 1) -> None:
     """Add `amount` to the count `name` of this process; callable from any thread."""
+    if _pauses:
+        return
     with _lock:
         _counts[name] += amount
 
@@ -24,3 +32,14 @@ def counted() -> dict[str, int]:
     """Return all counts of this process so far, by name; the difference of two is a stretch."""
     with _lock:
         return dict(sorted(_counts.items()))
+
+
+@contextmanager
+def counting_paused() -> Iterator[None]:
+    """Count nothing in a block, where calls are timed: counting takes a microsecond of each."""
+    global _pauses
+    _pauses += 1
+    try:
+        yield
+    finally:
+        _pauses -= 1

@@ -140,14 +140,15 @@ def opened_model(
 
 
 def count_forwards(predict: Predictor, kind: str) -> Predictor:
-    """Count the rows that a predictor is called with, below `forwards.KIND.rows`.
+    """Count the calls of a predictor and their rows, below `forwards.KIND.calls` and `.rows`.
 
     A predictor without a kind, which calls one that is counted, stays as it is.
     """
-    name = f"forwards.{kind}.rows"
+    calls, rows = f"forwards.{kind}.calls", f"forwards.{kind}.rows"
 
     def predict_and_count(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        count(name, len(inputs[0]) if inputs[0].dim() else 1)
+        count(calls)
+        count(rows, len(inputs[0]) if inputs[0].dim() else 1)
         return predict(*inputs)
 
     return predict_and_count if kind else predict
