@@ -158,7 +158,7 @@ class _Answers:
                 raise
         self._recorded.add(recorded)
         try:
-            # Parity asks at sizes that a model may refuse: its own calls answer whole batches only.
+            # Parity asks at sizes that a model may refuse: its calls answer whole batches alone.
             self._keep(key, [] if by_row else rows, outputs)
         except OSError:  # no room on the disk
             self.is_full = True
@@ -172,7 +172,7 @@ class _Answers:
     def _keep(self, key: bytes, rows: list[bytes], outputs: Tensors) -> None:
         import torch
 
-        contents = [t.detach().cpu().contiguous() for t in outputs if t.layout == torch.strided]
+        contents = [t.detach().cpu() for t in outputs if t.layout == torch.strided]
         size = sum(t.nbytes for t in contents)
         if self.bytes + size > MAX_BYTES or len(contents) < len(outputs):
             self.is_full = True
@@ -186,7 +186,7 @@ class _Answers:
             offset, stored = self.bytes, list[_StoredTensor]()
             for t in contents:
                 stored.append(_StoredTensor(offset, t.dtype, tuple(t.shape)))
-                written = memoryview(t.reshape(-1).view(torch.uint8).numpy())
+                written = _as_bytes(t).numpy().data
                 while written:
                     done = os.pwrite(self._file, written, offset)
                     written, offset = written[done:], offset + done

@@ -25,7 +25,6 @@ from compress.export.common.int8_sums import has_16_bit_sums
 from compress.export.parity import repro_script
 from compress.export.parity.bisect import LayerSearch
 from compress.export.parity.compare import ParityMismatch, largest_relative_error, outputs_by_kind
-from compress.export.parity.reference_outputs import source_predictor
 from compress.export.parity.sample_parity import QUANTIZED, tolerance_for
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def _write_report(
     parity: ParityContext, reproducer: Reproducer, error: StageFailed, folder: Path
 ) -> str:
     """Measure, search for the layer, write the folder; return what is added to the message."""
-    with source_predictor(parity.source, parity.context) as expected:
+    with parity.source.open(threads=parity.context.threads) as expected:
         rows, kind, total = [], "", -1.0
         inputs: Tensors = ()
         for compared in outputs_by_kind(

@@ -73,6 +73,11 @@ def test_each_form_answers_once_for_a_sample_and_the_file_for_its_graph(
     assert val <= rows["eager"] < val + 250
     assert val <= rows["onnx"] < val + 350
     assert graph_passes * val <= rows["graph"] < graph_passes * val + 350
+    before, folder = counted(), tmp_path / "run"
+    again = Pipeline.from_yaml(folder / "small.yaml").run(folder / "out", measured="none")
+    called = {name for name, n in counted().items() if n > before.get(name, 0)}
+    assert not {name for name in called if name.startswith("forwards.")}, "all is in the store"
+    assert [s.verdicts for s in again.stages] == [s.verdicts for s in report.stages]
 
 
 def test_a_refused_graph_leaves_no_export(tmp_path: Path) -> None:
