@@ -253,7 +253,7 @@ def compare_latencies(
             or the blocks are too few.
         threads: CPU threads of a call.
     """
-    with counting_paused(), ExitStack() as stack:
+    with ExitStack() as stack:
         blocks = _Blocks(models, batches, seconds, threads, stack)
         blocks.measure()
     count("forwards.timed.calls", sum(map(len, blocks.times)) + blocks.warm_up_calls)
@@ -336,6 +336,7 @@ class _Blocks:
             self._predictors[i] = self.opened.enter_context(self.models[i]())
         self._opening_seconds += time.perf_counter() - start
 
+    @counting_paused()
     def _warm_up(self, turns: Batches) -> None:
         """Call without measuring, as some runtimes compile for each shape."""
         start = time.perf_counter()
@@ -349,6 +350,7 @@ class _Blocks:
                 self._warm.add(shapes)
         self._opening_seconds += time.perf_counter() - start
 
+    @counting_paused()
     def _choose_counts(self) -> None:
         """Choose from the time of first calls how many calls and rounds follow."""
         sizes = [sum(x.numel() for x in batch) for batch in self.batches]
@@ -373,6 +375,7 @@ class _Blocks:
             self._fewest = -(-FEWEST_DEAR_BLOCKS // count) * count
             self.batches = [b for b in self.batches if [x.shape for x in b] == shapes]
 
+    @counting_paused()
     def _measure_block(self, order: Sequence[int], turns: Batches) -> None:
         """Measure a round, and a second one in reverse order."""
         medians: list[list[float]] = [[] for _ in self.models]
