@@ -52,7 +52,7 @@ for three it would be 2.5, so that the fourth call pays for itself."""
 TURN_SECONDS = 0.01
 """Of one model's calls, before another one's: so that a small model's weights are in the
 processor's caches, as they are where it is served alone."""
-OPENING_SECONDS = 0.6
+OPENING_SECONDS = 1.5
 """For which a model is opened anew and warmed up at most, as long as it is called.
 
 Where it lies in memory matters to small ones; large ones take longer to open, and lie in so many
@@ -254,7 +254,7 @@ def compare_latencies(
             or the blocks are too few.
         threads: CPU threads of a call.
     """
-    with counting_paused(), memory_as_deployed(), ExitStack() as stack:
+    with memory_as_deployed(), ExitStack() as stack:
         blocks = _Blocks(models, batches, seconds, threads, stack)
         blocks.measure()
     count("forwards.timed.calls", sum(map(len, blocks.times)) + blocks.warm_up_calls)
@@ -337,6 +337,7 @@ class _Blocks:
             self._predictors[i] = self.opened.enter_context(self.models[i]())
         self._opening_seconds += time.perf_counter() - start
 
+    @counting_paused()
     def _warm_up(self, turns: Batches) -> None:
         """Call without measuring, as some runtimes compile for each shape."""
         start = time.perf_counter()
@@ -350,6 +351,7 @@ class _Blocks:
                 self._warm.add(shapes)
         self._opening_seconds += time.perf_counter() - start
 
+    @counting_paused()
     def _choose_counts(self) -> None:
         """Choose from the time of first calls how many calls and rounds follow."""
         sizes = [sum(x.numel() for x in batch) for batch in self.batches]
@@ -374,6 +376,7 @@ class _Blocks:
             self._fewest = -(-FEWEST_DEAR_BLOCKS // count) * count
             self.batches = [b for b in self.batches if [x.shape for x in b] == shapes]
 
+    @counting_paused()
     def _measure_block(self, order: Sequence[int], turns: Batches) -> None:
         """Measure a round, and a second one in reverse order."""
         medians: list[list[float]] = [[] for _ in self.models]

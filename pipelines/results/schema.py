@@ -215,12 +215,13 @@ def remove_report(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def rerun_command(file: str, out: Path) -> str:
+def rerun_command(file: str, out: Path, judge: str) -> str:
     """Return the command that repeats a run, with absolute paths."""
     path = Path(file)
     if not path.is_file():
         return file
-    return shlex.join(["compress", "run", str(path.resolve()), "--out", str(out.resolve())])
+    quick = ["--quick"] if judge == "quick" else []
+    return shlex.join(["compress", "run", str(path.resolve()), "--out", str(out.resolve()), *quick])
 
 
 def measurement_warnings(

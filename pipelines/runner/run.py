@@ -149,7 +149,7 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
     pipeline = state.pipeline
     fields = {
         "pipeline": pipeline.name,
-        "command": rerun_command(pipeline.file, state.out),
+        "command": rerun_command(pipeline.file, state.out, pipeline.judge),
         "versions": dict(versions()),
         "machine": dict(machine()),
         "settings": pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True),

@@ -79,7 +79,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         lock={
             "source": state.store.last_parts(SOURCE),
             "file": pipeline.file,
-            "command": rerun_command(pipeline.file, state.out),
+            "command": rerun_command(pipeline.file, state.out, pipeline.judge),
             "versions": dict(versions()),
             "machine": dict(machine()),
             "seed": pipeline.seed,

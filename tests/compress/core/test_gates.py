@@ -293,7 +293,7 @@ def test_a_reliable_comparison_is_measured_once(mlp, context, monkeypatch) -> No
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_latency_is_measured_on_distinct_samples_of_val(mlp, context, blobs, batch) -> None:
-    before, after = Recording(mlp.signature), Recording(mlp.signature)
+    before, after = (Recording(mlp.signature, digest=name) for name in "ab")
     context.compare_latency(before, after, batch)
     val = {*map(tuple, blobs.datasets["val"].tensors[0].tolist())}
     assert all({*map(tuple, x.tolist())} <= val for x in after.inputs)

@@ -37,7 +37,9 @@ def test_a_quick_run_measures_what_is_shipped_alone(judged: tuple[Project, Repor
 
 def test_a_quick_report_says_so(judged: tuple[Project, Report], tmp_path: Path) -> None:
     project, report = judged
-    assert Report.read(project.out).judged == "quick"
+    stored = Report.read(project.out)
+    assert stored.judged == "quick"
+    assert str(stored.lock["command"]).endswith(" --quick")
     lines = [line.plain for line in closing_lines(report, project.out)]
     assert any(line.startswith("judged quickly: ") for line in lines)
     assert any("judged quickly: deploy" in line for line in lines)
