@@ -191,7 +191,7 @@ def _add_errors_(
         if rows is not None:
             index = torch.tensor(rows, device=expected.device)
             expected = expected.index_select(call.channel_axis, index)
-        energy += float(expected.square().sum(dtype=torch.float64))
+        energy += float(expected.square().sum())
         # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
         for columns, errors in call.parts(expected - call.output):
             moments.add_(columns, errors)
