@@ -36,9 +36,9 @@ POSITIONS_PER_COLUMN = 64
 """
 MIN_SAMPLES = 128
 """Samples that are read in any case: the positions of one image are much alike."""
-GRAM_BLOCK = 512
-"""Columns whose products with all later columns are computed at once, as the Gram matrix is
-symmetric: 57 % of the products of 3,000 columns."""
+GRAM_BLOCK = 128
+"""Columns whose products with all later columns are computed at once: the Gram matrix is symmetric,
+and half of it takes half of the time (measured: 512 columns at once take a tenth longer)."""
 
 
 @dataclass
@@ -73,7 +73,8 @@ class Moments:
         """Add matrices of positions by columns and of positions by answers, in place."""
         groups, positions, width = columns_gpi.shape
         self.positions += positions
-        self.columns_gi = self.columns_gi + columns_gpi.sum(1, dtype=torch.float64)
+        # Not sum(1, dtype=torch.float64), which takes half as long as the Gram matrix.
+        self.columns_gi = self.columns_gi + columns_gpi.sum(1).double()
         if self._upper_gii is None:
             self._upper_gii = self.columns_gi.new_zeros(groups, width, width)
         for start in range(0, width, GRAM_BLOCK):
@@ -82,9 +83,9 @@ class Moments:
             block_gii += rows_gip @ columns_gpi[:, :, start:]
         if answers_gpo is None:
             return
-        self.answers_go = self.answers_go + answers_gpo.sum(1, dtype=torch.float64)
+        self.answers_go = self.answers_go + answers_gpo.sum(1).double()
         self.cross_gio = self.cross_gio + (columns_gpi.mT @ answers_gpo).double()
-        self.energy += float(answers_gpo.square().sum(dtype=torch.float64))
+        self.energy += float(answers_gpo.square().sum())
 
 
 def samples_needed(call: LayerCall, samples: int, calls: int = 1) -> int:

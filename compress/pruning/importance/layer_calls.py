@@ -85,14 +85,12 @@ class LayerCall:
         """
         answers = self.output if answers is None else answers
         if not self.kernel:
-            columns, rows = (
-                _at_least_float32(x.reshape(1, -1, x.shape[-1])) for x in (self.input, answers)
-            )
+            columns, rows = (x.reshape(1, -1, x.shape[-1]) for x in (self.input, answers))
             step = max(1, MAX_PART // columns.shape[-1])
             for i in range(0, columns.shape[1], step):
                 yield (
-                    _at_least_float32(columns[:, i : i + step]),
-                    _at_least_float32(rows[:, i : i + step]),
+                    at_least_float32(columns[:, i : i + step]),
+                    at_least_float32(rows[:, i : i + step]),
                 )
             return
         spatial = len(self.kernel)
@@ -101,14 +99,14 @@ class LayerCall:
         size = prod(answers.shape[2:]) * inputs.shape[1] * prod(self.kernel)
         step = max(1, MAX_PART // size)
         for i in range(0, len(inputs), step):
-            rows = _at_least_float32(answers[i : i + step])
+            rows = at_least_float32(answers[i : i + step])
             # [samples, channels, *positions] -> [groups, samples·positions, channels]
             rows = rows.reshape(len(rows), self.groups, -1, *rows.shape[2:]).movedim(2, -1)
             rows = rows.movedim(1, 0).reshape(self.groups, -1, rows.shape[-1])
             yield self._unfolded(inputs[i : i + step]), rows
 
     def _unfolded(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.pad(_at_least_float32(x), tuple(chain.from_iterable(reversed(self.padding))))
+        x = F.pad(at_least_float32(x), tuple(chain.from_iterable(reversed(self.padding))))
         spatial = len(self.kernel)
         for axis in range(spatial):
             reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
@@ -231,7 +229,8 @@ def layer_call_of(
     )
 
 
-def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as float32 where it has fewer bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

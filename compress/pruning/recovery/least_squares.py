@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from compress.pruning.importance.activation_saliency import MAX_COLUMNS, Moments, samples_needed
-from compress.pruning.importance.layer_calls import LayerCall, record_layer_calls
+from compress.pruning.importance.layer_calls import (
+    LayerCall,
+    at_least_float32,
+    record_layer_calls,
+)
 from compress.pruning.recovery.paused_forward import (
     ActivationFiles,
     PausedForward,
@@ -191,7 +195,7 @@ def _add_errors_(
         if rows is not None:
             index = torch.tensor(rows, device=expected.device)
             expected = expected.index_select(call.channel_axis, index)
-        energy += float(expected.square().sum(dtype=torch.float64))
+        energy += float(at_least_float32(expected).square().sum())
         # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
         for columns, errors in call.parts(expected - call.output):
             moments.add_(columns, errors)
