@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from compress.export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
+ALLOWED = "allowed_error"
+"""Fact of a file of an ill-conditioned quantized graph: what its rounding noise allows on `val`."""
 
 
 class ExportedModel(Artifact):
@@ -171,12 +173,18 @@ class Exporter(Stage[Reads, Writes]):
         exported: Predictor,
         facts: Mapping[str, Any],
         val_batches: Sequence[Tensors],
-    ) -> None:
-        """Raise StageFailed where the exported model answers otherwise than its source."""
+        context: Context,
+    ) -> float:
+        """Raise StageFailed where the exported model answers otherwise than its source.
+
+        Return the error on `val` that the source's rounding noise allowed; 0 where none is needed.
+        """
         from compress.export.parity.compare import compare_outputs
+        from compress.export.parity.rounding_noise import noise_of
 
         limits, operators = facts.get("axis_limits"), facts.get("operators", ())
-        compare_outputs(model, expected, exported, val_batches, limits, operators)
+        noise = noise_of(model, context)
+        return compare_outputs(model, expected, exported, val_batches, limits, operators, noise)
 
     def run(self, model: Reads, context: Context) -> Writes:
         """Write, open, compare with the source."""
@@ -222,18 +230,21 @@ class Exporter(Stage[Reads, Writes]):
                 context=context,
             )
             with report_on_mismatch(parity):
-                self.compare(model, expected, exported, facts, val_batches)
+                allowed = self.compare(model, expected, exported, facts, val_batches, context)
+            if allowed:  # the comparison on all of `val` needs it
+                facts[ALLOWED] = allowed
 
     def log(self, facts: Mapping[str, Any]) -> None:
         """Log what the manifest says of kernels."""
         if "integer_kernels" in facts:
             logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
 
-    def rounding_error(self, model: Artifact) -> float:
+    def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the largest error of an export that is taken for a right one."""
         from compress.export.parity.sample_parity import tolerance_for
 
-        return tolerance_for(model).spread
+        allowed: Any = artifact.manifest.facts.get(ALLOWED, 0.0)
+        return max(tolerance_for(model).spread, allowed)
 
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Compare a file of an earlier run with its source, on the data of this one."""
@@ -245,7 +256,7 @@ class Exporter(Stage[Reads, Writes]):
             artifact.open(self.device_for(context), context.threads) as exported,
             model.open(threads=context.threads) as expected,
         ):
-            self.compare(model, expected, on_cpu(exported), facts, val_batches)
+            self.compare(model, expected, on_cpu(exported), facts, val_batches, context)
 
 
 EXPORTERS: dict[str, type[Exporter[Any, Any]]] = {}

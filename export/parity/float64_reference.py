@@ -10,10 +10,12 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.common.forward import run_in_eval
 from compress.common.tensor_difference import largest
+from compress.export.parity.rounding_noise import FACTOR, LARGEST_SPREAD
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
+    from compress.export.parity.rounding_noise import RoundingNoise
 
     Tensors = tuple[torch.Tensor, ...]
 
@@ -26,13 +28,17 @@ NUDGE = 1e-6
 class Float64Reference:
     """Decides whether float32 arithmetic alone explains an export's error, once one was found."""
 
-    def __init__(self, source: Artifact, expected: Predictor) -> None:
+    def __init__(
+        self, source: Artifact, expected: Predictor, noise: RoundingNoise | None = None
+    ) -> None:
         self._source = source if isinstance(source, EagerModel) else None
-        self._expected = expected
+        self._expected, self._noise = expected, noise
         self._double: torch.nn.Module | None = None
 
     def explains(self, inputs: Tensors, exported: Tensors, limit: float) -> bool:
         """Whether an export is about as near to float64 as its source, or the source jumps here.
+
+        A quantized graph also where its own sums, rounded otherwise, are as far from it.
 
         `limit`: error, relative to the norm, that is allowed besides.
         """
@@ -51,12 +57,20 @@ class Float64Reference:
                 )
             ):
                 return True
-        errors = _errors(expected, exported, finite)
+        errors, norms = _errors(expected, exported, finite), _norms(expected, finite)
         nudged = [_errors(expected, self._expected(*_nudged(inputs, s)), finite) for s in (1, -1)]
-        jumps = [largest(pair) for pair in zip(*nudged, strict=True)]
+        jumps = [ERROR_FACTOR * largest(pair) for pair in zip(*nudged, strict=True)]
+        rounded = self._noise.outputs(*inputs) if self._noise is not None else None
+        if rounded is not None:
+            jumps = [
+                min(max(jump, FACTOR * noise), LARGEST_SPREAD * norm)
+                for jump, noise, norm in zip(
+                    jumps, _errors(expected, rounded, finite), norms, strict=True
+                )
+            ]
         return all(
-            (math.isfinite(jump) and error <= ERROR_FACTOR * jump) or error <= limit * norm
-            for error, jump, norm in zip(errors, jumps, _norms(expected, finite), strict=True)
+            (math.isfinite(jump) and error <= jump) or error <= limit * norm
+            for error, jump, norm in zip(errors, jumps, norms, strict=True)
         )
 
     def finds_only_noise(self, inputs: Tensors, exported: Tensors, limit: float) -> bool:

@@ -23,11 +23,12 @@ from compress.common.tensor_difference import columns, equally_not_finite, large
 from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.export.parity.rounding_noise import RoundingNoise
 
     Tensors = tuple[torch.Tensor, ...]
 
@@ -111,12 +112,15 @@ class SampleErrors:
     """How far two models are apart on the samples so far."""
 
     samples: int = 0
+    allowed: float = 0.0
+    """Largest error that was allowed because rounding alone is as large; 0 where none was."""
     changed: int = 0
     """Samples whose label is clearly another one."""
     outputs: list[OutputSums] = field(default_factory=list)
 
-    def add(self, expected: Tensors, exported: Tensors) -> None:
-        """Add the outputs for a batch."""
+    def add(self, rows: int, expected: Tensors, exported: Tensors) -> None:
+        """Add the outputs for a batch of some rows."""
+        self.samples += rows
         self.outputs = self.outputs or [OutputSums() for _ in expected]
         for sums, a, b in zip(self.outputs, expected, exported, strict=True):
             sums.add(a, b)
@@ -144,35 +148,36 @@ def count_changed_labels(expected_BC: torch.Tensor, exported_BC: torch.Tensor) -
 def check_on_samples(
     expected: Predictor,
     exported: Predictor,
-    batches: Iterable[Tensors],
+    batches: Sequence[Tensors],
     tolerance: Tolerance = FLOAT,
+    noise: RoundingNoise | None = None,
 ) -> SampleErrors:
     """Compare two models on real inputs.
+
+    `noise` is measured where the tolerance is exceeded, and may explain it.
 
     Raises:
         StageFailed: outputs, or the labels of classes, differ.
     """
     errors = SampleErrors()
     for inputs in batches:
-        errors.add(*(tuple(t.cpu() for t in predict(*inputs)) for predict in (expected, exported)))
-        errors.samples += len(inputs[0])
+        pair = (tuple(t.cpu() for t in predict(*inputs)) for predict in (expected, exported))
+        errors.add(len(inputs[0]), *pair)
     if not errors.samples:
         return errors
-    error, allowed_changes = errors.relative_error, tolerance.label_changes * errors.samples
-    problem = ""
-    if any(s.not_finite for s in errors.outputs) and not any(s.finite for s in errors.outputs):
-        problem = NOTHING_FINITE
-    elif not math.isfinite(error):
-        problem = OTHER_INFINITIES
-    elif not error <= tolerance.spread:
-        problem = (
-            f"the exported model's answers differ from the source's by {error:.2g} of their "
-            f"spread, expected at most {tolerance.spread:g}"
-        )
-    elif errors.changed > allowed_changes:
-        problem = (
-            f"the exported model gives {errors.changed} other labels than the source that are no "
-            f"near-ties, expected at most {int(allowed_changes)}"
+    spreads, changes = [tolerance.spread] * len(errors.outputs), tolerance.label_changes
+    problem = problem_of(errors, spreads, changes)
+    limits = None
+    if problem and noise is not None and math.isfinite(errors.relative_error):
+        limits = noise.limits(expected, batches, tolerance)
+    if limits is not None:
+        moved = f"int8 rounding alone moves the graph by {limits.noise.relative_error:.2g}"
+        problem = problem_of(errors, limits.spreads, limits.label_changes)
+        problem = problem or noise.float_problem(expected, exported, batches, tolerance)
+        problem = problem and f"{problem} ({moved})"
+        errors.allowed = max(limits.spreads)
+        logger.info(
+            "differs from its graph by %.2g of the spread; %s", errors.relative_error, moved
         )
     if problem:
         raise StageFailed(f"on {errors.samples} samples of `val` {problem}")
@@ -185,9 +190,35 @@ def check_on_samples(
         )
     logger.info(
         "on %d samples of `val` answers differ by %.2g of their spread, %d labels clearly",
-        *(errors.samples, error, errors.changed),
+        *(errors.samples, errors.relative_error, errors.changed),
     )
     return errors
+
+
+def problem_of(
+    errors: SampleErrors, spreads: Sequence[float], label_changes: float, of: str = "the source"
+) -> str:
+    """Return what is wrong with an export by its errors; empty where nothing is.
+
+    `spreads` are the largest errors of each output, and `label_changes` a share of the samples.
+    """
+    allowed_changes = label_changes * errors.samples
+    if any(s.not_finite for s in errors.outputs) and not any(s.finite for s in errors.outputs):
+        return NOTHING_FINITE
+    if not math.isfinite(errors.relative_error):
+        return OTHER_INFINITIES
+    for sums, limit in zip(errors.outputs, spreads, strict=True):
+        if not sums.relative_error <= limit:
+            return (
+                f"the exported model's answers differ from {of}'s by {sums.relative_error:.2g} of "
+                f"their spread, expected at most {limit:.3g}"
+            )
+    if errors.changed > allowed_changes:
+        return (
+            f"the exported model gives {errors.changed} other labels than {of} that are no "
+            f"near-ties, expected at most {int(allowed_changes)}"
+        )
+    return ""
 
 
 def val_inputs(context: Context) -> Iterator[Tensors]:
