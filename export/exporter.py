@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -18,7 +21,7 @@ from compress.export.common.runtime import Runtime
 from compress.export.common.targets import warn_of_other_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
     from compress.common.requirements import Requirement
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.parity.bisect import Tensors
+    from compress.export.parity.bisect import Tensors, WrongLayer
+    from compress.export.parity.report import ParityContext, RefusedFile
 
 logger = logging.getLogger(__name__)
 ALLOWED = "allowed_error"
@@ -191,6 +195,7 @@ class Exporter(Stage[Reads, Writes]):
         kind = self.writes()
         warn_of_other_target(model.manifest.facts.get("target"), self.runtime.targets, self.title)
         facts: dict[str, Any] = {}
+        began = time.monotonic()
         with kind.atomic_write(
             context.root,
             model.signature,
@@ -200,39 +205,78 @@ class Exporter(Stage[Reads, Writes]):
         ) as folder:
             file = folder / kind.payload
             facts |= self.write(model, file, context)
-            self.prove(model, file, facts, context)
+            self.prove(model, file, facts, context, began)
         self.log(facts)
         return kind.from_directory(context.root)  # type: ignore[no-any-return]
 
-    def prove(self, model: Reads, file: Path, facts: dict[str, Any], context: Context) -> None:
-        """Raise StageFailed where a written file answers otherwise than its source."""
-        from compress.export.parity.compare import on_cpu, parity_inputs
-        from compress.export.parity.reference_outputs import recorded_outputs
-        from compress.export.parity.report import ParityContext, report_on_mismatch
+    def prove(
+        self, model: Reads, file: Path, facts: dict[str, Any], context: Context, began: float
+    ) -> None:
+        """Raise StageFailed where a written file answers otherwise than its source.
+
+        `began` is when the stage did, on the clock of :func:`time.monotonic`.
+        """
+        from compress.export.parity.compare import parity_inputs
+        from compress.export.parity.report import report_on_mismatch
         from compress.export.parity.sample_parity import val_inputs
 
         val_batches = [*val_inputs(context)]
         tried = parity_inputs(model.signature, val_batches, facts.get("axis_limits"))
         inputs = chain((x for _, x in tried), val_batches)
+        with (
+            self._parity_context(model, file, facts, context, inputs) as parity,
+            report_on_mismatch(replace(parity, began=began)),
+        ):
+            expected, exported = parity.expected, parity.exported
+            allowed = self.compare(model, expected, exported, facts, val_batches, context)
+        if allowed:  # the comparison on all of `val` needs it
+            facts[ALLOWED] = allowed
+
+    @contextmanager
+    def _parity_context(
+        self,
+        model: Reads,
+        file: Path,
+        facts: dict[str, Any],
+        context: Context,
+        inputs: Iterable[Tensors],
+    ) -> Iterator[ParityContext]:
+        """Run the source on some inputs, and open a file."""
+        from compress.export.parity.compare import on_cpu
+        from compress.export.parity.reference_outputs import recorded_outputs
+        from compress.export.parity.report import ParityContext
+
+        written = time.monotonic()
         # The source runs first, and leaves memory before the runtime loads the file.
         with (
             recorded_outputs(model, inputs, context.threads) as expected,
             self.open(file, model, facts, context) as opened,
         ):
-            exported = on_cpu(opened)
-            parity = ParityContext(
+            yield ParityContext(
                 title=self.title,
                 source=model,
-                exported=exported,
+                expected=expected,
+                exported=on_cpu(opened),
+                file=file,
+                facts=facts,
                 copy_export=partial(self.copy_for_report, model, file),
                 reexport=self.reexport,
                 runtime=self.runtime,
                 context=context,
+                written=written,
             )
-            with report_on_mismatch(parity):
-                allowed = self.compare(model, expected, exported, facts, val_batches, context)
-            if allowed:  # the comparison on all of `val` needs it
-                facts[ALLOWED] = allowed
+
+    def search_refused(
+        self, model: Reads, kept: RefusedFile, context: Context, deadline: float
+    ) -> WrongLayer | None:
+        """Search a file that was kept when it was refused for its first wrong layer.
+
+        Report and script are written anew; `deadline` is on the clock of :func:`time.monotonic`.
+        """
+        from compress.export.parity.report import search_refused
+
+        with self._parity_context(model, kept.file, dict(kept.facts), context, ()) as parity:
+            return search_refused(parity, kept, deadline)
 
     def log(self, facts: Mapping[str, Any]) -> None:
         """Log what the manifest says of kernels."""

@@ -18,9 +18,11 @@ import torch
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
+from compress.common.tensor_difference import measured
 from compress.core.gates.baselines import nearest_float_model
 from compress.export.parity.sample_parity import SampleErrors, problem_of
 from compress.graph.constant_folding import fold_constants_
+from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,9 +42,10 @@ logger = logging.getLogger(__name__)
 # what sums in another order differ by. Of 8 bits, 2^-16 of a step.
 LAST_BITS = 2.0**-24
 """Change of a quantizer's input, as a share of the quantizer's range."""
-# Of right ONNX files of networks with up to 50 layers, the error was 0.25 to 0.94 of the noise.
+# Of right ONNX and TorchScript files of networks with up to 50 layers, the error was 0.25 to 1.0 of
+# the noise.
 FACTOR = 1.25
-"""How many times the noise a right export may differ from its graph."""
+"""How many times the noise a right export may differ from its graph, and a margin for few rows."""
 # Where the error is 0.7 of the spread, the graph explains half of the export's variance. Outputs
 # at chance have 1.4, and constant ones 1.
 LARGEST_SPREAD = 0.7
@@ -53,7 +56,8 @@ LARGEST_CHANGES = 0.5
 # of right files the ratio was 0.99 to 1.01. A zero point that is off by 1 in one layer of a
 # ResNet-50 gives 1.1 to 1.24, a scale that is off by a tenth over 2.
 FLOAT_RATIO = 1.1
-"""How many times further from the float model than its graph a right export may be."""
+"""How many times further from the float model than its graph a right export may be, and a margin
+for few rows."""
 
 
 class RoundingNoise:
@@ -108,17 +112,23 @@ class RoundingNoise:
         self, expected: Predictor, batches: Sequence[Tensors], fixed: Tolerance
     ) -> SampleLimits | None:
         """Measure the noise on samples, and return what it allows; None where there is none."""
-        noise = SampleErrors()
+        noise, rows = SampleErrors(), list[list[torch.Tensor]]()
         for inputs in batches:
-            outputs = self.outputs(*inputs)
-            if outputs is None:
+            disturbed = self.outputs(*inputs)
+            if disturbed is None:
                 return None
-            noise.add(len(inputs[0]), expected(*inputs), outputs)
-        spreads = [
-            max(fixed.spread, min(LARGEST_SPREAD, FACTOR * error) if math.isfinite(error) else 0.0)
-            for error in (sums.relative_error for sums in noise.outputs)
-        ]
-        changes = min(LARGEST_CHANGES, FACTOR * noise.changed / noise.samples)
+            outputs = expected(*inputs)
+            noise.add(len(inputs[0]), outputs, disturbed)
+            rows.append(squared_by_row(outputs, disturbed))
+        spreads = []
+        for sums, parts in zip(noise.outputs, zip(*rows, strict=True), strict=True):
+            squared = torch.cat(parts)
+            most = FACTOR**2 * float(squared.sum()) + 2**0.5 * margin(squared)
+            spread = (most / max(error_scale(sums.spread, sums.norm), 1e-18)) ** 0.5
+            allowed = min(LARGEST_SPREAD, spread) if math.isfinite(spread) else 0.0
+            spreads.append(max(fixed.spread, allowed))
+        changed = FACTOR * noise.changed + count_margin(noise.changed)
+        changes = min(LARGEST_CHANGES, changed / noise.samples)
         return SampleLimits(noise, tuple(spreads), max(fixed.label_changes, changes))
 
     def float_problem(
@@ -134,26 +144,55 @@ class RoundingNoise:
         """
         if self._float_model is None:
             return ""
-        graph, disturbed, export = SampleErrors(), SampleErrors(), SampleErrors()
-        threads = self._context.threads
-        with self._float_model.open(threads=threads) as predict:
+        names = ("graph", "disturbed", "export")
+        errors = {name: SampleErrors() for name in names}
+        rows = {name: list[list[torch.Tensor]]() for name in names}
+        with self._float_model.open(threads=self._context.threads) as predict:
             predict = accept_any_batch(predict, self._float_model.signature)
             for inputs in batches:
-                outputs, rows = predict(*inputs), len(inputs[0])
-                graph.add(rows, outputs, expected(*inputs))
-                disturbed.add(rows, outputs, self.outputs(*inputs) or ())
-                export.add(rows, outputs, tuple(t.cpu() for t in exported(*inputs)))
-        spreads = [
-            FLOAT_RATIO * max(a.relative_error, b.relative_error)
-            for a, b in zip(graph.outputs, disturbed.outputs, strict=True)
-        ]
-        changes = max(graph.changed, disturbed.changed) / graph.samples + fixed.label_changes
-        problem = problem_of(export, spreads, changes, "the float model")
+                outputs = predict(*inputs)
+                answers = (expected(*inputs), self.outputs(*inputs) or (), exported(*inputs))
+                for name, found in zip(names, answers, strict=True):
+                    on_cpu = tuple(t.cpu() for t in found)
+                    errors[name].add(len(inputs[0]), outputs, on_cpu)
+                    rows[name].append(squared_by_row(outputs, on_cpu))
+        spreads = []
+        columns = zip(*(zip(*rows[name], strict=True) for name in names), strict=True)
+        for sums, parts in zip(errors["export"].outputs, columns, strict=True):
+            graph, disturbed, _ = map(torch.cat, parts)
+            furthest = max(float(graph.sum()), float(disturbed.sum()))
+            most = FLOAT_RATIO**2 * furthest + margin(disturbed - graph)
+            spreads.append((most / max(error_scale(sums.spread, sums.norm), 1e-18)) ** 0.5)
+        changed = max(errors["graph"].changed, errors["disturbed"].changed)
+        changes = changed / errors["graph"].samples
+        slack = max(fixed.label_changes, count_margin(changed) / errors["graph"].samples)
         logger.info(
             "from the float model the graph differs by %.2g of the spread, and the export by %.2g",
-            *(graph.relative_error, export.relative_error),
+            *(errors["graph"].relative_error, errors["export"].relative_error),
         )
+        problem = problem_of(errors["export"], spreads, changes + slack, "the float model")
         return problem and f"{problem}, which is how far its graph is"
+
+
+def squared_by_row(expected: Tensors, got: Tensors) -> list[torch.Tensor]:
+    """Return the squared error of each row, of each output."""
+    squared = []
+    for pair in zip(expected, got, strict=True):
+        a, b = measured(*pair)
+        squared.append((b - a).square_().reshape(len(a) if a.dim() else 1, -1).sum(1))
+    return squared
+
+
+# The margins are of what the graph itself does: an export cannot widen them.
+def margin(squared_B: torch.Tensor) -> float:
+    """Return two standard deviations of a sum over rows as these."""
+    rows = len(squared_B)
+    return 2 * float(squared_B.std()) * rows**0.5 if rows > 1 else 0.0
+
+
+def count_margin(changed: int) -> float:
+    """Return two standard deviations of the difference of two such counts (Poisson's)."""
+    return 2 * (2 * changed) ** 0.5
 
 
 def noise_of(source: Artifact, context: Context) -> RoundingNoise | None:
