@@ -18,11 +18,9 @@ import torch
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
-from compress.common.tensor_difference import measured
 from compress.core.gates.baselines import nearest_float_model
 from compress.export.parity.sample_parity import SampleErrors, problem_of
 from compress.graph.constant_folding import fold_constants_
-from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,20 +110,17 @@ class RoundingNoise:
         self, expected: Predictor, batches: Sequence[Tensors], fixed: Tolerance
     ) -> SampleLimits | None:
         """Measure the noise on samples, and return what it allows; None where there is none."""
-        noise, rows = SampleErrors(), list[list[torch.Tensor]]()
+        noise = SampleErrors()
         for inputs in batches:
             disturbed = self.outputs(*inputs)
             if disturbed is None:
                 return None
-            outputs = expected(*inputs)
-            noise.add(len(inputs[0]), outputs, disturbed)
-            rows.append(squared_by_row(outputs, disturbed))
+            noise.add(len(inputs[0]), expected(*inputs), disturbed)
         spreads = []
-        for sums, parts in zip(noise.outputs, zip(*rows, strict=True), strict=True):
-            squared = torch.cat(parts)
-            most = FACTOR**2 * float(squared.sum()) + 2**0.5 * margin(squared)
-            spread = (most / max(error_scale(sums.spread, sums.norm), 1e-18)) ** 0.5
-            allowed = min(LARGEST_SPREAD, spread) if math.isfinite(spread) else 0.0
+        for sums in noise.outputs:
+            squared_B = torch.cat(sums.by_row)
+            most = FACTOR**2 * float(squared_B.sum()) + 2**0.5 * margin(squared_B)
+            allowed = min(LARGEST_SPREAD, sums.relative(most)) if math.isfinite(most) else 0.0
             spreads.append(max(fixed.spread, allowed))
         changed = FACTOR * noise.changed + count_margin(noise.changed)
         changes = min(LARGEST_CHANGES, changed / noise.samples)
@@ -144,43 +139,30 @@ class RoundingNoise:
         """
         if self._float_model is None:
             return ""
-        names = ("graph", "disturbed", "export")
-        errors = {name: SampleErrors() for name in names}
-        rows = {name: list[list[torch.Tensor]]() for name in names}
+        graph, disturbed, export = found = SampleErrors(), SampleErrors(), SampleErrors()
         with self._float_model.open(threads=self._context.threads) as predict:
             predict = accept_any_batch(predict, self._float_model.signature)
             for inputs in batches:
                 outputs = predict(*inputs)
-                answers = (expected(*inputs), self.outputs(*inputs) or (), exported(*inputs))
-                for name, found in zip(names, answers, strict=True):
-                    on_cpu = tuple(t.cpu() for t in found)
-                    errors[name].add(len(inputs[0]), outputs, on_cpu)
-                    rows[name].append(squared_by_row(outputs, on_cpu))
+                answers = expected(*inputs), self.outputs(*inputs) or (), exported(*inputs)
+                if [t.shape for t in outputs] != [t.shape for t in answers[0]]:
+                    return ""  # it answers otherwise: nothing can be compared
+                for errors, own in zip(found, answers, strict=True):
+                    errors.add(len(inputs[0]), outputs, tuple(t.cpu() for t in own))
         spreads = []
-        columns = zip(*(zip(*rows[name], strict=True) for name in names), strict=True)
-        for sums, parts in zip(errors["export"].outputs, columns, strict=True):
-            graph, disturbed, _ = map(torch.cat, parts)
-            furthest = max(float(graph.sum()), float(disturbed.sum()))
-            most = FLOAT_RATIO**2 * furthest + margin(disturbed - graph)
-            spreads.append((most / max(error_scale(sums.spread, sums.norm), 1e-18)) ** 0.5)
-        changed = max(errors["graph"].changed, errors["disturbed"].changed)
-        changes = changed / errors["graph"].samples
-        slack = max(fixed.label_changes, count_margin(changed) / errors["graph"].samples)
+        for own, other, of in zip(*(e.outputs for e in found), strict=True):
+            own_B, other_B = torch.cat(own.by_row), torch.cat(other.by_row)
+            furthest = max(float(own_B.sum()), float(other_B.sum()))
+            spreads.append(of.relative(FLOAT_RATIO**2 * furthest + margin(other_B - own_B)))
+        changed = max(graph.changed, disturbed.changed)
+        slack = max(fixed.label_changes * graph.samples, count_margin(changed))
         logger.info(
             "from the float model the graph differs by %.2g of the spread, and the export by %.2g",
-            *(errors["graph"].relative_error, errors["export"].relative_error),
+            *(graph.relative_error, export.relative_error),
         )
-        problem = problem_of(errors["export"], spreads, changes + slack, "the float model")
+        allowed_changes = (changed + slack) / graph.samples
+        problem = problem_of(export, spreads, allowed_changes, "the float model")
         return problem and f"{problem}, which is how far its graph is"
-
-
-def squared_by_row(expected: Tensors, got: Tensors) -> list[torch.Tensor]:
-    """Return the squared error of each row, of each output."""
-    squared = []
-    for pair in zip(expected, got, strict=True):
-        a, b = measured(*pair)
-        squared.append((b - a).square_().reshape(len(a) if a.dim() else 1, -1).sum(1))
-    return squared
 
 
 # The margins are of what the graph itself does: an export cannot widen them.

@@ -78,7 +78,8 @@ def tolerance_for(source: Artifact) -> Tolerance:
 class OutputSums:
     """Sums over the batches so far, of one output: squared error, spread and norm."""
 
-    error: float = 0.0
+    by_row: list[torch.Tensor] = field(default_factory=list)
+    """Squared error of each row, of each batch."""
     spread: float = 0.0
     """Squared distance to the mean of each batch."""
     norm: float = 0.0
@@ -90,21 +91,27 @@ class OutputSums:
 
     def add(self, expected: torch.Tensor, exported: torch.Tensor) -> None:
         """Add a batch."""
+        squared_B = torch.zeros(1, dtype=torch.float64)
         for expected_BN, exported_BN in columns(expected, exported):
             equal = equally_not_finite(expected_BN, exported_BN)
             a, b = measured(expected_BN, exported_BN)
             mean = a.sum(0) / (~equal).sum(0).clamp(min=1)
-            self.error += float((b - a).square_().sum())
+            squared_B = squared_B + (b - a).square_().sum(1)
             self.spread += float((a - mean).masked_fill_(equal, 0).square_().sum())
             self.norm += float(a.square().sum())
             self.finite += int((~equal).sum())
             self.not_finite += int(equal.sum())
             self.nan += int((equal & expected_BN.isnan()).sum())
+        self.by_row.append(squared_B)
+
+    def relative(self, squared_error: float) -> float:
+        """Return an error relative to the spread."""
+        return float((squared_error / max(error_scale(self.spread, self.norm), 1e-18)) ** 0.5)
 
     @property
     def relative_error(self) -> float:
         """Error relative to the spread; NaN where one side alone is not finite."""
-        return float((self.error / max(error_scale(self.spread, self.norm), 1e-18)) ** 0.5)
+        return self.relative(sum(float(squared_B.sum()) for squared_B in self.by_row))
 
 
 @dataclass
