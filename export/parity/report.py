@@ -17,20 +17,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 
 from compress.artifacts.artifact import files_below
 from compress.artifacts.graph_model import program_of
 from compress.common.atomic_files import partial_folder, remove_leftovers, sha256_of
 from compress.common.errors import ArtifactInvalid, CompressError, StageFailed, first_line
-from compress.common.forward import accept_any_batch
+from compress.common.forward import accept_any_batch, flatten_outputs
 from compress.common.sealed_json import read_sealed, write_sealed
 from compress.common.tensor_difference import largest, largest_difference
 from compress.core.metrics import evaluate
 from compress.core.metrics.labels import predicted_labels
 from compress.export.common.int8_sums import has_16_bit_sums
-from compress.export.parity import repro_script
-from compress.export.parity.bisect import LayerSearch
+from compress.export.parity.bisect import LayerSearch, retrace
 from compress.export.parity.compare import (
     ParityMismatch,
     largest_relative_error,
@@ -38,6 +38,7 @@ from compress.export.parity.compare import (
     parity_inputs,
 )
 from compress.export.parity.sample_parity import QUANTIZED, SAMPLES, tolerance_for, val_inputs
+from compress.graph.torch_export import save_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.export.common.runtime import Runtime
+    from compress.export.common.runtime import Reproducer, Runtime
     from compress.export.parity.bisect import Reexport, Tensors, WrongLayer
     from compress.export.parity.compare import KindOutputs
 
@@ -65,6 +66,54 @@ SHARE_OF_STAGE = 0.1
 """Of the time that the stage took until it failed, how much a report may take."""
 LEAST_SECONDS = 5.0
 """How long a report may take at least."""
+
+
+SOURCE = "source.pt2"
+INPUTS = "inputs.npz"
+SCRIPT = "reproduce.py"
+
+TEMPLATE = '''"""{what}
+
+`{source}` is a part of the model as a torch.export program, `{exported}` the same part exported.
+Run with `python {script}`; it needs torch, numpy{needs} alone, and exits with 1 where the answers
+differ by more than LIMIT of their norm.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
+{imports}
+HERE = Path(__file__).parent
+LIMIT = {limit!r}
+DTYPES = {dtypes!r}
+
+
+def answers_of_the_export(inputs):
+{answers}
+
+stored = np.load(HERE / "{inputs}", allow_pickle=False)
+inputs = [torch.from_numpy(stored[name]).to(getattr(torch, DTYPES[name])) for name in DTYPES]
+with torch.no_grad():
+    expected = torch.export.load(HERE / "{source}").module(check_guards=False)(*inputs)
+expected = expected if isinstance(expected, (tuple, list)) else [expected]
+worst = 0.0
+for i, (a, b) in enumerate(zip(expected, answers_of_the_export(inputs))):
+    a, b = a.double(), b.double()
+    print(f"output {{i}}: PyTorch {{tuple(a.shape)}}, exported {{tuple(b.shape)}}")
+    if a.shape != b.shape:
+        sys.exit(1)
+    same = (a == b) | (a.isnan() & b.isnan())
+    error = torch.where(same, 0.0, b - a)
+    norm = torch.linalg.vector_norm(torch.where(a.isfinite(), a, 0.0)).clamp_min(1e-9)
+    relative = float(torch.linalg.vector_norm(error) / norm)
+    largest = float(error.abs().max()) if error.numel() else 0.0
+    print(f"  differ by {{relative:.3g}} of the norm, by at most {{largest:.3g}} in an element")
+    worst = relative if not relative <= worst else worst
+sys.exit(0 if worst <= LIMIT else 1)
+'''
 
 
 @dataclass(frozen=True)
@@ -244,12 +293,12 @@ def _search(
         reproduce = None
         if layer is not None or not search.out_of_time:
             try:
-                shown = repro_script.write(
+                shown = _write_script(
                     folder, search, reproducer, parity.copy_export, parity.exported, summary
                 )
-                reproduce = {"script": repro_script.SCRIPT, "error": _number(shown)}
+                reproduce = {"script": SCRIPT, "error": _number(shown)}
             except CompressError as fault:
-                logger.warning("%s: no %s: %s", parity.title, repro_script.SCRIPT, fault)
+                logger.warning("%s: no %s: %s", parity.title, SCRIPT, fault)
     first = None if layer is None else asdict(layer) | {"error": _number(layer.error)}
     return {
         "first_layer": first,
@@ -257,6 +306,57 @@ def _search(
         "out_of_time": search.out_of_time,
         "reproduce": reproduce,
     }, search
+
+
+def _write_script(
+    folder: Path,
+    search: LayerSearch,
+    reproducer: Reproducer,
+    copy_export: Callable[[Path], None],
+    exported: Predictor,
+    summary: str,
+) -> float:
+    """Write script, program, exported file and inputs; return the error that they show.
+
+    Where the search found no layer, the whole exported model is shown: `copy_export` writes it, and
+    `exported` is its predictor.
+
+    Raises:
+        StageFailed: the part cannot be exported on its own.
+    """
+    file = folder / reproducer.file
+    if search.node is None:
+        part, signature, inputs = search.module, search.signature, search.inputs
+        copy_export(file)
+        with torch.no_grad():
+            outputs = flatten_outputs(part(*inputs))
+        error = largest_relative_error(outputs, exported(*inputs))
+    else:
+        part, signature, inputs, error = search.export_smallest(search.node, file)
+    if not file.exists():
+        raise StageFailed("the part cannot be exported on its own")
+    program = retrace(part, signature, signature.example())
+    save_program(program, folder / SOURCE)
+    arrays = {
+        # numpy has no bfloat16; the script turns it back.
+        spec.name: (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()
+        for spec, x in zip(signature.inputs, inputs, strict=True)
+    }
+    np.savez(folder / INPUTS, allow_pickle=False, **arrays)
+    text = TEMPLATE.format(
+        what=summary,
+        source=SOURCE,
+        exported=reproducer.file,
+        script=SCRIPT,
+        inputs=INPUTS,
+        needs=f" and {reproducer.library}" if reproducer.library else "",
+        imports=reproducer.imports,
+        limit=search.limit,
+        dtypes={spec.name: spec.dtype for spec in signature.inputs},
+        answers="\n".join(f"    {line}" for line in (*reproducer.run_lines, "")),
+    )
+    (folder / SCRIPT).write_text(text, encoding="utf-8")
+    return error
 
 
 def _where(search: LayerSearch, run: Path | None) -> str:
