@@ -183,8 +183,8 @@ class Exporter(Stage[Reads, Writes]):
 
         Return the error on `val` that the source's rounding noise allowed; 0 where none is needed.
         """
+        from compress.export.parity.arithmetic_error import noise_of
         from compress.export.parity.compare import compare_outputs
-        from compress.export.parity.rounding_noise import noise_of
 
         limits, operators = facts.get("axis_limits"), facts.get("operators", ())
         noise = noise_of(model, context)

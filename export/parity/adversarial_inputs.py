@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
-    from compress.export.parity.float64_reference import Float64Reference
+    from compress.export.parity.arithmetic_error import Float64Reference
 
     Tensors = tuple[torch.Tensor, ...]
 

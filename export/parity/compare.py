@@ -12,8 +12,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, relative_error
 from compress.export.parity.adversarial_inputs import adversarial_inputs, find_adversarial_mismatch
-from compress.export.parity.float64_reference import Float64Reference
-from compress.export.parity.rounding_noise import noise_of
+from compress.export.parity.arithmetic_error import Float64Reference, noise_of
 from compress.export.parity.sample_parity import (
     FLOAT,
     NOTHING_FINITE,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.parity.rounding_noise import RoundingNoise
+    from compress.export.parity.arithmetic_error import RoundingNoise
 
     Limits = Mapping[str, int]
     Tensors = tuple[torch.Tensor, ...]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.export.parity.rounding_noise import RoundingNoise
+    from compress.export.parity.arithmetic_error import RoundingNoise
 
     Tensors = tuple[torch.Tensor, ...]
 

@@ -11,8 +11,8 @@ import torch
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import accept_any_batch
 from compress.export.common.batches import in_parts
+from compress.export.parity.arithmetic_error import Float64Reference
 from compress.export.parity.compare import check_axis_sizes
-from compress.export.parity.float64_reference import Float64Reference
 from compress.export.parity.sample_parity import check_on_samples, tolerance_for
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature, TensorSpec
-    from compress.export.parity.rounding_noise import RoundingNoise
+    from compress.export.parity.arithmetic_error import RoundingNoise
 
 BATCH = (1, 8, 32)
 """Sizes of the batch where the stage has none."""

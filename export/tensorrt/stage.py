@@ -184,7 +184,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         context: Context,
     ) -> float:
         """Compare at the smallest, usual and largest sizes, and on `val`."""
-        from compress.export.parity.rounding_noise import noise_of
+        from compress.export.parity.arithmetic_error import noise_of
         from compress.export.tensorrt.runtime import check_engine
 
         noise = noise_of(model, context)

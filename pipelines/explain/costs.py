@@ -267,8 +267,9 @@ def _explain_macs(branch: RefusedBranch) -> Found:
 def _explain_parity(branch: RefusedBranch, deadline: float) -> Found:
     """Return what an explanation has of a file whose outputs are wrong, and its repairs."""
     name, run = branch.names[-1], branch.run
-    stage, source = branch.stage(name), branch.before(name)
-    made, kept = run.state.artifacts.get(name), None
+    stage, kept = branch.stage(name), None
+    source: Any = branch.before(name)
+    made: Any = run.state.artifacts.get(name)
     if made is None or isinstance(branch.judged.report, FailureReport):
         try:
             kept = RefusedFile.read(report_folder(branch.context, name), source)
@@ -283,7 +284,7 @@ def _explain_parity(branch: RefusedBranch, deadline: float) -> Found:
         cause = FoundCause(
             cause=WRONG_OPERATOR.key,
             layers={str(layer): float(f"{layer.error:.4g}")},
-            limit=kept.report["limit"],
+            limit=WRONG_OPERATOR.limit,
             returned=None,
             text=WRONG_OPERATOR.in_words(layer.error),
         )

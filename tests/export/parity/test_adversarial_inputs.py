@@ -24,8 +24,8 @@ from compress.export.parity.adversarial_inputs import (
 from compress.export.parity.adversarial_inputs import (
     ROWS as HOSTILE_ROWS,
 )
+from compress.export.parity.arithmetic_error import Float64Reference
 from compress.export.parity.compare import ParityMismatch, check_parity
-from compress.export.parity.float64_reference import Float64Reference
 from compress.pipelines.system.error_context import name_stage_in_errors
 from tests.export.builders import ROWS, network_of
 

@@ -18,9 +18,13 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.exporter import ALLOWED
 from compress.export.onnx.stage import ExportOnnx
-from compress.export.parity import rounding_noise
-from compress.export.parity.float64_reference import Float64Reference
-from compress.export.parity.rounding_noise import LARGEST_SPREAD, RoundingNoise, is_quantizer
+from compress.export.parity import arithmetic_error
+from compress.export.parity.arithmetic_error import (
+    LARGEST_SPREAD,
+    Float64Reference,
+    RoundingNoise,
+    is_quantizer,
+)
 from compress.export.parity.sample_parity import QUANTIZED, SampleErrors, check_on_samples
 from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import EXACT_BITS, network
@@ -47,7 +51,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphModel, EagerMod
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sums differ by more than the last bits, as so small a network has few of them."""
-    monkeypatch.setattr(rounding_noise, "LAST_BITS", 2.0**-11)
+    monkeypatch.setattr(arithmetic_error, "LAST_BITS", 2.0**-11)
 
 
 def noise_of_nets(nets: tuple[GraphModel, EagerModel], *, knows_float: bool) -> RoundingNoise:
@@ -78,7 +82,7 @@ def other_runtime(graph: GraphModel, seed: int, share: float) -> Predictor:
 
     def disturb(x: torch.Tensor, step: float) -> torch.Tensor:
         drawn = 2 * torch.rand(x.shape, generator=generator) - 1
-        return x + share * 255 * rounding_noise.LAST_BITS * step * drawn
+        return x + share * 255 * arithmetic_error.LAST_BITS * step * drawn
 
     return changed(graph, disturb)
 
@@ -139,7 +143,7 @@ def test_where_rounding_is_small_nothing_is_allowed_beyond_the_fixed_tolerance(
 def test_no_noise_allows_outputs_at_chance(
     nets: tuple[GraphModel, EagerModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounding_noise, "LAST_BITS", 2.0**-2)
+    monkeypatch.setattr(arithmetic_error, "LAST_BITS", 2.0**-2)
     noise = noise_of_nets(nets, knows_float=False)
     with nets[0].open() as expected:
         limits = noise.limits(expected, ROWS, QUANTIZED)
