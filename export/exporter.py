@@ -285,10 +285,11 @@ class Exporter(Stage[Reads, Writes]):
 
     def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the largest error of an export that is taken for a right one."""
+        from compress.export.parity.arithmetic_error import LARGEST_SPREAD
         from compress.export.parity.sample_parity import tolerance_for
 
         allowed: Any = artifact.manifest.facts.get(ALLOWED, 0.0)
-        return max(tolerance_for(model).spread, allowed)
+        return max(tolerance_for(model).spread, min(allowed, LARGEST_SPREAD))
 
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Compare a file of an earlier run with its source, on the data of this one."""
