@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,18 +23,14 @@ from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, run_in_eval, torch_predictor
 from compress.common.tensor_difference import largest
 from compress.core.gates.baselines import nearest_float_model
-from compress.export.parity.sample_parity import SampleErrors, problem_of
 from compress.graph.constant_folding import fold_constants_
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import fx
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.export.parity.sample_parity import Tolerance
 
     Tensors = tuple[torch.Tensor, ...]
 
@@ -73,7 +69,7 @@ class RoundingNoise:
     """
 
     def __init__(self, source: GraphModel, context: Context) -> None:
-        self._source, self._context = source, context
+        self._source, self._context, self.threads = source, context, context.threads
 
     @cached_property
     def _disturbed(self) -> fx.GraphModule | None:
@@ -103,74 +99,17 @@ class RoundingNoise:
         module = self._disturbed
         if module is None:
             return None
-        with torch_predictor(module, "cpu", self._context.threads) as predict:
+        with torch_predictor(module, "cpu", self.threads) as predict:
             return accept_any_batch(predict, self._source.signature)(*inputs)
 
     @cached_property
-    def _float_model(self) -> Artifact | None:
+    def float_model(self) -> Artifact | None:
+        """The model that the graph was made from; None where it is not known here."""
         try:
             found = nearest_float_model(self._source, self._context)
         except StageFailed:
             return None  # the graph was made elsewhere
         return None if found.digest == self._source.digest else found
-
-    def limits(
-        self, expected: Predictor, batches: Sequence[Tensors], fixed: Tolerance
-    ) -> SampleLimits | None:
-        """Measure the noise on samples, and return what it allows; None where there is none."""
-        noise = SampleErrors()
-        for inputs in batches:
-            disturbed = self.outputs(*inputs)
-            if disturbed is None:
-                return None
-            noise.add(len(inputs[0]), expected(*inputs), disturbed)
-        spreads = []
-        for sums in noise.outputs:
-            squared_B = torch.cat(sums.by_row)
-            most = FACTOR**2 * float(squared_B.sum()) + 2**0.5 * margin(squared_B)
-            allowed = min(LARGEST_SPREAD, sums.relative(most)) if math.isfinite(most) else 0.0
-            spreads.append(max(fixed.spread, allowed))
-        changed = FACTOR * noise.changed + count_margin(noise.changed)
-        changes = min(LARGEST_CHANGES, changed / noise.samples)
-        return SampleLimits(noise, tuple(spreads), max(fixed.label_changes, changes))
-
-    def float_problem(
-        self,
-        expected: Predictor,
-        exported: Predictor,
-        batches: Sequence[Tensors],
-        fixed: Tolerance,
-    ) -> str:
-        """Return how an export is further from the float model than its graph; empty if it is not.
-
-        As far as the graph is where its own sums are rounded in either way.
-        """
-        if self._float_model is None:
-            return ""
-        graph, disturbed, export = SampleErrors(), SampleErrors(), SampleErrors()
-        with self._float_model.open(threads=self._context.threads) as predict:
-            predict = accept_any_batch(predict, self._float_model.signature)
-            for inputs in batches:
-                outputs = predict(*inputs)
-                answers = expected(*inputs), self.outputs(*inputs) or (), exported(*inputs)
-                if [t.shape for t in outputs] != [t.shape for t in answers[0]]:
-                    return ""  # it answers otherwise: nothing can be compared
-                for errors, one in zip((graph, disturbed, export), answers, strict=True):
-                    errors.add(len(inputs[0]), outputs, tuple(t.cpu() for t in one))
-        spreads = []
-        for sums in zip(graph.outputs, disturbed.outputs, export.outputs, strict=True):
-            graph_B, disturbed_B = (torch.cat(one.by_row) for one in sums[:2])
-            most = FLOAT_RATIO**2 * max(float(graph_B.sum()), float(disturbed_B.sum()))
-            spreads.append(sums[2].relative(most + margin(disturbed_B - graph_B)))
-        changed = max(graph.changed, disturbed.changed)
-        slack = max(fixed.label_changes * graph.samples, count_margin(changed))
-        logger.info(
-            "from the float model the graph differs by %.2g of the spread, and the export by %.2g",
-            *(graph.relative_error, export.relative_error),
-        )
-        allowed_changes = (changed + slack) / graph.samples
-        problem = problem_of(export, spreads, allowed_changes, "the float model")
-        return problem and f"{problem}, which is how far its graph is"
 
 
 # The margins are of what the graph itself does: an export cannot widen them.
@@ -188,16 +127,6 @@ def count_margin(changed: int) -> float:
 def noise_of(source: Artifact, context: Context) -> RoundingNoise | None:
     """Return the rounding noise of a quantized graph; None of other models."""
     return RoundingNoise(source, context) if isinstance(source, GraphModel) else None
-
-
-class SampleLimits(NamedTuple):
-    """What the noise that was measured on samples allows."""
-
-    noise: SampleErrors
-    spreads: tuple[float, ...]
-    """Largest error of each output, relative to its spread."""
-    label_changes: float
-    """Share of the samples."""
 
 
 def is_quantizer(node: fx.Node) -> bool:

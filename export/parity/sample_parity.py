@@ -19,7 +19,17 @@ import torch
 
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
+from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import columns, equally_not_finite, largest, measured
+from compress.export.parity.arithmetic_error import (
+    FACTOR,
+    FLOAT_RATIO,
+    LARGEST_CHANGES,
+    LARGEST_SPREAD,
+    RoundingNoise,
+    count_margin,
+    margin,
+)
 from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
@@ -28,7 +38,6 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.export.parity.arithmetic_error import RoundingNoise
 
     Tensors = tuple[torch.Tensor, ...]
 
@@ -176,11 +185,11 @@ def check_on_samples(
     problem = problem_of(errors, spreads, changes)
     limits = None
     if problem and noise is not None and math.isfinite(errors.relative_error):
-        limits = noise.limits(expected, batches, tolerance)
+        limits = limits_of_noise(noise, expected, batches, tolerance)
     if limits is not None:
         moved = f"int8 rounding alone moves the graph by {limits.noise.relative_error:.2g}"
         problem = problem_of(errors, limits.spreads, limits.label_changes)
-        problem = problem or noise.float_problem(expected, exported, batches, tolerance)
+        problem = problem or float_problem(noise, expected, exported, batches, tolerance)
         problem = problem and f"{problem} ({moved})"
         errors.allowed = max(limits.spreads)
         logger.info(
@@ -200,6 +209,76 @@ def check_on_samples(
         *(errors.samples, errors.relative_error, errors.changed),
     )
     return errors
+
+
+class SampleLimits(NamedTuple):
+    """What the noise that was measured on samples allows."""
+
+    noise: SampleErrors
+    spreads: tuple[float, ...]
+    """Largest error of each output, relative to its spread."""
+    label_changes: float
+    """Share of the samples."""
+
+
+def limits_of_noise(
+    noise: RoundingNoise, expected: Predictor, batches: Sequence[Tensors], fixed: Tolerance
+) -> SampleLimits | None:
+    """Measure the noise on samples, and return what it allows; None where there is none."""
+    own = SampleErrors()
+    for inputs in batches:
+        disturbed = noise.outputs(*inputs)
+        if disturbed is None:
+            return None
+        own.add(len(inputs[0]), expected(*inputs), disturbed)
+    spreads = []
+    for sums in own.outputs:
+        squared_B = torch.cat(sums.by_row)
+        most = FACTOR**2 * float(squared_B.sum()) + 2**0.5 * margin(squared_B)
+        allowed = min(LARGEST_SPREAD, sums.relative(most)) if math.isfinite(most) else 0.0
+        spreads.append(max(fixed.spread, allowed))
+    changed = FACTOR * own.changed + count_margin(own.changed)
+    changes = min(LARGEST_CHANGES, changed / own.samples)
+    return SampleLimits(own, tuple(spreads), max(fixed.label_changes, changes))
+
+
+def float_problem(
+    noise: RoundingNoise,
+    expected: Predictor,
+    exported: Predictor,
+    batches: Sequence[Tensors],
+    fixed: Tolerance,
+) -> str:
+    """Return how an export is further from the float model than its graph; empty if it is not.
+
+    As far as the graph is where its own sums are rounded in either way.
+    """
+    if noise.float_model is None:
+        return ""
+    graph, disturbed, export = SampleErrors(), SampleErrors(), SampleErrors()
+    with noise.float_model.open(threads=noise.threads) as predict:
+        predict = accept_any_batch(predict, noise.float_model.signature)
+        for inputs in batches:
+            outputs = predict(*inputs)
+            answers = expected(*inputs), noise.outputs(*inputs) or (), exported(*inputs)
+            if [t.shape for t in outputs] != [t.shape for t in answers[0]]:
+                return ""  # it answers otherwise: nothing can be compared
+            for errors, one in zip((graph, disturbed, export), answers, strict=True):
+                errors.add(len(inputs[0]), outputs, tuple(t.cpu() for t in one))
+    spreads = []
+    for sums in zip(graph.outputs, disturbed.outputs, export.outputs, strict=True):
+        graph_B, disturbed_B = (torch.cat(one.by_row) for one in sums[:2])
+        most = FLOAT_RATIO**2 * max(float(graph_B.sum()), float(disturbed_B.sum()))
+        spreads.append(sums[2].relative(most + margin(disturbed_B - graph_B)))
+    changed = max(graph.changed, disturbed.changed)
+    slack = max(fixed.label_changes * graph.samples, count_margin(changed))
+    logger.info(
+        "from the float model the graph differs by %.2g of the spread, and the export by %.2g",
+        *(graph.relative_error, export.relative_error),
+    )
+    allowed_changes = (changed + slack) / graph.samples
+    problem = problem_of(export, spreads, allowed_changes, "the float model")
+    return problem and f"{problem}, which is how far its graph is"
 
 
 def problem_of(

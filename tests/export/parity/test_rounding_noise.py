@@ -25,7 +25,12 @@ from compress.export.parity.arithmetic_error import (
     RoundingNoise,
     is_quantizer,
 )
-from compress.export.parity.sample_parity import QUANTIZED, SampleErrors, check_on_samples
+from compress.export.parity.sample_parity import (
+    QUANTIZED,
+    SampleErrors,
+    check_on_samples,
+    limits_of_noise,
+)
 from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import EXACT_BITS, network
 from tests.export.parity.rounded_nets import disturbed_rows, rounded_net
@@ -134,7 +139,7 @@ def test_where_rounding_is_small_nothing_is_allowed_beyond_the_fixed_tolerance(
 ) -> None:
     noise = noise_of_nets(nets, knows_float=False)
     with nets[0].open() as expected:
-        limits = noise.limits(expected, ROWS, QUANTIZED)
+        limits = limits_of_noise(noise, expected, ROWS, QUANTIZED)
     assert limits is not None
     assert limits.spreads == (QUANTIZED.spread,)
     assert limits.label_changes == QUANTIZED.label_changes
@@ -146,7 +151,7 @@ def test_no_noise_allows_outputs_at_chance(
     monkeypatch.setattr(arithmetic_error, "LAST_BITS", 2.0**-2)
     noise = noise_of_nets(nets, knows_float=False)
     with nets[0].open() as expected:
-        limits = noise.limits(expected, ROWS, QUANTIZED)
+        limits = limits_of_noise(noise, expected, ROWS, QUANTIZED)
         assert limits is not None
         assert limits.noise.relative_error > 1
         assert limits.spreads == (LARGEST_SPREAD,)
