@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -18,7 +21,7 @@ from compress.export.common.runtime import Runtime
 from compress.export.common.targets import warn_of_other_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -28,9 +31,12 @@ if TYPE_CHECKING:
     from compress.common.requirements import Requirement
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.parity.bisect import Tensors
+    from compress.export.parity.bisect import Tensors, WrongLayer
+    from compress.export.parity.report import ParityContext, RefusedFile
 
 logger = logging.getLogger(__name__)
+ALLOWED = "allowed_error"
+"""Fact of a file of an ill-conditioned quantized graph: what its rounding noise allows on `val`."""
 
 
 class ExportedModel(Artifact):
@@ -171,18 +177,25 @@ class Exporter(Stage[Reads, Writes]):
         exported: Predictor,
         facts: Mapping[str, Any],
         val_batches: Sequence[Tensors],
-    ) -> None:
-        """Raise StageFailed where the exported model answers otherwise than its source."""
+        context: Context,
+    ) -> float:
+        """Raise StageFailed where the exported model answers otherwise than its source.
+
+        Return the error on `val` that the source's rounding noise allowed; 0 where none is needed.
+        """
+        from compress.export.parity.arithmetic_error import noise_of
         from compress.export.parity.compare import compare_outputs
 
         limits, operators = facts.get("axis_limits"), facts.get("operators", ())
-        compare_outputs(model, expected, exported, val_batches, limits, operators)
+        noise = noise_of(model, context)
+        return compare_outputs(model, expected, exported, val_batches, limits, operators, noise)
 
     def run(self, model: Reads, context: Context) -> Writes:
         """Write, open, compare with the source."""
         kind = self.writes()
         warn_of_other_target(model.manifest.facts.get("target"), self.runtime.targets, self.title)
         facts: dict[str, Any] = {}
+        began = time.monotonic()
         with kind.atomic_write(
             context.root,
             model.signature,
@@ -192,48 +205,91 @@ class Exporter(Stage[Reads, Writes]):
         ) as folder:
             file = folder / kind.payload
             facts |= self.write(model, file, context)
-            self.prove(model, file, facts, context)
+            self.prove(model, file, facts, context, began)
         self.log(facts)
         return kind.from_directory(context.root)  # type: ignore[no-any-return]
 
-    def prove(self, model: Reads, file: Path, facts: dict[str, Any], context: Context) -> None:
-        """Raise StageFailed where a written file answers otherwise than its source."""
-        from compress.export.parity.compare import on_cpu, parity_inputs
-        from compress.export.parity.reference_outputs import recorded_outputs
-        from compress.export.parity.report import ParityContext, report_on_mismatch
+    def prove(
+        self, model: Reads, file: Path, facts: dict[str, Any], context: Context, began: float
+    ) -> None:
+        """Raise StageFailed where a written file answers otherwise than its source.
+
+        `began` is when the stage did, on the clock of :func:`time.monotonic`.
+        """
+        from compress.export.parity.compare import parity_inputs
+        from compress.export.parity.report import report_on_mismatch
         from compress.export.parity.sample_parity import val_inputs
 
         val_batches = [*val_inputs(context)]
         tried = parity_inputs(model.signature, val_batches, facts.get("axis_limits"))
         inputs = chain((x for _, x in tried), val_batches)
+        with (
+            self._parity_context(model, file, facts, context, inputs) as parity,
+            report_on_mismatch(replace(parity, began=began)),
+        ):
+            expected, exported = parity.expected, parity.exported
+            allowed = self.compare(model, expected, exported, facts, val_batches, context)
+        if allowed:  # the comparison on all of `val` needs it
+            facts[ALLOWED] = allowed
+
+    @contextmanager
+    def _parity_context(
+        self,
+        model: Reads,
+        file: Path,
+        facts: dict[str, Any],
+        context: Context,
+        inputs: Iterable[Tensors],
+    ) -> Iterator[ParityContext]:
+        """Run the source on some inputs, and open a file."""
+        from compress.export.parity.compare import on_cpu
+        from compress.export.parity.reference_outputs import recorded_outputs
+        from compress.export.parity.report import ParityContext
+
+        written = time.monotonic()
         # The source runs first, and leaves memory before the runtime loads the file.
         with (
             recorded_outputs(model, inputs, context) as expected,
             self.open(file, model, facts, context) as opened,
         ):
-            exported = on_cpu(count_forwards(opened, self.writes().kind))
-            parity = ParityContext(
+            yield ParityContext(
                 title=self.title,
                 source=model,
-                exported=exported,
+                expected=expected,
+                exported=on_cpu(count_forwards(opened, self.writes().kind)),
+                file=file,
+                facts=facts,
                 copy_export=partial(self.copy_for_report, model, file),
                 reexport=self.reexport,
                 runtime=self.runtime,
                 context=context,
+                written=written,
             )
-            with report_on_mismatch(parity):
-                self.compare(model, expected, exported, facts, val_batches)
+
+    def search_refused(
+        self, model: Reads, kept: RefusedFile, context: Context, deadline: float
+    ) -> WrongLayer | None:
+        """Search a file that was kept when it was refused for its first wrong layer.
+
+        Report and script are written anew; `deadline` is on the clock of :func:`time.monotonic`.
+        """
+        from compress.export.parity.report import search_refused
+
+        with self._parity_context(model, kept.file, dict(kept.facts), context, ()) as parity:
+            return search_refused(parity, kept, deadline)
 
     def log(self, facts: Mapping[str, Any]) -> None:
         """Log what the manifest says of kernels."""
         if "integer_kernels" in facts:
             logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
 
-    def rounding_error(self, model: Artifact) -> float:
+    def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the largest error of an export that is taken for a right one."""
+        from compress.export.parity.arithmetic_error import LARGEST_SPREAD
         from compress.export.parity.sample_parity import tolerance_for
 
-        return tolerance_for(model).spread
+        allowed: Any = artifact.manifest.facts.get(ALLOWED, 0.0)
+        return max(tolerance_for(model).spread, min(allowed, LARGEST_SPREAD))
 
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Compare a file of an earlier run with its source, on the data of this one."""
@@ -246,7 +302,7 @@ class Exporter(Stage[Reads, Writes]):
             artifact.open(self.device_for(context), context.threads) as exported,
             source_predictor(model, context) as expected,
         ):
-            self.compare(model, expected, on_cpu(exported), facts, val_batches)
+            self.compare(model, expected, on_cpu(exported), facts, val_batches, context)
 
 
 EXPORTERS: dict[str, type[Exporter[Any, Any]]] = {}

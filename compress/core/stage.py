@@ -128,7 +128,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         with gc_frozen(), exits_refused():
             return self.run(model, context)
 
-    def rounding_error(self, model: Artifact) -> float:
+    def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the error of outputs, relative to their spread, that rounding numbers explains."""
         return ROUNDING
 

@@ -471,6 +471,14 @@ def _wrong(key: str, limit: float, text: str, **functions: Any) -> Cause:
     )
 
 
+# An operator whose ONNX form computes something else.
+WRONG_OPERATOR = _wrong(
+    "wrong_operator",
+    LEAST_ERROR,
+    "the first operator out of tolerance (error {value:.2g} of its norm; limit {limit:g})",
+    measure=_operator_error,
+    repairs=lambda *_: (IN_PYTORCH,),
+)
 PARITY_CAUSES = (
     # A named axis whose size while tracing was kept as a number.
     _wrong(
@@ -510,13 +518,6 @@ PARITY_CAUSES = (
         measure=_float32_share,
         recovered_share=_float32_at_most_all,
     ),
-    # An operator whose ONNX form computes something else.
-    _wrong(
-        "wrong_operator",
-        LEAST_ERROR,
-        "the first operator out of tolerance (error {value:.2g} of its norm; limit {limit:g})",
-        measure=_operator_error,
-        repairs=lambda *_: (IN_PYTORCH,),
-    ),
+    WRONG_OPERATOR,
 )
 CAUSES = (*SPEED_CAUSES, *COUNTED_CAUSES, *PARITY_CAUSES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,9 @@ from compress.common.forward import accept_any_batch, flatten_outputs
 from compress.common.tensor_difference import largest, largest_difference
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import session_predictor
+from compress.export.parity.arithmetic_error import Float64Reference
 from compress.export.parity.bisect import LayerSearch
 from compress.export.parity.compare import largest_relative_error, outputs_by_kind
-from compress.export.parity.float64_reference import Float64Reference
 from compress.export.parity.sample_parity import tolerance_for
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from compress.export.onnx.stage import ExportOnnx
     from compress.export.parity.bisect import Tensors, WrongLayer
     from compress.export.parity.compare import KindOutputs
+    from compress.export.parity.report import RefusedFile
 
-SECONDS = 60.0
-"""How long the wrong layer is searched for."""
 LEAST_ERROR = 1e-5
 """Relative error of an operator below which it may be the order in which floats are added."""
 
@@ -50,9 +49,13 @@ class ParityDiagnosis:
     stage: ExportOnnx
     source: EagerModel | GraphModel
     model: ir.Model
-    """The file's model; that of an export that failed is made again."""
+    """The file's model."""
     context: Context
     rerun: Rerun
+    kept: RefusedFile | None = None
+    """The file, where it was refused when it was exported."""
+    deadline: float = math.inf
+    """Until when the wrong layer is searched for, on the clock of :func:`time.monotonic`."""
     measured: int = 0
     """How many changed files were made."""
     _differences: dict[str, float] = field(default_factory=dict)
@@ -135,25 +138,21 @@ class ParityDiagnosis:
     @cached_property
     def wrong_layer(self) -> WrongLayer | None:
         """The first operator out of tolerance; None where no part of the graph is."""
+        if self.kept is not None:
+            return self.stage.search_refused(self.source, self.kept, self.context, self.deadline)
         total = max(e for e in self.errors.values() if math.isfinite(e))
         # Half of the whole error, as no operator need have all of it.
         limit = max(min(tolerance_for(self.source).relative, total / 2), LEAST_ERROR)
+        program, signature = program_of(self.source), self.source.signature
         with TemporaryDirectory(prefix="compress-parity-") as folder:
+            file = Path(folder) / "model.onnx"
             search = LayerSearch(
-                program_of(self.source),
-                self.source.signature,
-                self.worst,
-                self.stage.reexport,
-                Path(folder) / "model.onnx",
-                limit,
-                SECONDS,
+                program, signature, self.worst, self.stage.reexport, file, limit, self.deadline
             )
-            try:
-                found = search.run()
-            except CompressError:
-                return None
-            self.measured += search.exports
-            return found
+            with suppress(CompressError):
+                search.run()
+        self.measured += search.exports
+        return search.layer
 
     def _difference(self, model: ir.Model) -> float:
         with self._opened(model) as exported, self._source() as expected:

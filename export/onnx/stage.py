@@ -207,6 +207,7 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         file: Path,
         facts: dict[str, Any],
         context: Context,
+        began: float,
     ) -> None:
         """Compare with the source; warn of a quantized model that is computed in floats.
 
@@ -215,7 +216,7 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         from compress.export.onnx.translate import BY_OLDER_EXPORTER
 
         try:
-            super().prove(model, file, facts, context)
+            super().prove(model, file, facts, context, began)
         except StageFailed as error:
             if facts["exporter"] != "legacy":
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 Tensors = tuple[torch.Tensor, ...]
 Reexport: TypeAlias = Callable[[ExportedProgram, Signature, Path, Tensors], Tensors]
 """Writes a program to a file in some format, and returns the file's outputs for inputs."""
-
-SECONDS = 180.0
-"""How long a search may take; the export that runs then is not interrupted."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,10 @@ class LayerSearch:
     """File that parts are exported to."""
     limit: float
     """Largest error of a layer, relative to its norm."""
-    seconds: float = SECONDS
+    deadline: float = math.inf
+    """On the clock of :func:`time.monotonic`; no part is exported that would end later."""
+    longest: float = 0.0
+    """How long the export of a part has taken, at most, or is expected to."""
     exports: int = 0
     """How many parts were exported."""
     out_of_time: bool = False
@@ -69,18 +70,18 @@ class LayerSearch:
     """Why the last part that could not be exported was not."""
     node: fx.Node | None = None
     """The wrong layer's node, once it was found."""
+    layer: WrongLayer | None = None
     module: fx.GraphModule = field(init=False)
 
     def __post_init__(self) -> None:
         self.module = self.program.module(check_guards=False)
         self._errors: dict[fx.Node, float] = {}
-        self._deadline = time.monotonic() + self.seconds
 
     def run(self) -> WrongLayer | None:
         """Return the first layer out of tolerance; None where no part of the graph is."""
         outputs = [n for n in self.module.graph.output_node().all_input_nodes if ancestors(n)]
         errors = {n: self._measure([n]) for n in outputs}
-        self.refused = bool(errors) and all(e is None for e in errors.values())
+        self.refused = bool(self.refusal) and all(e is None for e in errors.values())
         wrong = [n for n, e in errors.items() if e and e[0] > self.limit]
         if not wrong:
             return None
@@ -102,7 +103,8 @@ class LayerSearch:
             worst = earlier[0]
         self.node = worst
         place = module_of(worst), operator_of(worst), worst.name
-        return WrongLayer(*place, self._errors[worst], verified)
+        self.layer = WrongLayer(*place, self._errors[worst], verified)
+        return self.layer
 
     def _bisect(self, wrong: fx.Node) -> fx.Node:
         """Return a layer out of tolerance that leads to a wrong one, the one before it within."""
@@ -121,7 +123,8 @@ class LayerSearch:
 
     def _measure(self, nodes: Sequence[fx.Node]) -> list[float] | None:
         """Return the errors of some layers; None where the part up to them cannot be exported."""
-        self.out_of_time = self.out_of_time or time.monotonic() > self._deadline
+        began = time.monotonic()
+        self.out_of_time = self.out_of_time or began + self.longest > self.deadline
         if self.out_of_time:
             return None
         part = prefix(self.module, nodes)
@@ -132,6 +135,8 @@ class LayerSearch:
         except StageFailed as error:
             self.refusal = str(error)
             return None
+        finally:
+            self.longest = max(self.longest, time.monotonic() - began)
         self._errors |= dict(zip(nodes, errors, strict=True))
         return errors
 

@@ -12,7 +12,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, relative_error
 from compress.export.parity.adversarial_inputs import adversarial_inputs, find_adversarial_mismatch
-from compress.export.parity.float64_reference import Float64Reference
+from compress.export.parity.arithmetic_error import Float64Reference, noise_of
 from compress.export.parity.reference_outputs import source_predictor
 from compress.export.parity.sample_parity import (
     FLOAT,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
+    from compress.export.parity.arithmetic_error import RoundingNoise
 
     Limits = Mapping[str, int]
     Tensors = tuple[torch.Tensor, ...]
@@ -81,8 +82,8 @@ def check_parity(
 ) -> None:
     """Compare an exported model with its source, which is opened: see :func:`compare_outputs`."""
     with source_predictor(source, context) as expected:
-        val_batches = list(val_inputs(context))
-        compare_outputs(source, expected, exported, val_batches, limits, operators)
+        val_batches, noise = list(val_inputs(context)), noise_of(source, context)
+        compare_outputs(source, expected, exported, val_batches, limits, operators, noise)
 
 
 def compare_outputs(
@@ -92,11 +93,15 @@ def compare_outputs(
     val_batches: Sequence[Tensors],
     limits: Limits | None = None,
     operators: Container[str] = (),
-) -> None:
+    noise: RoundingNoise | None = None,
+) -> float:
     """Compare two models: at several sizes of each axis, on `val`, on adversarial inputs.
 
     `expected` is the source's predictor, or its recorded outputs. `limits` holds the largest sizes
     of named axes, `operators` the names of the exported model's operators.
+
+    Returns:
+        The error on `val` that the source's own rounding noise allowed; 0 where it was not needed.
 
     Raises:
         StageFailed: their outputs differ; the message says where.
@@ -110,10 +115,10 @@ def compare_outputs(
                         f"axis {axis!r} has size {size} in a sample of `val`, and model.axes "
                         f"allows {signature.bounds(axis)}"
                     )
-    reference = Float64Reference(source, expected)
+    reference = Float64Reference(source, expected, noise)
     check_axis_sizes(expected, exported, signature, tolerance, reference, limits)
     predictors = accept_any_batch(expected, signature), accept_any_batch(exported, signature)
-    check_on_samples(*predictors, val_batches, tolerance)
+    errors = check_on_samples(*predictors, val_batches, tolerance, noise)
     cases = adversarial_inputs(signature, val_batches, operators)
     mismatch = find_adversarial_mismatch(
         expected, exported, signature, cases, tolerance.adversarial, reference
@@ -126,6 +131,7 @@ def compare_outputs(
             kind,
             inputs,
         )
+    return errors.allowed
 
 
 def parity_inputs(

@@ -17,12 +17,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
+from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import columns, equally_not_finite, largest, measured
 from compress.core.context import QUICK_SAMPLES
+from compress.export.parity.arithmetic_error import (
+    FACTOR,
+    FLOAT_RATIO,
+    LARGEST_CHANGES,
+    LARGEST_SPREAD,
+    RoundingNoise,
+    count_margin,
+    margin,
+)
 from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -78,7 +88,8 @@ def tolerance_for(source: Artifact) -> Tolerance:
 class OutputSums:
     """Sums over the batches so far, of one output: squared error, spread and norm."""
 
-    error: float = 0.0
+    by_row: list[torch.Tensor] = field(default_factory=list)
+    """Squared error of each row, of each batch."""
     spread: float = 0.0
     """Squared distance to the mean of each batch."""
     norm: float = 0.0
@@ -90,21 +101,29 @@ class OutputSums:
 
     def add(self, expected: torch.Tensor, exported: torch.Tensor) -> None:
         """Add a batch."""
+        import torch
+
+        squared_B = torch.zeros(1, dtype=torch.float64)
         for expected_BN, exported_BN in columns(expected, exported):
             equal = equally_not_finite(expected_BN, exported_BN)
             a, b = measured(expected_BN, exported_BN)
             mean = a.sum(0) / (~equal).sum(0).clamp(min=1)
-            self.error += float((b - a).square_().sum())
+            squared_B = squared_B + (b - a).square_().sum(1)
             self.spread += float((a - mean).masked_fill_(equal, 0).square_().sum())
             self.norm += float(a.square().sum())
             self.finite += int((~equal).sum())
             self.not_finite += int(equal.sum())
             self.nan += int((equal & expected_BN.isnan()).sum())
+        self.by_row.append(squared_B)
+
+    def relative(self, squared_error: float) -> float:
+        """Return an error relative to the spread."""
+        return float((squared_error / max(error_scale(self.spread, self.norm), 1e-18)) ** 0.5)
 
     @property
     def relative_error(self) -> float:
         """Error relative to the spread; NaN where one side alone is not finite."""
-        return float((self.error / max(error_scale(self.spread, self.norm), 1e-18)) ** 0.5)
+        return self.relative(sum(float(squared_B.sum()) for squared_B in self.by_row))
 
 
 @dataclass
@@ -112,12 +131,15 @@ class SampleErrors:
     """How far two models are apart on the samples so far."""
 
     samples: int = 0
+    allowed: float = 0.0
+    """Largest error that was allowed because rounding alone is as large; 0 where none was."""
     changed: int = 0
     """Samples whose label is clearly another one."""
     outputs: list[OutputSums] = field(default_factory=list)
 
-    def add(self, expected: Tensors, exported: Tensors) -> None:
-        """Add the outputs for a batch."""
+    def add(self, rows: int, expected: Tensors, exported: Tensors) -> None:
+        """Add the outputs for a batch of some rows."""
+        self.samples += rows
         self.outputs = self.outputs or [OutputSums() for _ in expected]
         for sums, a, b in zip(self.outputs, expected, exported, strict=True):
             sums.add(a, b)
@@ -145,35 +167,36 @@ def count_changed_labels(expected_BC: torch.Tensor, exported_BC: torch.Tensor) -
 def check_on_samples(
     expected: Predictor,
     exported: Predictor,
-    batches: Iterable[Tensors],
+    batches: Sequence[Tensors],
     tolerance: Tolerance = FLOAT,
+    noise: RoundingNoise | None = None,
 ) -> SampleErrors:
     """Compare two models on real inputs.
+
+    `noise` is measured where the tolerance is exceeded, and may explain it.
 
     Raises:
         StageFailed: outputs, or the labels of classes, differ.
     """
     errors = SampleErrors()
     for inputs in batches:
-        errors.add(*(tuple(t.cpu() for t in predict(*inputs)) for predict in (expected, exported)))
-        errors.samples += len(inputs[0])
+        pair = (tuple(t.cpu() for t in predict(*inputs)) for predict in (expected, exported))
+        errors.add(len(inputs[0]), *pair)
     if not errors.samples:
         return errors
-    error, allowed_changes = errors.relative_error, tolerance.label_changes * errors.samples
-    problem = ""
-    if any(s.not_finite for s in errors.outputs) and not any(s.finite for s in errors.outputs):
-        problem = NOTHING_FINITE
-    elif not math.isfinite(error):
-        problem = OTHER_INFINITIES
-    elif not error <= tolerance.spread:
-        problem = (
-            f"the exported model's answers differ from the source's by {error:.2g} of their "
-            f"spread, expected at most {tolerance.spread:g}"
-        )
-    elif errors.changed > allowed_changes:
-        problem = (
-            f"the exported model gives {errors.changed} other labels than the source that are no "
-            f"near-ties, expected at most {int(allowed_changes)}"
+    spreads, changes = [tolerance.spread] * len(errors.outputs), tolerance.label_changes
+    problem = problem_of(errors, spreads, changes)
+    limits = None
+    if problem and noise is not None and math.isfinite(errors.relative_error):
+        limits = limits_of_noise(noise, expected, batches, tolerance)
+    if limits is not None:
+        moved = f"int8 rounding alone moves the graph by {limits.noise.relative_error:.2g}"
+        problem = problem_of(errors, limits.spreads, limits.label_changes)
+        problem = problem or float_problem(noise, expected, exported, batches, tolerance)
+        problem = problem and f"{problem} ({moved})"
+        errors.allowed = max(limits.spreads)
+        logger.info(
+            "differs from its graph by %.2g of the spread; %s", errors.relative_error, moved
         )
     if problem:
         raise StageFailed(f"on {errors.samples} samples of `val` {problem}")
@@ -186,9 +209,109 @@ def check_on_samples(
         )
     logger.info(
         "on %d samples of `val` answers differ by %.2g of their spread, %d labels clearly",
-        *(errors.samples, error, errors.changed),
+        *(errors.samples, errors.relative_error, errors.changed),
     )
     return errors
+
+
+class SampleLimits(NamedTuple):
+    """What the noise that was measured on samples allows."""
+
+    noise: SampleErrors
+    spreads: tuple[float, ...]
+    """Largest error of each output, relative to its spread."""
+    label_changes: float
+    """Share of the samples."""
+
+
+def limits_of_noise(
+    noise: RoundingNoise, expected: Predictor, batches: Sequence[Tensors], fixed: Tolerance
+) -> SampleLimits | None:
+    """Measure the noise on samples, and return what it allows; None where there is none."""
+    import torch
+
+    own = SampleErrors()
+    for inputs in batches:
+        disturbed = noise.outputs(*inputs)
+        if disturbed is None:
+            return None
+        own.add(len(inputs[0]), expected(*inputs), disturbed)
+    spreads = []
+    for sums in own.outputs:
+        squared_B = torch.cat(sums.by_row)
+        most = FACTOR**2 * float(squared_B.sum()) + 2**0.5 * margin(squared_B)
+        allowed = min(LARGEST_SPREAD, sums.relative(most)) if math.isfinite(most) else 0.0
+        spreads.append(max(fixed.spread, allowed))
+    changed = FACTOR * own.changed + count_margin(own.changed)
+    changes = min(LARGEST_CHANGES, changed / own.samples)
+    return SampleLimits(own, tuple(spreads), max(fixed.label_changes, changes))
+
+
+def float_problem(
+    noise: RoundingNoise,
+    expected: Predictor,
+    exported: Predictor,
+    batches: Sequence[Tensors],
+    fixed: Tolerance,
+) -> str:
+    """Return how an export is further from the float model than its graph; empty if it is not.
+
+    As far as the graph is where its own sums are rounded in either way.
+    """
+    import torch
+
+    if noise.float_model is None:
+        return ""
+    graph, disturbed, export = SampleErrors(), SampleErrors(), SampleErrors()
+    with noise.float_model.open(threads=noise.threads) as predict:
+        predict = accept_any_batch(predict, noise.float_model.signature)
+        for inputs in batches:
+            outputs = predict(*inputs)
+            answers = expected(*inputs), noise.outputs(*inputs) or (), exported(*inputs)
+            if [t.shape for t in outputs] != [t.shape for t in answers[0]]:
+                return ""  # it answers otherwise: nothing can be compared
+            for errors, one in zip((graph, disturbed, export), answers, strict=True):
+                errors.add(len(inputs[0]), outputs, tuple(t.cpu() for t in one))
+    spreads = []
+    for sums in zip(graph.outputs, disturbed.outputs, export.outputs, strict=True):
+        graph_B, disturbed_B = (torch.cat(one.by_row) for one in sums[:2])
+        most = FLOAT_RATIO**2 * max(float(graph_B.sum()), float(disturbed_B.sum()))
+        spreads.append(sums[2].relative(most + margin(disturbed_B - graph_B)))
+    changed = max(graph.changed, disturbed.changed)
+    slack = max(fixed.label_changes * graph.samples, count_margin(changed))
+    logger.info(
+        "from the float model the graph differs by %.2g of the spread, and the export by %.2g",
+        *(graph.relative_error, export.relative_error),
+    )
+    allowed_changes = (changed + slack) / graph.samples
+    problem = problem_of(export, spreads, allowed_changes, "the float model")
+    return problem and f"{problem}, which is how far its graph is"
+
+
+def problem_of(
+    errors: SampleErrors, spreads: Sequence[float], label_changes: float, of: str = "the source"
+) -> str:
+    """Return what is wrong with an export by its errors; empty where nothing is.
+
+    `spreads` are the largest errors of each output, and `label_changes` a share of the samples.
+    """
+    allowed_changes = label_changes * errors.samples
+    if any(s.not_finite for s in errors.outputs) and not any(s.finite for s in errors.outputs):
+        return NOTHING_FINITE
+    if not math.isfinite(errors.relative_error):
+        return OTHER_INFINITIES
+    for sums, limit in zip(errors.outputs, spreads, strict=True):
+        if not sums.relative_error <= limit:
+            return (
+                f"the exported model's answers differ from {of}'s by {sums.relative_error:.2g} of "
+                f"their spread, expected at most {limit:.3g}"
+            )
+    if errors.changed > allowed_changes:
+        return (
+            f"the exported model gives {errors.changed} other labels than {of} that are no "
+            f"near-ties, expected at most {int(allowed_changes)}"
+        )
+    return ""
 
 
 def val_inputs(context: Context) -> Iterator[Tensors]:

@@ -11,6 +11,7 @@ import torch
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import accept_any_batch
 from compress.export.common.batches import in_parts
+from compress.export.parity.arithmetic_error import Float64Reference
 from compress.export.parity.compare import check_axis_sizes
 from compress.export.parity.sample_parity import check_on_samples, tolerance_for
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature, TensorSpec
+    from compress.export.parity.arithmetic_error import RoundingNoise
 
 BATCH = (1, 8, 32)
 """Sizes of the batch where the stage has none."""
@@ -184,18 +186,23 @@ def check_engine(
     engine: Predictor,
     sizes: Mapping[str, Sequence[int]],
     val_batches: Sequence[Tensors],
-) -> None:
+    noise: RoundingNoise | None = None,
+) -> float:
     """Compare an engine with its source at its smallest, usual and largest sizes, and on `val`.
+
+    Return what the source's rounding noise allowed on `val`, as `compare_outputs` does.
 
     Raises:
         StageFailed: their outputs differ; the message says at which sizes.
     """
     signature, tolerance = source.signature, tolerance_for(source)
+    reference = Float64Reference(source, expected, noise)
     for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
         at = dict(zip(sizes, profile, strict=True))
         try:
-            check_axis_sizes(expected, engine, with_fixed_sizes(signature, at), tolerance)
+            fixed = with_fixed_sizes(signature, at)
+            check_axis_sizes(expected, engine, fixed, tolerance, reference)
         except StageFailed as error:
             raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
     predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
-    check_on_samples(*predictors, val_batches, tolerance)
+    return check_on_samples(*predictors, val_batches, tolerance, noise).allowed

@@ -181,11 +181,14 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         exported: Predictor,
         facts: Mapping[str, Any],
         val_batches: Sequence[tuple[torch.Tensor, ...]],
-    ) -> None:
+        context: Context,
+    ) -> float:
         """Compare at the smallest, usual and largest sizes, and on `val`."""
+        from compress.export.parity.arithmetic_error import noise_of
         from compress.export.tensorrt.runtime import check_engine
 
-        check_engine(model, expected, exported, facts["sizes"], val_batches)
+        noise = noise_of(model, context)
+        return check_engine(model, expected, exported, facts["sizes"], val_batches, noise)
 
     def log(self, facts: Mapping[str, Any]) -> None:
         """Log the GPU."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.atomic_files import temporary_folder
-from compress.common.errors import CompressError, StageFailed
+from compress.common.errors import ArtifactInvalid, CompressError, StageFailed
 from compress.core.diagnosis.cause import (
     MACS_GATES,
     MEMORY_GATES,
@@ -17,7 +18,7 @@ from compress.core.diagnosis.cause import (
     RefusedStage,
 )
 from compress.core.gates.baselines import baseline_for, baseline_name, nearest_float_model
-from compress.export.diagnosis.causes import NOISE
+from compress.export.diagnosis.causes import NOISE, WRONG_OPERATOR
 from compress.export.diagnosis.costs import (
     MacsDiagnosis,
     SizeDiagnosis,
@@ -27,7 +28,9 @@ from compress.export.diagnosis.costs import (
 )
 from compress.export.diagnosis.parity import ParityDiagnosis
 from compress.export.diagnosis.profile import as_onnx
+from compress.export.onnx.proto_io import read
 from compress.export.onnx.stage import ExportOnnx
+from compress.export.parity.report import RefusedFile, report_folder
 from compress.pipelines.explain.causes import (
     NO_CAUSE,
     cheapest_first,
@@ -36,7 +39,8 @@ from compress.pipelines.explain.causes import (
     likelihood,
     log_causes,
 )
-from compress.pipelines.results.explanation import FLOAT_MACS, ModuleCost
+from compress.pipelines.results.explanation import FLOAT_MACS, FoundCause, ModuleCost
+from compress.pipelines.results.schema import FailureReport
 from compress.profiling.benchmark import unmeasurable
 from compress.training.config.training import Training
 
@@ -51,7 +55,6 @@ if TYPE_CHECKING:
     from compress.export.diagnosis.costs import FileDiagnosis, Unit
     from compress.pipelines.explain.causes import Found
     from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
-    from compress.pipelines.results.explanation import FoundCause
     from compress.profiling.benchmark import Comparison
 
 MIB = 2**20
@@ -171,8 +174,10 @@ class RefusedBranch:
         }, repairs
 
 
-def explain_cost(run: FinishedRun, judged: JudgedStage) -> Found:
+def explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Found:
     """Explain a verdict on what a file costs, or on its outputs.
+
+    A wrong layer is searched for until the deadline, on the clock of :func:`time.monotonic`.
 
     Raises:
         ArtifactInvalid: the run's artifacts are not in the store any more.
@@ -182,7 +187,7 @@ def explain_cost(run: FinishedRun, judged: JudgedStage) -> Found:
     if gate in SPEED_GATES:
         explain = _explain_speed
     elif gate in PARITY_GATES:
-        explain = _explain_parity
+        explain = partial(_explain_parity, deadline=deadline)
     elif gate in MACS_GATES:
         explain = _explain_macs
     try:
@@ -259,15 +264,33 @@ def _explain_macs(branch: RefusedBranch) -> Found:
     return branch.check_causes(measured, [*now], changes)
 
 
-def _explain_parity(branch: RefusedBranch) -> Found:
+def _explain_parity(branch: RefusedBranch, deadline: float) -> Found:
     """Return what an explanation has of a file whose outputs are wrong, and its repairs."""
-    name = branch.names[-1]
-    stage: Any = branch.stage(name)
-    if not isinstance(stage, ExportOnnx):
-        return {"notice": f"parity of {stage.stage} is not explained; expected export_onnx"}, ()
+    name, run = branch.names[-1], branch.run
+    stage, kept = branch.stage(name), None
     source: Any = branch.before(name)
-    model = stage.translated(source)[0]
-    measured = ParityDiagnosis(stage, source, model, branch.context, branch.rerun)
+    made: Any = run.state.artifacts.get(name)
+    if made is None or isinstance(branch.judged.report, FailureReport):
+        try:
+            kept = RefusedFile.read(report_folder(branch.context, name), source)
+        except (ArtifactInvalid, OSError, KeyError) as error:
+            raise StageFailed(f"{error}; run the pipeline again") from error
+    if not isinstance(stage, ExportOnnx):
+        if kept is None:
+            return {"notice": f"parity of {stage.stage} is not explained; expected export_onnx"}, ()
+        layer = stage.search_refused(source, kept, branch.context, deadline)
+        if layer is None:
+            return {"notice": "no part of the graph that is exported alone differs"}, ()
+        cause = FoundCause(
+            cause=WRONG_OPERATOR.key,
+            layers={str(layer): float(f"{layer.error:.4g}")},
+            limit=WRONG_OPERATOR.limit,
+            returned=None,
+            text=WRONG_OPERATOR.in_words(layer.error),
+        )
+        return {"culprit": name, "causes": (cause,)}, ()
+    model = read(kept.file if kept else made.payload_path, weights=True)
+    measured = ParityDiagnosis(stage, source, model, branch.context, branch.rerun, kept, deadline)
     layers = [*measured.axis_errors]
     if any(map(math.isfinite, measured.errors.values())) and measured.wrong_layer is not None:
         layers.append(str(measured.wrong_layer))

@@ -54,7 +54,7 @@ def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> E
     if judged.verdict.gate in ACCURACY_GATES:
         changes, repairs = _explain_accuracy(run, judged, deadline)
     else:
-        changes, repairs = explain_cost(run, judged)
+        changes, repairs = explain_cost(run, judged, deadline)
     explanation = Explanation(
         stage=judged.report.name,
         verdict=judged.verdict,

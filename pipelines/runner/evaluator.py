@@ -160,7 +160,7 @@ def _moved_outputs(
         return {}  # this file answered for its input, with which the export compared it
     if context.judged_batch_size(model) != context.judged_batch_size(artifact):
         return {}  # they were called in other batches, on which outputs depend
-    limit, moved = planned.stage.rounding_error(model), {}
+    limit, moved = planned.stage.rounding_error(model, artifact), {}
     names = [output.name for output in artifact.signature.outputs]
     for name, own, other in zip(names, before.outputs, measurements.outputs, strict=False):
         distance = own.relative_distance(other)

@@ -44,7 +44,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
     """Samples of the data on which the model is looked at. By default 512 (128 for
     `quantize_weights` and `convert_precision`), or all there are."""
 
-    def rounding_error(self, model: Artifact) -> float:
+    def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the error that fewer bits explain where they cost an R² 0.01."""
         return 0.1
 

@@ -24,8 +24,8 @@ from compress.export.parity.adversarial_inputs import (
 from compress.export.parity.adversarial_inputs import (
     ROWS as HOSTILE_ROWS,
 )
+from compress.export.parity.arithmetic_error import Float64Reference
 from compress.export.parity.compare import ParityMismatch, check_parity
-from compress.export.parity.float64_reference import Float64Reference
 from compress.pipelines.system.error_context import name_stage_in_errors
 from tests.export.builders import ROWS, network_of
 
@@ -94,7 +94,7 @@ def test_masks_stay_those_of_val_where_other_numbers_are_replaced() -> None:
     ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[True] * 6, [True] * 2 + [False] * 4])
     kinds = dict(adversarial_inputs(TEXT, [(ids, mask)]))
-    base = torch.arange(8) % 2
+    base = torch.arange(2)
     for kind in (
         "zeros",
         "the smallest value seen everywhere",
@@ -116,6 +116,25 @@ def test_a_fixed_batch_keeps_its_size() -> None:
     kinds = dict(adversarial_inputs(fixed, []))
     assert {len(x) for (x,) in kinds.values()} == {3}
     assert kinds["zeros"][0].abs().max() == 0
+
+
+def test_each_kind_costs_one_call_of_each_model_and_all_are_few_rows() -> None:
+    ids = torch.randint(3, 90, (64, 6), generator=torch.Generator().manual_seed(0))
+    rows: dict[str, list[int]] = {"source": [], "export": []}
+
+    def counting(name: str) -> Predictor:
+        def predict(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            rows[name].append(len(ids))
+            return (ids.float() * mask,)
+
+        return predict
+
+    kinds = [*adversarial_inputs(TEXT, [(ids, torch.ones(64, 6, dtype=torch.bool))])]
+    pair = counting("source"), counting("export")
+    assert find_adversarial_mismatch(*pair, TEXT, kinds, limit=1e-3) is None
+    assert rows["source"][1:] == rows["export"], "and one seeded call for the usual size"
+    assert len(rows["export"]) == len(kinds)
+    assert sum(rows["export"]) <= 28
 
 
 def test_an_export_that_is_wrong_on_extremes_alone_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Where an export that answers otherwise went wrong, on faults planted in a translation."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ from onnxscript import opset18 as op
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import program_of
-from compress.common.errors import StageFailed
+from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.aotinductor.stage import ExportAot
 from compress.export.onnx.lowering import TRANSLATIONS
 from compress.export.onnx.stage import ExportOnnx
+from compress.export.parity import report
 from compress.export.parity.bisect import LayerSearch, values_before
+from compress.export.parity.report import REFUSED, RefusedFile
 from compress.export.torchscript.stage import ExportTorchScript
 from tests.export.builders import network_of
 
@@ -100,6 +103,12 @@ def wrong_erf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSLATIONS, torch.ops.aten.erf.default, translate)
 
 
+@pytest.fixture(autouse=True)
+def time_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the layer be searched for at once on a busy machine too."""
+    monkeypatch.setattr(report, "LEAST_SECONDS", 300.0)
+
+
 def samples(count: int = 32) -> Splits:
     generator = torch.Generator().manual_seed(1)
     rows = [(torch.randn(8, generator=generator), torch.tensor(i % 3)) for i in range(count)]
@@ -125,17 +134,17 @@ def test_the_first_wrong_layer_is_named_and_shown_in_a_fresh_process(
     assert "the first layer out of tolerance is blocks.0 (aten.erf.default); see " in message
     assert message.endswith(str(folder / "parity.json"))
     assert "\n" not in message
-    report = json.loads((folder / "parity.json").read_text())
-    first = report["first_layer"]
+    content = json.loads((folder / "parity.json").read_text())
+    first = content["first_layer"]
     assert (first["module"], first["operator"]) == ("blocks.0", "aten.erf.default")
     assert first["verified"]
     assert first["error"] == pytest.approx(0.5, rel=1e-4)
     nodes = len(model.load().state_dict()) + 20
-    assert report["exports"] < nodes / 2
-    kinds = {row["kind"]: row for row in report["kinds"]}
+    assert content["exports"] < nodes / 2
+    kinds = {row["kind"]: row for row in content["kinds"]}
     assert {"batch of 1", "batch of 8", "val, batch 0", "zeros"} <= kinds.keys()
     assert kinds["val, batch 0"].keys() >= {"absolute", "relative", "equal_labels"}
-    assert report["metric"].keys() == {"name", "source", "exported"}
+    assert content["metric"].keys() == {"name", "source", "exported"}
     assert not context.root.exists()
     output = run_script(folder)
     assert "exit code 1" in output
@@ -155,8 +164,8 @@ def test_nan_outputs_are_reported_as_any_other_error(
     context = Context(root=tmp_path / "onnx", data=samples())
     with pytest.raises(StageFailed, match=r"first layer .* is blocks\.0 \(aten\.erf\.default\)"):
         ExportOnnx()(model, context)
-    report = json.loads((tmp_path / "parity" / "export_onnx" / "parity.json").read_text())
-    row = {row["kind"]: row for row in report["kinds"]}["val, batch 0"]
+    content = json.loads((tmp_path / "parity" / "export_onnx" / "parity.json").read_text())
+    row = {row["kind"]: row for row in content["kinds"]}["val, batch 0"]
     assert row["relative"] == row["absolute"] == "not finite"
     assert row["note"] == "no labels: the model's outputs are not all finite: some are NaN"
 
@@ -164,6 +173,17 @@ def test_nan_outputs_are_reported_as_any_other_error(
 def test_torchscript_is_searched_and_its_folder_is_of_the_run(
     model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wrongly_frozen(monkeypatch)
+    context = Context(root=tmp_path / "script", results=tmp_path / "results")
+    with pytest.raises(StageFailed, match=r"first layer .* is blocks\.0 \(aten\.erf\.default\)"):
+        ExportTorchScript(name="script")(model, context)
+    content = json.loads((tmp_path / "results" / "parity" / "script" / "parity.json").read_text())
+    assert content["metric"] is None
+    assert content["reproduce"]["error"] > 0.1
+
+
+def wrongly_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let TorchScript compute cos instead of erf."""
     freeze = torch.jit.freeze
 
     def wrongly(module: Any) -> Any:
@@ -174,12 +194,37 @@ def test_torchscript_is_searched_and_its_folder_is_of_the_run(
         return frozen
 
     monkeypatch.setattr(torch.jit, "freeze", wrongly)
-    context = Context(root=tmp_path / "script", results=tmp_path / "results")
-    with pytest.raises(StageFailed, match=r"first layer .* is blocks\.0 \(aten\.erf\.default\)"):
-        ExportTorchScript(name="script")(model, context)
-    report = json.loads((tmp_path / "results" / "parity" / "script" / "parity.json").read_text())
-    assert report["metric"] is None
-    assert report["reproduce"]["error"] > 0.1
+
+
+def test_a_dear_search_is_left_to_explain_and_the_refused_file_is_kept(
+    model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrongly_frozen(monkeypatch)
+    monkeypatch.setattr(report, "LEAST_SECONDS", 0.0)
+    context = Context(root=tmp_path / "script", results=tmp_path / "a run", data=samples())
+    stage = ExportTorchScript(name="script")
+    with pytest.raises(StageFailed, match=r"; which layer: compress explain '.*a run'; see ") as no:
+        stage(model, context)
+    folder = tmp_path / "a run" / "parity" / "script"
+    content = json.loads((folder / "parity.json").read_text())
+    assert (content["exports"], content["out_of_time"], content["first_layer"]) == (0, True, None)
+    assert content["source"] == model.digest
+    assert str(folder) in str(no.value)
+
+    def write(*_: object) -> None:
+        raise AssertionError("the stage runs again")
+
+    monkeypatch.setattr(ExportTorchScript, "write", write)
+    kept = RefusedFile.read(folder, model)
+    found = stage.search_refused(model, kept, context, math.inf)
+    assert str(found) == "blocks.0 (aten.erf.default)"
+    content = json.loads((folder / "parity.json").read_text())
+    assert content["first_layer"]["module"] == "blocks.0"
+    assert (folder / "reproduce.py").exists()
+    kept.file.write_bytes(kept.file.read_bytes() + b"x")
+    with pytest.raises(ArtifactInvalid, match="is not what was refused"):
+        RefusedFile.read(folder, model)
+    assert kept.file.parent.name == REFUSED
 
 
 def test_what_tracing_alone_gets_wrong_is_shown_by_the_whole_file(
