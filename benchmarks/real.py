@@ -187,20 +187,27 @@ def contest(model: RealModel, packages: Path, work: Path, given: argparse.Namesp
     return rows
 
 
-def kept_cost(folder: Path, file: Path, run) -> Cost | str:
-    """Return what a file took, from beside it where it was made before."""
+def kept_cost(folder: Path, file: Path, run) -> Cost | str | None:
+    """Return what a file took, from beside it where it was made before.
+
+    None where an interrupted run of ours went on: what that took is not what a run takes.
+    """
     record = folder.with_suffix(".cost.json")
     if file.exists() and record.exists():
         return Cost(**json.loads(record.read_text()))
+    resumes = folder.exists()
     cost = run()
-    if isinstance(cost, Cost):
-        record.write_text(json.dumps(asdict(cost)))
+    if isinstance(cost, str):
+        return cost
+    if resumes:
+        return None
+    record.write_text(json.dumps(asdict(cost)))
     return cost
 
 
-def row_of(name: str, cost: Cost | str, *, is_ours: bool = False) -> Row:
-    if isinstance(cost, str):
-        return Row(name, failed=cost, is_ours=is_ours)
+def row_of(name: str, cost: Cost | str | None, *, is_ours: bool = False) -> Row:
+    if not isinstance(cost, Cost):
+        return Row(name, failed=cost or "", is_ours=is_ours)
     return Row(
         name,
         cpu_seconds=cost.cpu_seconds,
@@ -302,7 +309,7 @@ def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespa
     command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
     made = out / "artifacts" / "smaller"
     cost = kept_cost(out, made, lambda: cost_of(command, ROOT))
-    if isinstance(cost, str):
+    if not made.exists():
         lines.append(_line(["**compress**", f"failed: {cost}", "", ""]))
     else:
         source, smaller = (Artifact.from_directory(p) for p in (made.with_name("source"), made))
@@ -310,7 +317,8 @@ def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespa
         with torch.inference_mode():
             labels = torch.cat([_first_output(net(part)).argmax(1) for part in parts])
         equal = float((labels == data["test.target.0"]).double().mean())
-        share, seconds = smaller.macs() / source.macs(), f"{cost.cpu_seconds:.0f}"
+        share = smaller.macs() / source.macs()
+        seconds = f"{cost.cpu_seconds:.0f}" if isinstance(cost, Cost) else ""
         name = "**compress**, `obs` and `refit`, judged"
         lines.append(_line([name, _number(equal, "percent"), f"{share:.2f}", seconds]))
     return "\n".join([*lines, *torch_pruning(model, packages, work, given, data)])
@@ -360,7 +368,9 @@ def table(model: RealModel, rows: list[Row]) -> str:
             words = " ".join(row.failed.replace("|", "/").split())
             lines.append(_line([row.name, f"failed: {words}", *[""] * (len(head) - 2)]))
             continue
-        ratio = row.cpu_seconds / unjudged if row.is_ours and unjudged else None
+        ratio = None
+        if row.is_ours and unjudged and row.cpu_seconds:
+            ratio = row.cpu_seconds / unjudged
         cells = [row.name, *([_number(row.equal_labels, "percent")] if model.labels else [])]
         cells += [_number(row.cosine, ".4f"), _number(row.size, ".3f")]
         cells += [_number(row.small, ".2f"), _number(row.large, ".2f")]
