@@ -8,11 +8,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 process = subprocess.Popen(sys.argv[2:])
 # Of this process and those that it waited for.
 _, status, used = os.wait4(process.pid, 0)
 process.returncode = os.waitstatus_to_exitcode(status)
-with open(sys.argv[1], "w") as file:
-    json.dump([used.ru_utime + used.ru_stime, used.ru_maxrss / 1024], file)
+cost = [used.ru_utime + used.ru_stime, used.ru_maxrss / 1024]
+Path(sys.argv[1]).write_text(json.dumps(cost))
 sys.exit(process.returncode)

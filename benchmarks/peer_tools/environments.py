@@ -107,7 +107,6 @@ def cost_of(command: list[Any], folder: Path) -> Cost | str:
             check=False,
         )
         if done.returncode:
-            return (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1][
-                :100
-            ]
+            written = done.stderr.strip() or done.stdout.strip() or "no message"
+            return written.splitlines()[-1][:100]
         return Cost(*json.loads(result.read_text()))
