@@ -194,15 +194,14 @@ def kept_cost(folder: Path, file: Path, run) -> Cost | str | None:
     """
     record = folder.with_suffix(".cost.json")
     if file.exists() and record.exists():
-        return Cost(**json.loads(record.read_text()))
+        known = json.loads(record.read_text())
+        return Cost(**known) if known else None
     resumes = folder.exists()
     cost = run()
     if isinstance(cost, str):
         return cost
-    if resumes:
-        return None
-    record.write_text(json.dumps(asdict(cost)))
-    return cost
+    record.write_text(json.dumps(None if resumes else asdict(cost)))
+    return None if resumes else cost
 
 
 def row_of(name: str, cost: Cost | str | None, *, is_ours: bool = False) -> Row:
