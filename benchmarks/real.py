@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
@@ -179,12 +180,20 @@ def contest(model: RealModel, packages: Path, work: Path, given: argparse.Namesp
         job = {**settings, "output": file, "transformer": model.transformer}
         name = PEERS[tool].release
         files[name] = file
-        run = lambda t=tool, j=job: tool_cost(t, given.environments, j)  # noqa: E731
-        rows.append(row_of(name, kept_cost(work / tool, file, run)))
+        cost = kept_cost(work / tool, file, partial(run_peer, tool, given.environments, job))
+        rows.append(row_of(name, cost))
     score(model, work, rows, files)
     if not given.no_timings:
         measure(model, work, rows, files)
     return rows
+
+
+def run_peer(tool: str, environments: Path, job: dict) -> Cost | str:
+    """Run a peer's script; neural-compressor refuses to overwrite weights beside its file."""
+    file = job["output"]
+    for stale in file.parent.glob(f"{file.name}*"):
+        stale.unlink()
+    return tool_cost(tool, environments, job)
 
 
 def kept_cost(folder: Path, file: Path, run) -> Cost | str | None:
@@ -272,7 +281,6 @@ def file_bytes(file: Path) -> int:
 def measure(model: RealModel, work: Path, rows: list[Row], files: dict[str, Path]) -> None:
     """Fill in latencies over the float file's, call by call in turn."""
     from contextlib import nullcontext
-    from functools import partial
 
     from compress.export.onnx.session import session_predictor
     from compress.profiling.benchmark import compare_latency
