@@ -26,6 +26,7 @@ PARTS = ("cnn", "encoder", "pruning", "serving")
 PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = """# Beside the peers
 
+[Models that others trained](real-models.md) have a page of their own; here are small networks.
 `python benchmarks/peers.py --write` writes this page. Each peer has an environment of its own and
 its documented recipe; all get the same float ONNX file and the same samples. Every file is run by
 the same ONNX Runtime on one thread, call by call in turn with the float file. Time and size are

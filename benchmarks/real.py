@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
@@ -179,28 +180,42 @@ def contest(model: RealModel, packages: Path, work: Path, given: argparse.Namesp
         job = {**settings, "output": file, "transformer": model.transformer}
         name = PEERS[tool].release
         files[name] = file
-        run = lambda t=tool, j=job: tool_cost(t, given.environments, j)  # noqa: E731
-        rows.append(row_of(name, kept_cost(work / tool, file, run)))
+        cost = kept_cost(work / tool, file, partial(run_peer, tool, given.environments, job))
+        rows.append(row_of(name, cost))
     score(model, work, rows, files)
     if not given.no_timings:
         measure(model, work, rows, files)
     return rows
 
 
-def kept_cost(folder: Path, file: Path, run) -> Cost | str:
-    """Return what a file took, from beside it where it was made before."""
+def run_peer(tool: str, environments: Path, job: dict) -> Cost | str:
+    """Run a peer's script; neural-compressor refuses to overwrite weights beside its file."""
+    file = job["output"]
+    for stale in file.parent.glob(f"{file.name}*"):
+        stale.unlink()
+    return tool_cost(tool, environments, job)
+
+
+def kept_cost(folder: Path, file: Path, run) -> Cost | str | None:
+    """Return what a file took, from beside it where it was made before.
+
+    None where an interrupted run of ours went on: what that took is not what a run takes.
+    """
     record = folder.with_suffix(".cost.json")
     if file.exists() and record.exists():
-        return Cost(**json.loads(record.read_text()))
+        known = json.loads(record.read_text())
+        return Cost(**known) if known else None
+    resumes = folder.exists()
     cost = run()
-    if isinstance(cost, Cost):
-        record.write_text(json.dumps(asdict(cost)))
-    return cost
-
-
-def row_of(name: str, cost: Cost | str, *, is_ours: bool = False) -> Row:
     if isinstance(cost, str):
-        return Row(name, failed=cost, is_ours=is_ours)
+        return cost
+    record.write_text(json.dumps(None if resumes else asdict(cost)))
+    return None if resumes else cost
+
+
+def row_of(name: str, cost: Cost | str | None, *, is_ours: bool = False) -> Row:
+    if not isinstance(cost, Cost):
+        return Row(name, failed=cost or "", is_ours=is_ours)
     return Row(
         name,
         cpu_seconds=cost.cpu_seconds,
@@ -266,7 +281,6 @@ def file_bytes(file: Path) -> int:
 def measure(model: RealModel, work: Path, rows: list[Row], files: dict[str, Path]) -> None:
     """Fill in latencies over the float file's, call by call in turn."""
     from contextlib import nullcontext
-    from functools import partial
 
     from compress.export.onnx.session import session_predictor
     from compress.profiling.benchmark import compare_latency
@@ -302,7 +316,7 @@ def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespa
     command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
     made = out / "artifacts" / "smaller"
     cost = kept_cost(out, made, lambda: cost_of(command, ROOT))
-    if isinstance(cost, str):
+    if not made.exists():
         lines.append(_line(["**compress**", f"failed: {cost}", "", ""]))
     else:
         source, smaller = (Artifact.from_directory(p) for p in (made.with_name("source"), made))
@@ -310,7 +324,8 @@ def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespa
         with torch.inference_mode():
             labels = torch.cat([_first_output(net(part)).argmax(1) for part in parts])
         equal = float((labels == data["test.target.0"]).double().mean())
-        share, seconds = smaller.macs() / source.macs(), f"{cost.cpu_seconds:.0f}"
+        share = smaller.macs() / source.macs()
+        seconds = f"{cost.cpu_seconds:.0f}" if isinstance(cost, Cost) else ""
         name = "**compress**, `obs` and `refit`, judged"
         lines.append(_line([name, _number(equal, "percent"), f"{share:.2f}", seconds]))
     return "\n".join([*lines, *torch_pruning(model, packages, work, given, data)])
@@ -360,7 +375,9 @@ def table(model: RealModel, rows: list[Row]) -> str:
             words = " ".join(row.failed.replace("|", "/").split())
             lines.append(_line([row.name, f"failed: {words}", *[""] * (len(head) - 2)]))
             continue
-        ratio = row.cpu_seconds / unjudged if row.is_ours and unjudged else None
+        ratio = None
+        if row.is_ours and unjudged and row.cpu_seconds:
+            ratio = row.cpu_seconds / unjudged
         cells = [row.name, *([_number(row.equal_labels, "percent")] if model.labels else [])]
         cells += [_number(row.cosine, ".4f"), _number(row.size, ".3f")]
         cells += [_number(row.small, ".2f"), _number(row.large, ".2f")]

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,21 +94,19 @@ def cpu_seconds(command: list[Any], folder: Path) -> float | str:
 def cost_of(command: list[Any], folder: Path) -> Cost | str:
     """Run a command; return what it took with its children, or the last line that it wrote."""
     variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryFile("w+") as written:
-        process = subprocess.Popen(
+    with tempfile.TemporaryDirectory() as results:
+        result = Path(results) / "cost.json"
+        command = [sys.executable, "-S", HERE / "cost.py", result, *command]
+        done = subprocess.run(
             [str(part) for part in command],
             cwd=folder,
             env=variables,
-            stdout=written,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_SECONDS,
+            check=False,
         )
-        deadline = threading.Timer(LONGEST_SECONDS, process.kill)
-        deadline.start()
-        # Of this process and those that it waited for, which getrusage would mix with others.
-        _, status, used = os.wait4(process.pid, 0)
-        deadline.cancel()
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            written.seek(0)
-            return (written.read().strip() or "no message").splitlines()[-1][:100]
-    return Cost(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+        if done.returncode:
+            written = done.stderr.strip() or done.stdout.strip() or "no message"
+            return written.splitlines()[-1][:100]
+        return Cost(*json.loads(result.read_text()))

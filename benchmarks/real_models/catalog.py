@@ -28,6 +28,7 @@ model:
 data: {{factory: "peer_tools.stored_data:read", arguments: {{file: {data}}}, batch_size: 32}}
 metric: {metric}
 """
+COSINE = '{name: "real_models.scores:cosine", higher_is_better: true}'
 TEXT_INPUTS = tuple(f"{{name: {n}, shape: [batch, 32], dtype: int64}}" for n in ("ids", "mask"))
 STATIC = {
     "`quantize_static`": "stage: quantize_static, calibration_samples: {calibration}",
@@ -245,7 +246,7 @@ def prepare(model: RealModel, packages: Path, folder: Path) -> str:
         inputs=f"[{', '.join(model.inputs)}]",
         outputs="[" + ", ".join(f"{{name: {name}}}" for name in model.outputs) + "]",
         data=data,
-        metric="accuracy" if model.labels else "fidelity",
+        metric="accuracy" if model.labels else COSINE,
     )
 
 

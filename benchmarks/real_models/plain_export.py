@@ -28,7 +28,6 @@ def main() -> None:
         file,
         dynamo=True,
         input_names=names,
-        output_names=list(model.outputs),
         dynamic_shapes=tuple({0: batch} for _ in names),
         external_data=False,
         verbose=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,12 @@ from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.quantization.algorithms.cross_layer_equalization import RELU
 from compress.quantization.numeric_debug.sqnr import Deviation
-from compress.quantization.pt2e.quantizer import CONVOLUTIONS, LINEAR, is_sequence_linear
+from compress.quantization.pt2e.quantizer import (
+    BATCH_NORM,
+    CONVOLUTIONS,
+    LINEAR,
+    is_sequence_linear,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -97,7 +103,8 @@ def useful_candidates(graph: GraphModule) -> list[dict[str, Any]]:
 
 def _reads_convolution(node: Node) -> bool:
     before: Any = node.args[0]
-    while before.target is RELU or "batch_norm" in str(before.target):
+    # BatchNorms, of whose outputs the first is taken, are folded before layers are equalized.
+    while before.target in (RELU, BATCH_NORM, operator.getitem):
         before = before.args[0]
     return before.target in CONVOLUTIONS
 
