@@ -55,7 +55,7 @@ Others may read in native code, ask the clock or the network; `random` draws ane
 """
 UNREPEATABLE_CODE = re.compile(
     rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random|urandom"
-    rb"|environ\[[^]]*\]\s*=|environ\.(pop|setdefault|update)|putenv|chdir|seed\("
+    rb"|environ\[[^]]*\]\s*=|environ\.(pop|setdefault|update)|putenv|chdir"
 )
 """Code that may draw from a generator which is seeded anew in each process, or that changes what
 code after it sees."""

@@ -15,12 +15,10 @@ from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.executors.engines import check_engine, engine_for
 from compress.pipelines.executors.launched import check_processes, write_run_id
-from compress.pipelines.planning.loss_and_metric import infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.results.schema import remove_report, rerun_command
 from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
 from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
-from compress.pipelines.runner.inputs import resolve_inputs
 from compress.pipelines.runner.remembered import INPUTS_FILE, load_inputs, note_variables
 from compress.pipelines.runner.run_report import build_report
 from compress.pipelines.runner.run_state import RunState
@@ -217,11 +215,11 @@ def preview_state(
     """Return what :func:`preview_run` does, and the state of a run that holds what is cached."""
     remote = _open_remote(options.store, lambda line: None)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
-    pipeline, data, _ = resolve_inputs(pipeline)
-    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     store = Store(
         options.cache or out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder
     )
+    inputs = load_inputs(pipeline, plan, store.root / INPUTS_FILE, store.surroundings)
+    pipeline, plan, data = inputs.pipeline, inputs.plan, inputs.data
     store.refuse_another_format()
     if remote:
         remote.refuse_another_format()
