@@ -19,7 +19,7 @@ from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.results.schema import remove_report, rerun_command
 from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
 from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
-from compress.pipelines.runner.remembered import INPUTS_FILE, load_inputs, note_variables
+from compress.pipelines.runner.remembered import INPUTS_FILE, load_inputs, variables_noted
 from compress.pipelines.runner.run_report import build_report
 from compress.pipelines.runner.run_state import RunState
 from compress.pipelines.store.local import Store, note_samples
@@ -123,16 +123,16 @@ def forked_measurement_process(
 
     Only for a process that has imported this toolkit and done nothing else, such as the command's.
     """
-    note_variables()
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
-    if ((options.cache or out / ".store") / INPUTS_FILE).exists():
-        yield  # nothing may have to be measured, and then nothing needs torch
-        return
-    if not (out / ".store").exists():  # nothing is cached: this process is going to import them too
-        kinds = {kind for p in plan.stages for kind in members_of(p.stage.writes())}
-        import_modules([*COUNTED_WITH, *(name for kind in kinds for name in kind.opened_with)])
-    with measurement_process():
-        fork_worker()
+    store = options.cache or out / ".store"
+    with variables_noted(), ExitStack() as stack:
+        if not store.exists():  # nothing is cached: this process is going to import them too
+            kinds = {kind for p in plan.stages for kind in members_of(p.stage.writes())}
+            import_modules([*COUNTED_WITH, *(name for kind in kinds for name in kind.opened_with)])
+        # Else nothing may have to be measured, and then nothing needs torch.
+        if not (store / INPUTS_FILE).exists():
+            stack.enter_context(measurement_process())
+            fork_worker()
         yield
 
 
