@@ -147,7 +147,8 @@ def remember(
     if key is None or recorded.untracked:
         return
     kept = Remembered(value=value, depends=surroundings.dependencies(recorded))
-    write_state(file, key, kept.model_dump(mode="json"))
+    with suppress(OSError):  # no home, or a full disk: the next run takes as long as this one
+        write_state(file, key, kept.model_dump(mode="json"))
 
 
 def is_self_contained(data: Splits) -> bool:
@@ -380,11 +381,11 @@ def checked_model(pipeline: PipelineConfig) -> CheckedModel:
         signature, summary, data = check_model(pipeline)
     result = CheckedModel(signature=signature, summary=summary)
     if data is None or is_self_contained(data):
-        with suppress(OSError):  # no home, or a full disk: the next check takes as long
-            remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
+        remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
+        with suppress(OSError):  # another check may have removed the same ones
             by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
             for old in by_age[:-MOST_CHECKS]:
-                old.unlink(missing_ok=True)
+                old.unlink()
     return result
 
 
