@@ -206,13 +206,21 @@ def preview_run(
     pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
 ) -> dict[str, str]:
     """Return for each stage `cached`, or why it would run; nothing is run."""
-    return preview_state(pipeline, out, options)[0]
+    return _preview(pipeline, out, options)[0]
 
 
 def preview_state(
     pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
 ) -> tuple[dict[str, str], RunState]:
     """Return what :func:`preview_run` does, and the state of a run that holds what is cached."""
+    actions, state = _preview(pipeline, out, options)
+    state.load_data()
+    return actions, state
+
+
+def _preview(
+    pipeline: PipelineConfig, out: Path, options: RunOptions
+) -> tuple[dict[str, str], RunState]:
     remote = _open_remote(options.store, lambda line: None)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     store = Store(
