@@ -469,8 +469,9 @@ def _note_untracked(event: str, path: Any = None) -> None:
         return
     if isinstance(path, str | bytes | os.PathLike):
         name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - links stay
-        # Code that asks where it lies itself.
-        if name.startswith(_NO_DATA) or is_installed(name) or is_below(caller, (name,)):
+        # Code looks where it lies itself, as `Path(__file__).resolve()` does.
+        is_own_place = event in ("os.lstat", "os.stat") and is_below(caller, (name,))
+        if name.startswith(_NO_DATA) or is_installed(name) or is_own_place:
             return
     for active in _recordings:
         active.untracked.add(event)

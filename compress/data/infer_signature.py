@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ def sample_inputs(data: Splits | None, signature: Signature) -> tuple[torch.Tens
     count = signature.inputs[0].shape[:1]
     size = count[0] if count and isinstance(count[0], int) else 2
     try:
-        named = replace(data, input_names=tuple(spec.name for spec in signature.inputs))
+        named = data.replaced(input_names=tuple(spec.name for spec in signature.inputs))
         (batch,) = islice(named.batches(name, size, size), 1)
     except (CompressError, ValueError):  # also where there are none
         return None

@@ -189,6 +189,10 @@ class Splits:
         known = (self._caches, self._hashes, self._facts)
         return _unpickled, (make, given, self.views, dtypes, known)
 
+    def replaced(self, **changes: Any) -> Splits:
+        """Return the splits with other settings; a run may hold what stands for splits."""
+        return replace(self, **changes)
+
     def with_view(self, view: View) -> Splits:
         """Return the splits with a view applied to ``train``."""
         if self.stream is not None:

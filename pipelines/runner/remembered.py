@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from compress.pipelines.store.entry import Surroundings
 from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
@@ -55,7 +55,7 @@ Others may read in native code, ask the clock or the network; `random` draws ane
 """
 UNREPEATABLE_CODE = re.compile(
     rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random|urandom"
-    rb"|environ\[[^]]*\]\s*=|environ\.(pop|setdefault|update)|putenv|chdir|seed\("
+    rb"|environ\[[^]]*\]\s*=|environ\.(pop|setdefault|update)|putenv|chdir"
 )
 """Code that may draw from a generator which is seeded anew in each process, or that changes what
 code after it sees."""
@@ -68,12 +68,14 @@ VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "T
 _at_start: dict[str, str] = {}
 
 
-def note_variables() -> None:
-    """Take the variables of now for those that the user set: libraries set others when imported.
-
-    For a process that nobody but this toolkit uses.
-    """
+@contextmanager
+def variables_noted() -> Iterator[None]:
+    """Take the variables of now for those that the user set: libraries set others when imported."""
     _at_start.update(os.environ)
+    try:
+        yield
+    finally:
+        _at_start.clear()
 
 
 class Remembered(Settings):
@@ -108,8 +110,11 @@ class DataFacts(Settings):
     warnings: tuple[str, ...]
 
 
-def key_of_inputs(pipeline: PipelineConfig) -> str | None:
-    """Hash what decides model and data besides what their code reads; None where that fails."""
+def key_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -> str | None:
+    """Hash what decides model and data besides what their code reads; None where that fails.
+
+    Loss and task are inferred for the `stages` that a run selects.
+    """
     try:
         source = source_parts(pipeline)
     except (CompressError, OSError):
@@ -119,6 +124,7 @@ def key_of_inputs(pipeline: PipelineConfig) -> str | None:
     found = {
         "settings": pipeline.model_dump(mode="json", by_alias=True),
         "source": source,
+        "stages": [*stages],
         "code": sorted(data or ()),
         "versions": versions(),
         "machine": machine(),
@@ -141,10 +147,11 @@ def remember(
     if key is None or recorded.untracked:
         return
     kept = Remembered(value=value, depends=surroundings.dependencies(recorded))
-    write_state(file, key, kept.model_dump(mode="json"))
+    with suppress(OSError):  # no home, or a full disk: the next run takes as long as this one
+        write_state(file, key, kept.model_dump(mode="json"))
 
 
-def is_self_contained(data: Splits, recorded: Recording) -> bool:
+def is_self_contained(data: Splits) -> bool:
     """Whether only recorded files, variables and packages decide the data.
 
     They are plain tensors that the user's own code made, from files that Python opened, and a
@@ -154,7 +161,7 @@ def is_self_contained(data: Splits, recorded: Recording) -> bool:
 
     from compress.data.fingerprint import in_memory_tensors
 
-    source = data.source
+    source, recorded = data.source, data.recorded
     plain = (
         in_memory_tensors(dataset) is not None
         and type(dataset).__getitem__ is TensorDataset.__getitem__
@@ -317,7 +324,7 @@ class Inputs:
     ) -> None:
         """Let the next run remember them, if only what was recorded decides them."""
         recorded, data, loss = self.recorded, self.data, self.plan.loss
-        if recorded is None or data is None or not is_self_contained(data, recorded):
+        if recorded is None or data is None or not is_self_contained(data):
             return
         facts = DataFacts(
             inputs=self.pipeline.model.inputs or (),
@@ -337,7 +344,7 @@ def load_inputs(
     pipeline: PipelineConfig, plan: Plan, file: Path, surroundings: Surroundings
 ) -> Inputs:
     """Return model inputs and data as the last run found them, or load them."""
-    key = key_of_inputs(pipeline)
+    key = key_of_inputs(pipeline, plan.names)
     if pipeline.data is not None and (found := recall(file, key, surroundings)):
         facts = DataFacts.model_validate(found)
         model = pipeline.model.model_copy(update={"inputs": facts.inputs, "axes": facts.axes})
@@ -373,15 +380,17 @@ def checked_model(pipeline: PipelineConfig) -> CheckedModel:
     with recording() as recorded:
         signature, summary, data = check_model(pipeline)
     result = CheckedModel(signature=signature, summary=summary)
-    if data is None or is_self_contained(data, recorded):
-        with suppress(OSError):  # no home, or a full disk: the next check takes as long
-            remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
+    if data is None or is_self_contained(data):
+        remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
+        with suppress(OSError):  # another check may have removed the same ones
             by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
             for old in by_age[:-MOST_CHECKS]:
-                old.unlink(missing_ok=True)
+                old.unlink()
     return result
 
 
 def cache_folder() -> Path:
     """Return the folder for what a command keeps outside of a run's directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress-pipeline"
+    # Not `Path.home()`, which raises where there is no home.
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    return Path(cache) / "compress-pipeline"

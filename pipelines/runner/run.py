@@ -15,13 +15,11 @@ from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.executors.engines import check_engine, engine_for
 from compress.pipelines.executors.launched import check_processes, write_run_id
-from compress.pipelines.planning.loss_and_metric import infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.results.schema import remove_report, rerun_command
 from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
 from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
-from compress.pipelines.runner.inputs import resolve_inputs
-from compress.pipelines.runner.remembered import INPUTS_FILE, load_inputs, note_variables
+from compress.pipelines.runner.remembered import INPUTS_FILE, load_inputs, variables_noted
 from compress.pipelines.runner.run_report import build_report
 from compress.pipelines.runner.run_state import RunState
 from compress.pipelines.store.local import Store, note_samples
@@ -130,16 +128,16 @@ def forked_measurement_process(
 
     Only for a process that has imported this toolkit and done nothing else, such as the command's.
     """
-    note_variables()
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
-    if ((options.cache or out / ".store") / INPUTS_FILE).exists():
-        yield  # nothing may have to be measured, and then nothing needs torch
-        return
-    if not (out / ".store").exists():  # nothing is cached: this process is going to import them too
-        kinds = {kind for p in plan.stages for kind in members_of(p.stage.writes())}
-        import_modules([*COUNTED_WITH, *(name for kind in kinds for name in kind.opened_with)])
-    with measurement_process():
-        fork_worker()
+    store = options.cache or out / ".store"
+    with variables_noted(), ExitStack() as stack:
+        if not store.exists():  # nothing is cached: this process is going to import them too
+            kinds = {kind for p in plan.stages for kind in members_of(p.stage.writes())}
+            import_modules([*COUNTED_WITH, *(name for kind in kinds for name in kind.opened_with)])
+        # Else nothing may have to be measured, and then nothing needs torch.
+        if not (store / INPUTS_FILE).exists():
+            stack.enter_context(measurement_process())
+            fork_worker()
         yield
 
 
@@ -213,21 +211,28 @@ def preview_run(
     pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
 ) -> dict[str, str]:
     """Return for each stage `cached`, or why it would run; nothing is run."""
-    return preview_state(pipeline, out, options)[0]
+    return _preview(pipeline, out, options)[0]
 
 
 def preview_state(
     pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
 ) -> tuple[dict[str, str], RunState]:
     """Return what :func:`preview_run` does, and the state of a run that holds what is cached."""
+    actions, state = _preview(pipeline, out, options)
+    state.load_data()
+    return actions, state
+
+
+def _preview(
+    pipeline: PipelineConfig, out: Path, options: RunOptions
+) -> tuple[dict[str, str], RunState]:
     remote = _open_remote(options.store, lambda line: None)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
-    pipeline, data, _ = resolve_inputs(pipeline)
-    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
-    pipeline = _judged(pipeline, options)
     store = Store(
         options.cache or out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder
     )
+    inputs = load_inputs(pipeline, plan, store.root / INPUTS_FILE, store.surroundings)
+    pipeline, plan, data = _judged(inputs.pipeline, options), inputs.plan, inputs.data
     store.refuse_another_format()
     if remote:
         remote.refuse_another_format()

@@ -127,5 +127,5 @@ def test_an_own_loss_that_is_no_mean_over_samples_is_named(project, loss, is_war
     with (project.folder / "nets.py").open("a") as file:
         file.write(f"\n\ndef own(o, y):\n    return nn.functional.{loss}\n")
     project.edit("stages:", "loss: nets:own\nstages:")
-    _, lines = check_model(Pipeline.from_yaml(project.file))
+    _, lines, _ = check_model(Pipeline.from_yaml(project.file))
     assert ("nets:own is no mean over samples: " in lines) is is_warned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
@@ -46,7 +46,7 @@ class CalibrationData:
                     f"calibration_samples is {samples} and the model takes batches of "
                     f"{batch_size}; make it a multiple"
                 )
-            data = replace(data, batch_size=batch_size)
+            data = data.replaced(batch_size=batch_size)
         calibration = cls(data, samples, context.seed)
         iter(calibration)  # refuses more samples than there are, before a model is traced
         return calibration

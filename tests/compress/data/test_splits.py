@@ -136,3 +136,15 @@ def test_a_dataset_that_raises_is_one_line() -> None:
 
     with pytest.raises(PipelineInvalid, match="split 'val' cannot be read: KeyError: 'gone'"):
         Splits({"val": Broken([1])}).fingerprint()
+
+
+def test_large_samples_are_evaluated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.data.splits.CALLED_BYTES", 3 * 4 * 8)  # three rows of 8 floats
+    x, y = torch.randn(10, 8), torch.arange(10)
+    splits = Splits({"val": TensorDataset(x, y)}, batch_size=8)
+    batches = list(splits.batches("val"))
+    assert [len(batch) for batch in batches] == [3, 3, 2, 2]
+    assert torch.cat([batch.inputs[0] for batch in batches]).equal(x)
+    assert torch.cat([batch.target for batch in batches]).equal(y)
+    # A size that is asked for holds, as for models whose outputs depend on the batch.
+    assert [len(batch) for batch in splits.batches("val", 8)] == [8, 2]
