@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -11,10 +10,25 @@ def seconds() -> float:
     """Return the processor time of this process and of all that it started, ended ones included."""
     total, family = 0, ["self"]
     for member in family:
+        for task in _tasks(member):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                family += _read(f"/proc/{member}/task/{task}/children").split()
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            place = Path("/proc", member)
-            for task in (place / "task").iterdir():
-                family += (task / "children").read_text().split()
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            fields = _read(f"/proc/{member}/stat").rpartition(")")[2].split()
             total += sum(map(int, fields[11:15]))
     return total / TICKS
+
+
+def _tasks(process: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return os.listdir(f"/proc/{process}/task")  # noqa: PTH208 - as in `_read`
+    return []
+
+
+def _read(path: str) -> str:
+    """Read a file without `pathlib` and `open`, which some tests replace."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 1 << 16).decode()
+    finally:
+        os.close(file)
