@@ -48,8 +48,7 @@ ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples" / "digits"
 DEAREST = int(os.environ.get("DEAREST_TESTS", "50"))
 
-_seconds = 0.0
-"""Processor time of this worker until the last report."""
+_used = cpu_time.Used()
 
 MLP = """
 from torch import nn
@@ -116,10 +115,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
     """Note what a test's setup, call or teardown took of processors, in all processes."""
-    global _seconds
     report = yield
-    before, _seconds = _seconds, cpu_time.seconds()
-    report.started, report.cpu_seconds = (0.0, _seconds - before) if before else (_seconds, 0.0)
+    report.started, report.cpu_seconds = _used.until_now(report.duration)
     return report
 
 

@@ -2,8 +2,29 @@
 
 import contextlib
 import os
+import time
 
 TICKS = os.sysconf("SC_CLK_TCK")
+BRIEF = 0.2
+"""Seconds: what took less is taken to have started no process; a look at all takes a millisecond."""
+
+
+class Used:
+    """The processor time that was used until now, and of it by each part of the tests."""
+
+    def __init__(self) -> None:
+        self._total = self._own = 0.0
+
+    def until_now(self, duration: float) -> tuple[float, float]:
+        """Return the time of the first part, which is that of a worker's start, or of a later."""
+        own, self._own = self._own, time.process_time()
+        before = self._total
+        if before and duration < BRIEF:
+            self._total += self._own - own
+        else:
+            self._total = seconds()
+        used = self._total - before
+        return (0.0, used) if before else (used, 0.0)
 
 
 def seconds() -> float:
