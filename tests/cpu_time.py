@@ -6,7 +6,7 @@ import time
 
 TICKS = os.sysconf("SC_CLK_TCK")
 BRIEF = 0.2
-"""Seconds: what took less is taken to have started no process; a look at all takes a millisecond."""
+"""Seconds: what took less has started no process that matters; asking for all takes a while."""
 
 
 class Used:
