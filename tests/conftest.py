@@ -48,8 +48,7 @@ ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples" / "digits"
 DEAREST = int(os.environ.get("DEAREST_TESTS", "50"))
 
-_seconds = 0.0
-"""Processor time of this worker until the last report."""
+_used = cpu_time.Used()
 
 MLP = """
 from torch import nn
@@ -116,10 +115,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
     """Note what a test's setup, call or teardown took of processors, in all processes."""
-    global _seconds
     report = yield
-    before, _seconds = _seconds, cpu_time.seconds()
-    report.started, report.cpu_seconds = (0.0, _seconds - before) if before else (_seconds, 0.0)
+    report.started, report.cpu_seconds = _used.until_now(report.duration)
     return report
 
 
@@ -136,19 +133,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             cpu_seconds[kind] += spent
             by_test[f"{report.when:8} {report.nodeid}"] += spent
             by_file[report.nodeid.partition("::")[0]] += spent
-    terminalreporter.write_line(
-        f"before the first test: {cpu_seconds['start']:.0f} s of processors"
-    )
     for kind, total in seconds.items():
         spent = cpu_seconds[kind]
         terminalreporter.write_line(
             f"{kind} tests: {total:.0f} s, summed over workers; {spent:.0f} s of processors"
         )
+    start = cpu_seconds["start"]
+    terminalreporter.write_line(f"workers until their first test: {start:.0f} s of processors")
     for title, table in ("files", by_file), ("tests", by_test):
-        terminalreporter.section(f"{title} by seconds of processors")
-        for name, spent in table.most_common(DEAREST):
-            if spent >= 1:
-                terminalreporter.write_line(f"{spent:6.1f} {name}")
+        rows = [f"{spent:6.1f} {name}" for name, spent in table.most_common(DEAREST) if spent >= 1]
+        if rows:
+            terminalreporter.section(f"{title} by seconds of processors")
+            terminalreporter.write_line("\n".join(rows))
 
 
 @pytest.fixture(scope="session")

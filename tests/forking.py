@@ -198,7 +198,7 @@ with tempfile.TemporaryDirectory() as folder:
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "arguments": sys.argv[1:],
-        "first": "",
+        "first": {first!r},
     }}
     with open("/proc/{here}/fd/{server}", "w") as server:
         print(json.dumps(order), file=server)
@@ -241,11 +241,12 @@ class Commands(Forks):
                 os.close(write)
         return command
 
-    def write_program(self, path: Path) -> None:
+    def write_program(self, path: Path, first: str = "") -> None:
         """Write a program that a shell calls as `compress`, and that forks here."""
         assert self._server.stdin is not None
         server = self._server.stdin.fileno()
-        path.write_text(PROGRAM.format(python=sys.executable, here=os.getpid(), server=server))
+        python, here = sys.executable, os.getpid()
+        path.write_text(PROGRAM.format(python=python, here=here, server=server, first=first))
         path.chmod(0o755)
 
     def call(self, *arguments: str | Path, **options) -> subprocess.CompletedProcess[str]:

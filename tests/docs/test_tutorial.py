@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.forking import Commands
+from tests.pipelines.conftest import BRIEFLY
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
@@ -67,7 +68,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path, commands: Commands) -> N
     port = _free_port()
     script.write_text(script.read_text().replace(PORT, port))
     (programs := tmp_path / "programs").mkdir()
-    commands.write_program(programs / "compress")
+    commands.write_program(programs / "compress", first=BRIEFLY)
     (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (programs / "python").chmod(0o755)
     printed = _run(script, tmp_path, programs).replace(port, PORT).split(MARK + "\n")

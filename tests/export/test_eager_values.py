@@ -108,9 +108,18 @@ def without_heads(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(x, x, x, keep.bool()[:, None])
 
 
-@pytest.mark.parametrize("name", ["mask", "valid"])
+MASKS = (bool_mask, infinite_mask, lowest_mask, without_heads)
+
+
 @pytest.mark.parametrize(
-    "attend", [bool_mask, infinite_mask, lowest_mask, without_heads], ids=lambda f: f.__name__
+    ("attend", "name"),
+    [
+        *((attend, "mask") for attend in MASKS),
+        # By its name it is no mask: one of these goes the way of the others.
+        (bool_mask, "valid"),
+        *(pytest.param(attend, "valid", marks=pytest.mark.soak) for attend in MASKS[1:]),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_rows_that_are_masked_whole_have_torchs_answers(
     tmp_path: Path, attend: Callable[..., torch.Tensor], name: str
@@ -174,7 +183,7 @@ def test_a_mask_that_is_an_input_is_read(tmp_path: Path, stage: Stage[Any, Any])
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.int64, pytest.param(torch.int32, marks=pytest.mark.soak)])
 def test_numbers_minus_integers_are_exported_from_graphs(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
@@ -249,7 +258,7 @@ def test_adaptive_windows_of_any_size_are_torchs(tmp_path: Path, pool: nn.Module
         torch.testing.assert_close(outputs_of(artifact, x)[0], module(x))
 
 
-@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("groups", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_grouped_transposed_convolutions_before_batch_norm_are_quantized(
     tmp_path: Path, axes: int, groups: int

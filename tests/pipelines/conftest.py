@@ -20,6 +20,7 @@ from compress.profiling import quantiles
 from compress.profiling.benchmark import compare_latency
 from compress.pruning import channel_pruner, sensitivity_analysis
 
+IN_SAME_RUNTIME = measurements._in_same_runtime
 DEADLINE = 120
 """Seconds for a server to begin, however busy the machine is."""
 NETS = """
@@ -77,8 +78,8 @@ def measured_briefly(*, same_runtime: bool = False) -> Iterator[None]:
     for it, which takes as long as the stage's own export.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if not same_runtime:
-            patch.setattr(measurements, "_in_same_runtime", lambda *_: None)
+        measure = IN_SAME_RUNTIME if same_runtime else lambda *_: None
+        patch.setattr(measurements, "_in_same_runtime", measure)
         patch.setattr(compare_latency, "__defaults__", (0.001,))
         for module in (channel_pruner, sensitivity_analysis):
             patch.setattr(module, "MEASURED_SECONDS", 0.001)

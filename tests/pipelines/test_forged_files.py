@@ -66,7 +66,7 @@ def is_noticed(project: Any, file: Path) -> bool:
         return explanation_by(project.out / ".store", file) == ""
     refused = refusal(lambda: read_all(project.out))
     for _ in range(2):
-        if stopped := refusal(project.run):
+        if stopped := refusal(partial(project.run, same_runtime=True)):
             return file.name in stopped or str(file.parent) in stopped
         assert not refusal(lambda: read_all(project.out)), "a run makes all good again"
         warned = any(file.name in line for line in project.said if line.startswith("warning: "))

@@ -363,8 +363,11 @@ stages:
 
 
 def open_packed(archive: TorchServeArchive, device: str = "cpu", threads: int = 1) -> OpenedModel:
-    """Open the model that an archive in a run's folder holds, without Java."""
-    return OnnxModel.from_directory(archive.path.with_name("onnx")).open(device, threads)
+    """Open the model that an archive in a run's store holds, without Java."""
+    packed = archive.manifest.lineage[-1].inputs["input"]
+    files = archive.path.parents[1].glob("*/artifact/model.onnx")
+    found = (OnnxModel.from_directory(file.parent) for file in files)
+    return next(model for model in found if model.digest == packed).open(device, threads)
 
 
 @pytest.mark.slow
