@@ -65,7 +65,6 @@ class Inference(SharedState):
         super().__init__(model.name, batcher, limits)
         self.model = model
         self.outputs = [output.name for output in model.signature.outputs]
-        self.deadlines = Deadlines(limits.seconds)
         self._example = seeded_rows(model.signature, 1)
         # The protocol's answer holds what the metadata names, and labels if they are requested.
         labels = LABELS if model.classes else ()
@@ -85,8 +84,7 @@ class Inference(SharedState):
         self._tasks = set[asyncio.Task[Response]]()
 
     def close(self) -> None:
-        """End the threads, and the timer."""
-        self.deadlines.close()
+        """End the threads, and the helper process."""
         if self._helper:
             self._helper.close()
         super().close()
@@ -169,6 +167,7 @@ class WholeRequest:
         "_headers",
         "_inference",
         "_job",
+        "_late",
         "_respond",
         "_start",
         "_wanted",
@@ -185,31 +184,28 @@ class WholeRequest:
         self._inference, self._headers, self._respond = inference, headers, respond
         self._start = time.perf_counter()
         self._finished = False
-        self._job = None
+        self._job, self._late = None, NOT_RECEIVED
         inference.in_progress += 1
 
     @property
     def seconds(self) -> float:
-        """Time limit of the body, and of the response."""
+        """Time limit from the head to the response."""
         return self._inference.limits.seconds
 
     def run(self, body: bytes) -> None:
         """Decode the body and call the model."""
-        inference = self._inference
+        inference, self._late = self._inference, NOT_ANSWERED
         try:
             self._arrays, self._wanted = inference.decoder.decode(self._headers, body)
         except Exception as error:  # noqa: BLE001 - the parser called this
             self._finish(error_response(error))
             return
         self._job = inference.workers.submit(self._arrays, self._encode)
-        inference.deadlines.add(self, self._start)
 
     def expire(self) -> None:
         """Answer that the body, or the model's answer, was not there in time."""
         self._drop()
-        self._finish(
-            self._inference.late_error(NOT_RECEIVED if self._job is None else NOT_ANSWERED).response
-        )
+        self._finish(self._inference.late_error(self._late).response)
 
     def cancel(self) -> None:
         """Drop the request: its client has disconnected."""
@@ -220,11 +216,9 @@ class WholeRequest:
     def _drop(self) -> None:
         if self._job is not None:
             self._job.cancelled = True
-            self._inference.deadlines.discard(self)
 
     def _encode(self, outputs: list[Array] | Exception) -> None:
         inference = self._inference
-        inference.deadlines.discard(self)
         self._job = None  # it refers to this request, which would wait for the garbage collector
         if (
             not isinstance(outputs, Exception)
@@ -250,43 +244,6 @@ class WholeRequest:
         self._inference.in_progress -= 1
         seconds = time.perf_counter() - self._start
         self._inference.metrics.count(status, rows, seconds)
-
-
-class Deadlines:
-    """Ends requests that take longer than a time, the same for all, with one timer."""
-
-    def __init__(self, seconds: float) -> None:
-        """Create an empty table, inside a running event loop."""
-        self._loop, self._seconds = asyncio.get_running_loop(), seconds
-        self._start_times: dict[WholeRequest, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, request: WholeRequest, start: float) -> None:
-        """Expire a request that was not removed after the time."""
-        self._start_times[request] = start
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._seconds, self._expire)
-
-    def discard(self, request: WholeRequest) -> None:
-        """Remove a request that has its answer."""
-        self._start_times.pop(request, None)
-
-    def close(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _expire(self) -> None:
-        self._timer = None
-        now = time.perf_counter()
-        # Almost in the order of their start times: a body may have taken long.
-        while self._start_times:
-            request, start = next(iter(self._start_times.items()))
-            if (left := start + self._seconds - now) > 0:
-                self._timer = self._loop.call_later(left, self._expire)
-                return
-            del self._start_times[request]
-            request.expire()
 
 
 def is_small(outputs: Sequence[Array]) -> bool:

@@ -322,8 +322,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:  # it was refused before its body was received
             self._wait_for_client()
         elif self._whole_request is not None:
-            self.deadline.cancel()
-            self._whole_request.run(bytes(self.cycle.body))
+            self._whole_request.run(bytes(self.cycle.body))  # its deadline is that of the answer
 
     # Callbacks of uvicorn
 

@@ -35,7 +35,7 @@ class MeanAveragePrecision(Metric):
         """Return what keeps the boxes for COCO's evaluator."""
         self.check_settings()
         settings = dict(self.arguments)
-        return _BoxMeter(self, mean_average_precision, settings, JACKKNIFE_GROUPS)
+        return _BoxMeter(self, matched_boxes, settings, JACKKNIFE_GROUPS)
 
     def check_settings(self) -> None:
         """Raise PipelineInvalid for another setting or value, Unavailable without pycocotools."""
@@ -58,16 +58,18 @@ class MeanAveragePrecision(Metric):
 
 
 class _BoxMeter(FunctionMeter):
+    """Matches boxes once for all parts of the samples, as that takes longer than what follows."""
+
+    evaluation: Any = None
+
+    def _value(self, added: Any) -> float:
+        self.evaluation = self._call(self.function, *added, **self.settings)
+        return 0.0 if self.evaluation is None else mean_precision(self.evaluation)
+
     def _values_of(self, added: Any, parts: Sequence[torch.Tensor]) -> list[float]:
-        # Boxes are matched once, which takes longer than what follows.
-        evaluation = self._call(matched_boxes, *added, **self.settings)
-        return [0.0 if evaluation is None else mean_precision(evaluation, part) for part in parts]
-
-
-def mean_average_precision(outputs: Any, targets: Targets, **settings: Any) -> float:
-    """Return the mAP of boxes, with the arguments of :func:`matched_boxes`."""
-    evaluation = matched_boxes(outputs, targets, **settings)
-    return 0.0 if evaluation is None else mean_precision(evaluation)
+        if self.evaluation is None:
+            return [0.0] * len(parts)
+        return [mean_precision(self.evaluation, part) for part in parts]
 
 
 def matched_boxes(

@@ -430,11 +430,12 @@ class FunctionMeter(MetricMeter):
         if not groups or samples < 2 * groups:
             return None
         group_of = torch.arange(samples) * groups // samples
+        value = self._value(added)
         try:
             without = self._values_of(added, [group_of != group for group in range(groups)])
-        except StageFailed:  # one group alone has the boxes
+        except StageFailed:  # not defined without one group
             return None
-        return jackknifed(self._value(added), without)
+        return jackknifed(value, without)
 
     def _values_of(self, added: Any, parts: Sequence[torch.Tensor]) -> list[float]:
         """Return the function of each part of the samples, by a mask of these."""
