@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.common.forward import copy_module, flatten_outputs
+from compress.common.forward import copy_module, flatten_outputs, plain_attention
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.importance.layer_calls import record_layer_calls, samples_refused
@@ -32,6 +32,8 @@ MIN_KEPT_BYTES = 2**26
 """Outputs of the unpruned module that are kept, even if samples take less."""
 
 
+# Fused attention answers otherwise at masked places, and the passes of a refit do not take it.
+@plain_attention()
 def recover_(
     module: nn.Module,
     reference: nn.Module,
