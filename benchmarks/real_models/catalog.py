@@ -237,12 +237,17 @@ def prepare(model: RealModel, packages: Path, folder: Path) -> str:
                 answers = torch.cat([_first(module(*part)) for part in parts])
             tensors[f"{split}.target.0"] = answers.argmax(1) if model.labels else answers.clone()
         save_file(tensors, data)
+    checkpoint = packages / model.checkpoint if model.checkpoint else None
+    if checkpoint and model.factory in ("sentence_encoder", "SpeakerEncoder"):
+        # The one has weights of a loss, too; the other's names lack the prefix of the encoder.
+        checkpoint = folder / "weights.safetensors"
+        save_file(load(model, packages).state_dict(), checkpoint)
     return HEAD.format(
         name=folder.name,
         code=BENCHMARKS,
         factory=model.factory,
         arguments=arguments(model, packages),
-        checkpoint=f"checkpoint: {packages / model.checkpoint}" if model.checkpoint else "",
+        checkpoint=f"checkpoint: {checkpoint}" if checkpoint else "",
         inputs=f"[{', '.join(model.inputs)}]",
         outputs="[" + ", ".join(f"{{name: {name}}}" for name in model.outputs) + "]",
         data=data,
