@@ -289,7 +289,7 @@ class Exporter(Stage[Reads, Writes]):
         from compress.export.parity.sample_parity import tolerance_for
 
         allowed: Any = artifact.manifest.facts.get(ALLOWED, 0.0)
-        return max(tolerance_for(model).spread, min(allowed, LARGEST_SPREAD))
+        return max(tolerance_for(model).spread, min(float(allowed), LARGEST_SPREAD))
 
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Compare a file of an earlier run with its source, on the data of this one."""

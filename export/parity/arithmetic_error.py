@@ -123,7 +123,7 @@ def margin(squared_B: torch.Tensor) -> float:
 
 def count_margin(changed: int) -> float:
     """Return two standard deviations of the difference of two such counts (Poisson's)."""
-    return 2 * (2 * changed) ** 0.5
+    return 2 * math.sqrt(2 * changed)
 
 
 def noise_of(source: Artifact, context: Context) -> RoundingNoise | None:

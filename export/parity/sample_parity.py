@@ -189,7 +189,7 @@ def check_on_samples(
     limits = None
     if problem and noise is not None and math.isfinite(errors.relative_error):
         limits = limits_of_noise(noise, expected, batches, tolerance)
-    if limits is not None:
+    if noise is not None and limits is not None:
         moved = f"int8 rounding alone moves the graph by {limits.noise.relative_error:.2g}"
         problem = problem_of(errors, limits.spreads, limits.label_changes)
         problem = problem or float_problem(noise, expected, exported, batches, tolerance)
