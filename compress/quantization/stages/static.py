@@ -95,7 +95,8 @@ class QuantizeStatic(IntegerStage):
 
     @model_validator(mode="after")
     def _corrections_are_found_or_set(self) -> QuantizeStatic:
-        both = sorted(self.model_fields_set & {"observer", "smooth", "equalize", "bias_correction"})
+        chosen = ("bias_correction", "equalize", "observer", "smooth")
+        both = [name for name in chosen if not self.has_default(name)]
         if self.corrections == "auto" and both:
             raise ValueError(
                 f"corrections: auto chooses {', '.join(both)} itself, found both; leave out either"

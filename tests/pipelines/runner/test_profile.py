@@ -39,14 +39,12 @@ def test_a_run_makes_no_more_calls_traces_and_processes_than_it_did(profiled: Re
     # The metric on 60 samples of `val`, and 65 rows for batch dependence.
     for name in ("train", "prune_channels"):
         assert stages[name].evaluation["forwards.eager.rows"] <= 60 + 65
-    # The same, and 60 samples for the gate `parity`.
-    assert stages["export_onnx"].evaluation["forwards.onnx.rows"] <= 60 + 65 + 60
-    assert total["forwards.onnx.rows"] - stages["export_onnx"].evaluation["forwards.onnx.rows"] <= (
-        60 + 90
-    )
+    # The same: the gate `parity` reads the answers that the metric was computed from.
+    assert stages["export_onnx"].evaluation["forwards.onnx.rows"] <= 60 + 65
+    assert stages["export_onnx"].run["forwards.onnx.rows"] <= 90
     # Two that ask for memory, and a fork of theirs.
     assert total["processes"] <= 3
-    assert total["hashed.bytes"] <= 150_000
+    assert total["hashed.bytes"] <= 160_000
 
 
 def test_the_profile_is_in_the_report_and_in_words(profiled: Report) -> None:
@@ -55,7 +53,7 @@ def test_the_profile_is_in_the_report_and_in_words(profiled: Report) -> None:
     assert stored["stages"]["train"]["run"]["cpu_seconds"] > 0
     assert stored["total"]["read.bytes"] > stored["stages"]["train"]["run"]["read.bytes"]
     assert any(
-        line.startswith("export_onnx evaluation") and "forwards.onnx.rows 185" in line
+        line.startswith("export_onnx evaluation") and "forwards.onnx.rows 125" in line
         for line in profiled.profile.lines()
     )
 
