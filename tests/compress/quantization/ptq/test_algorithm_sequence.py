@@ -12,8 +12,8 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms import adaround
-from compress.quantization.algorithms.bias_correction import correct_bias_
 from compress.quantization.algorithms.cross_layer_equalization import equalize_
+from compress.quantization.algorithms.layer_corrections import correct_bias_
 from compress.quantization.algorithms.matmul_view import input_rows, weight_matrix
 from compress.quantization.config.dtype_scheme import scheme_for
 from compress.quantization.pt2e.graph_capture import functionalize

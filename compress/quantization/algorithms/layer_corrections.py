@@ -1,24 +1,35 @@
-"""AdaRound: round each weight up or down so that its layer's output stays, not the weight itself.
+"""AdaRound and bias correction, layer after layer on a calibrated graph.
 
-After Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization" (2020), section
-3.4: the choice is relaxed to a number between 0 and 1, which a growing penalty drives to either.
-Letters: G groups, O outputs and I inputs of a group.
+AdaRound rounds each weight up or down so that its layer's output stays, not the weight itself:
+Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization" (2020), section 3.4.
+The choice is relaxed to a number between 0 and 1, which a growing penalty drives to either. Biases
+undo the shift of a layer's mean output: Nagel et al., "Data-Free Quantization Through Weight
+Equalization and Bias Correction" (2019), section 4.2, with the means measured on samples. Letters: G groups, O outputs and I inputs of a group.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compress.quantization.algorithms.matmul_view import InputMoments, weight_matrix
-from compress.quantization.pt2e.observer_ranges import set_weight_, weight_observer_of, weight_of
+from compress.quantization.pt2e.observer_ranges import (
+    bias_of,
+    set_bias_,
+    set_weight_,
+    weight_observer_of,
+    weight_of,
+)
+from compress.quantization.pt2e.partial_graph import fake_quantize
+from compress.quantization.pt2e.quantizer import LINEAR
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
     from compress.quantization.algorithms.matmul_view import InputPairs
+
 
 ZETA, GAMMA = 1.1, -0.1
 """Stretch of the sigmoid, so that it reaches 0 and 1 (equation 23)."""
@@ -98,3 +109,25 @@ def _penalty_gradient(share: torch.Tensor, progress: float) -> torch.Tensor:
     power = LAST_POWER + (FIRST_POWER - LAST_POWER) * 0.5 * (1 + math.cos(annealed * math.pi))
     side = 2 * share - 1
     return -PENALTY * 2 * power * side.abs() ** (power - 1) * side.sign()
+
+
+def correct_bias_(
+    prepared: GraphModule, layer: Node, weight: torch.Tensor, pairs: InputPairs
+) -> None:
+    """Shift a layer's bias, if it has one, so that its mean output is the float model's.
+
+    `prepared` has calibrated observers; `weight` is the layer's in the float model.
+    """
+    bias_O = bias_of(prepared, layer)
+    if bias_O is None:
+        return
+    operator: Any = layer.target
+    quantized = fake_quantize(weight_observer_of(prepared, layer), weight_of(prepared, layer))
+    shift_O, count = torch.zeros_like(bias_O, dtype=torch.float64), 0
+    for float_input, quantized_input in pairs:
+        expected = operator(float_input, weight, None, *layer.args[3:])
+        shift = expected - operator(quantized_input, quantized, None, *layer.args[3:])
+        by_channel = shift.movedim(-1 if layer.target is LINEAR else 1, 0).flatten(1)
+        shift_O += by_channel.double().sum(1)  # float32 would lose digits over many rows
+        count += by_channel.shape[1]
+    set_bias_(prepared, layer, bias_O + (shift_O / count).to(bias_O.dtype))
