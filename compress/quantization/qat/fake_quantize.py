@@ -26,7 +26,7 @@ bound it runs away where a loss is large."""
 class LearnedStepSize(torch.autograd.Function):
     """Fake quantization with a gradient of the scale (LSQ).
 
-    Esser et al., "Learned Step Size Quantization" (2020), equations 1 to 3, with a fixed zero point.
+    Esser et al., "Learned Step Size Quantization" (2020), equations 1 to 3, fixed zero point.
     What is trained is the scale's logarithm, which keeps the scale above 0. Its gradient is divided
     by the scale, so that an update changes the scale by the same share as in the paper.
     """
