@@ -38,9 +38,11 @@ from compress.common.tensor_difference import (  # noqa: E402
     largest_finite,
 )
 from compress.graph.flops import count_macs  # noqa: E402
-from compress.pruning.verification.masked_equivalence import zero_masked  # noqa: E402
+from compress.pruning.verification.masked_equivalence import (  # noqa: E402
+    VerificationInputs,
+    zero_masked,
+)
 from compress.pruning.verification.module_rewrites import rewrite_  # noqa: E402
-from compress.pruning.verification.verification_inputs import VerificationInputs  # noqa: E402
 from tests.compress.pruning.planning import plan_slices  # noqa: E402
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS  # noqa: E402
 from tests.compress.pruning.zoo.registry import HAND, Case  # noqa: E402

@@ -242,8 +242,7 @@ class Exporter(Stage[Reads, Writes]):
         inputs: Iterable[Tensors],
     ) -> Iterator[ParityContext]:
         """Run the source on some inputs, and open a file."""
-        from compress.export.parity.compare import on_cpu
-        from compress.export.parity.reference_outputs import recorded_outputs
+        from compress.export.parity.compare import on_cpu, recorded_outputs
         from compress.export.parity.report import ParityContext
 
         written = time.monotonic()
@@ -293,8 +292,7 @@ class Exporter(Stage[Reads, Writes]):
 
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Compare a file of an earlier run with its source, on the data of this one."""
-        from compress.export.parity.compare import on_cpu
-        from compress.export.parity.reference_outputs import source_predictor
+        from compress.export.parity.compare import on_cpu, source_predictor
         from compress.export.parity.sample_parity import val_inputs
 
         facts, val_batches = artifact.manifest.facts, [*val_inputs(context)]

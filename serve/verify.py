@@ -177,8 +177,12 @@ def start_serving(
     mar: Path, members: Mapping[str, bytes], origin: Provenance, max_rows: int
 ) -> Iterator[tuple[Answer, str]]:
     """Serve an archive by TorchServe, else by its handler alone; yield predictor and name."""
-    from compress.serve.torchserve.handler_runner import HandlerProcess
-    from compress.serve.torchserve.process import TorchServe, find_java, find_torchserve
+    from compress.serve.torchserve.process import (
+        HandlerProcess,
+        TorchServe,
+        find_java,
+        find_torchserve,
+    )
 
     try:
         find_java()

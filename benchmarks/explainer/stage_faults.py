@@ -16,7 +16,7 @@ from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import reestimate_batch_norms_
-from compress.pruning.verification.verification_inputs import VerificationInputs
+from compress.pruning.verification.masked_equivalence import VerificationInputs
 from explainer.families import digits, net
 from explainer.faults import scale_channels
 

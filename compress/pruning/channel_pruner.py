@@ -22,8 +22,8 @@ from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.latency_target import solve_widths
 from compress.pruning.pruning_stage import finetune
 from compress.pruning.recovery.recovery import recover_
+from compress.pruning.verification.masked_equivalence import VerificationInputs
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
-from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
-    from compress.pruning.unstructured.weight_layout import PrunableWeights
+    from compress.pruning.unstructured.masks import PrunableWeights
     from compress.training.objectives.weight_constraint import Constraint
 
 log = logging.getLogger(__name__)
@@ -166,8 +166,7 @@ class PruneWeights(PruningStage):
         """
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.recovery.recovery import reestimate_on_calibration_
-        from compress.pruning.unstructured.masks import AddZeros
-        from compress.pruning.unstructured.weight_layout import prunable_weights, sparsity_facts
+        from compress.pruning.unstructured.masks import AddZeros, prunable_weights, sparsity_facts
         from compress.training.objectives.weight_constraint import KeepZeros
 
         module = model.load()

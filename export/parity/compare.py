@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.common.errors import StageFailed
@@ -13,7 +13,6 @@ from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, relative_error
 from compress.export.parity.adversarial_inputs import adversarial_inputs, find_adversarial_mismatch
 from compress.export.parity.arithmetic_error import Float64Reference, noise_of
-from compress.export.parity.reference_outputs import source_predictor
 from compress.export.parity.sample_parity import (
     FLOAT,
     NOTHING_FINITE,
@@ -23,9 +22,11 @@ from compress.export.parity.sample_parity import (
     tolerance_for,
     val_inputs,
 )
+from compress.profiling.rss import release_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     Limits = Mapping[str, int]
     Tensors = tuple[torch.Tensor, ...]
+
 
 logger = logging.getLogger(__name__)
 
@@ -328,3 +330,32 @@ def on_cpu(predict: Predictor) -> Predictor:
         return tuple(t.cpu() for t in predict(*inputs))
 
     return predict_on_cpu
+
+
+def source_predictor(source: Artifact, context: Context) -> AbstractContextManager[Predictor]:
+    """Provide a source on the CPU; rows of `val` that were evaluated there are not called again."""
+    by_row = context.answers_by_row(source)
+    return context.answers.predictor(
+        source, "cpu", context.threads, by_row=by_row, keep_errors=True
+    )
+
+
+@contextmanager
+def recorded_outputs(
+    source: Artifact, inputs: Iterable[Tensors], context: Context
+) -> Iterator[Predictor]:
+    """Run a model on inputs, close it, and give its kept outputs as a predictor.
+
+    It is opened again for an input whose output is not kept.
+    """
+    with source_predictor(source, context) as predict:
+        answer = accept_any_batch(predict, source.signature)
+        for batch in inputs:
+            if not context.answers.has_room(source, "cpu", context.threads):
+                break
+            with suppress(Exception):  # raised again where it is needed
+                answer(*batch)
+        del predict, answer
+    release_memory()
+    with source_predictor(source, context) as predict:
+        yield predict

@@ -24,7 +24,7 @@ from compress.pipelines.explain.causes import (
 from compress.pipelines.explain.costs import explain_cost
 from compress.pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
 from compress.pipelines.system.jsonl_log import log_event
-from compress.training.diagnosis.history import recorded_losses
+from compress.training.diagnosis.causes import recorded_losses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

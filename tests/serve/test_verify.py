@@ -64,7 +64,7 @@ def archive(exported: OnnxModel, blobs: Splits, tmp_path: Path) -> TorchServeArc
 def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for what in (
         "compress.serve.torchserve.process.TorchServe",
-        "compress.serve.torchserve.handler_runner.HandlerProcess",
+        "compress.serve.torchserve.process.HandlerProcess",
     ):
         monkeypatch.setattr(f"{what}.__enter__", lambda _: pytest.fail("it was started"))
 
@@ -255,7 +255,7 @@ def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
 def test_answers_that_differ_from_the_recorded_ones_are_refused(
     archive: TorchServeArchive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compress.serve.torchserve.handler_runner import HandlerProcess
+    from compress.serve.torchserve.process import HandlerProcess
 
     predict = HandlerProcess.predict
     monkeypatch.setattr(HandlerProcess, "predict", lambda *given: (predict(*given)[0] + 1,))
@@ -264,7 +264,7 @@ def test_answers_that_differ_from_the_recorded_ones_are_refused(
 
 
 def test_an_ended_handler_process_is_reported_at_every_call() -> None:
-    from compress.serve.torchserve.handler_runner import HandlerProcess
+    from compress.serve.torchserve.process import HandlerProcess
 
     handler = (
         "import os\n"

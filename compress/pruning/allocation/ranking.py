@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.importance.scores import ScoringSamples
-    from compress.pruning.verification.verification_inputs import VerificationInputs
+    from compress.pruning.verification.masked_equivalence import VerificationInputs
 
 OnUnverified: TypeAlias = Literal["pin", "error"]
 

@@ -39,9 +39,8 @@ from compress.pruning.recovery.recovery import (
     reestimate_batch_norms_,
     usual_calibration,
 )
-from compress.pruning.verification.masked_equivalence import sliced_copy
+from compress.pruning.verification.masked_equivalence import VerificationInputs, sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
-from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

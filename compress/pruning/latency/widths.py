@@ -16,9 +16,8 @@ from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import recover_, usual_calibration
-from compress.pruning.verification.masked_equivalence import sliced_copy
+from compress.pruning.verification.masked_equivalence import VerificationInputs, sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
-from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

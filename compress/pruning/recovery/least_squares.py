@@ -156,9 +156,9 @@ class PassesInStep:
         self._passes = ()
 
     def _begun(self) -> tuple[PausedForward, ...]:
-        self._passes = self._passes or tuple(
-            PausedForward(module, self._batch, self._files) for module in self._modules
-        )
+        # One by one: where the second cannot begin, the first one's thread is ended all the same.
+        for module in self._modules[len(self._passes) :]:
+            self._passes += (PausedForward(module, self._batch, self._files),)
         return self._passes
 
 

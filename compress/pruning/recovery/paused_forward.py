@@ -8,7 +8,6 @@ need. So any eager model can be paused, whatever its code does, and one pass vis
 from __future__ import annotations
 
 import ctypes
-import weakref
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -19,6 +18,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -43,6 +43,7 @@ class _Request(NamedTuple):
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
+    has_gradients: bool
     autocast: tuple[str, torch.dtype] | None
     """Device type and dtype of the autocast that the model's code has entered."""
 
@@ -65,14 +66,15 @@ class _Requests(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         # Attributes like `shape` and `dtype` compute nothing: they are not worth two switches.
-        if getattr(func, "__name__", "") == "__get__":
+        # Whether gradients are recorded is, like autocast, a state of the thread that has set it.
+        if getattr(func, "__name__", "") in ("__get__", "_set_grad_enabled"):
             return func(*args, **(kwargs or {}))
         kind = self._device_type
-        # Autocast is a state of the thread that has entered it.
         autocast = (
             (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         )
-        return self._request(_Request(func, args, kwargs or {}, autocast))
+        request = _Request(func, args, kwargs or {}, torch.is_grad_enabled(), autocast)
+        return self._request(request)
 
 
 MAX_RESIDENT = 2**28
@@ -93,8 +95,8 @@ def resident_budget(device: str) -> int:
 class ActivationFiles:
     """Activations of paused forward passes, of which those beyond a budget are kept in files.
 
-    A file takes the place of a tensor's storage, which all of its views share; a function that
-    reads one of them gets the storage back first.
+    A file takes the place of a tensor's storage, which all of its views share, until the pass goes
+    on, or a function of another pass reads it, as of a table that a library caches.
     """
 
     def __init__(self, folder: str, budget: int) -> None:
@@ -104,33 +106,29 @@ class ActivationFiles:
         """Address of a storage → its file."""
         self._numbers = count()
 
-    def store_(self, tensors: Iterable[torch.Tensor], read_by_others: set[int]) -> int:
-        """Store the tensors of a pass that do not fit; return the bytes that stay in memory.
-
-        Storages whose data are at ``read_by_others`` stay: weights, and the inputs.
-        """
-        own = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
-        own = {at: storage for at, storage in own.items() if at and at not in read_by_others}
-        size = sum(storage.nbytes() for storage in own.values())
+    def store_(self, storages: Sequence[torch.UntypedStorage]) -> int:
+        """Store those of a pass if they do not fit; return the bytes that stay in memory."""
+        size = sum(storage.nbytes() for storage in storages)
         if size <= self._room:
             self._room -= size
             return size
-        for storage in own.values():
-            file = self._files[storage._cdata] = self._folder / str(next(self._numbers))
-            file.write_bytes(_bytes_of(storage.cpu()))  # type: ignore[no-untyped-call]
-            storage.resize_(0)
+        for storage in storages:
+            # One that an array shares cannot be resized, and one on meta has no data.
+            if storage.nbytes() and storage.data_ptr() and storage.resizable():
+                file = self._files[storage._cdata] = self._folder / str(next(self._numbers))
+                file.write_bytes(_bytes_of(storage.cpu()))  # type: ignore[no-untyped-call]
+                storage.resize_(0)
         return 0
 
     def release(self, size: int) -> None:
         """Give back the room of a pass that goes on."""
         self._room += size
 
-    def load_(self, arguments: Any) -> None:
-        """Load the arguments of a function that are in files."""
-        for x in pytree.tree_leaves(arguments) if self._files else ():
-            if not _has_storage(x) or not x.numel() or (storage := x.untyped_storage()).nbytes():
+    def load_(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Load those that are in files."""
+        for storage in storages if self._files else ():
+            if storage.nbytes() or (file := self._files.pop(storage._cdata, None)) is None:
                 continue
-            file = self._files.pop(storage._cdata)
             host = torch.UntypedStorage(file.stat().st_size)  # type: ignore[no-untyped-call]
             with file.open("rb") as stream:
                 stream.readinto(_bytes_of(host))
@@ -144,8 +142,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> Any:
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
-def _has_storage(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of the tensors in a tree."""
+    tensors = (x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor))
+    return [x.untyped_storage() for x in tensors if x.layout is torch.strided]
 
 
 class PausedForward:
@@ -157,9 +157,9 @@ class PausedForward:
         # What forward keeps on the module, such as a cache, belongs to this batch alone.
         tensors = [*module.parameters(), *module.buffers()]
         self._module = copy_module(module, {id(tensor): tensor for tensor in tensors})
-        self._shared = {x.untyped_storage().data_ptr() for x in [*tensors, *batch.inputs]}
-        self._results: list[weakref.ref[torch.Tensor]] = []
-        """Results of functions, of which those that are alive are needed later."""
+        self._made: dict[int, StorageWeakRef] = {}
+        """Address → storage that a function of this pass made; not those of weights and inputs, nor
+        of tensors that other code holds, such as a global mask."""
         self._resident = 0
         """Bytes of them that stay in memory while this pass is paused."""
         self._names = {id(p): name for name, p in module.named_parameters()}
@@ -183,8 +183,7 @@ class PausedForward:
         With ``stay`` the pass waits in the last call, which runs anew when it goes on.
         """
         own: list[LayerCall] = []
-        self._files.release(self._resident)
-        self._resident = 0
+        self._resume()
         while isinstance(self._pending, _Request):
             result, error = self._execute(self._pending)
             call = layer_call_of(*self._pending[:3], result, self._names)
@@ -205,9 +204,20 @@ class PausedForward:
 
     def pause(self) -> None:
         """Store what the module's code still holds, and does not fit into memory, in files."""
-        alive = [x for result in self._results if (x := result()) is not None]
-        self._results = [weakref.ref(x) for x in alive]
-        self._resident = self._files.store_(alive, self._shared)
+        self._resident = self._files.store_(self._alive())
+
+    def _alive(self) -> list[torch.UntypedStorage]:
+        # A weak reference keeps the address from being used again.
+        find: Any = torch.UntypedStorage._new_with_weak_ptr
+        found = {at: find(one.cdata) for at, one in self._made.items()}
+        self._made = {at: self._made[at] for at, storage in found.items() if storage is not None}
+        return [storage for storage in found.values() if storage is not None]
+
+    def _resume(self) -> None:
+        # All of them, as compiled code that reads them asks for no torch function.
+        self._files.load_(self._alive())
+        self._files.release(self._resident)
+        self._resident = 0
 
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """Run to the end, and return what the module returns.
@@ -215,17 +225,16 @@ class PausedForward:
         Raises:
             StageFailed: the module does not take the batch.
         """
+        self._resume()
         while isinstance(self._pending, _Request):
             self._answer(*self._execute(self._pending))
         ended: Any = self._pending
         try:
             if ended.error is not None:
                 raise ended.error
-            outputs = flatten_outputs(ended.output)
+            return flatten_outputs(ended.output)
         except Exception as error:
             raise samples_refused(self._batch, error) from error
-        self._files.load_(outputs)
-        return outputs
 
     def close(self) -> None:
         """End the module's code, wherever it waits."""
@@ -234,19 +243,23 @@ class PausedForward:
         while isinstance(self._pending, _Request):
             self._answer(None, _Closed())
         self._thread.join()
-        # What outlives the pass may be read again, such as a table that a library caches.
-        self._files.load_([result() for result in self._results])
+        self._resume()  # what outlives the pass may be read again
 
     def _execute(self, request: _Request) -> tuple[Any, BaseException | None]:
-        self._files.load_((request.args, request.kwargs))
+        read = _storages((request.args, request.kwargs))
+        self._files.load_(read)
         try:
-            with torch.no_grad(), ExitStack() as stack:
+            with torch.set_grad_enabled(request.has_gradients), ExitStack() as stack:
                 if request.autocast is not None:
                     stack.enter_context(torch.autocast(*request.autocast))
                 result = request.func(*request.args, **request.kwargs)
         except Exception as error:  # noqa: BLE001 - raised where the model's code may catch it
             return None, error
-        self._results += map(weakref.ref, filter(_has_storage, pytree.tree_leaves(result)))
+        known = {storage._cdata for storage in read}
+        for storage in _storages(result):
+            if storage._cdata not in known:
+                weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._made.setdefault(storage._cdata, weak)
         return result, None
 
     def _answer(self, result: Any, error: BaseException | None) -> None:

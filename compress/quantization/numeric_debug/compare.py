@@ -5,18 +5,19 @@ error of all layers before it. To find the layer at fault, the graph is run once
 layer is given the float model's output of the layer before: what differs then is its own error.
 """
 
-# torchao's numeric debugger has only the first (`prepare_for_propagation_comparison`), by node
-# instead of by the user's module, and keeps every output in memory; so it is not used here.
-
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.ao.quantization.fx._decomposed  # registers choose_qparams
+from torch import fx
+from torch.ao.quantization.utils import determine_qparams
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.common.errors import StageFailed
@@ -31,7 +32,6 @@ from compress.quantization.numeric_debug.fidelity_report import (
     MetricPair,
     OutputFidelity,
 )
-from compress.quantization.numeric_debug.row_ranges import choose_ranges_by_row_, has_call_ranges
 from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
 from compress.quantization.pt2e.graph_capture import module_names
 
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from compress.data.targets import Targets
 
     Tensors = tuple[torch.Tensor, ...]
+
+# torchao's numeric debugger has only the first (`prepare_for_propagation_comparison`), by node
+# instead of by the user's module, and keeps every output in memory; so it is not used here.
 
 LayerCall = tuple[str, int]
 """A module's name, and how many times it was called before in the same run."""
@@ -387,3 +390,81 @@ class LayerComparison(NodeTap):
             return output
         self.deviations[call[0]].add(expected, output)
         return expected.to(output.dtype) if self.replace else output
+
+
+DECOMPOSED = torch.ops.quantized_decomposed
+CHOOSE = DECOMPOSED.choose_qparams.tensor
+
+
+def has_call_ranges(graph: fx.GraphModule) -> bool:
+    """Whether a graph's outputs for a row depend on the other rows of the call."""
+    return any(node.target is CHOOSE for node in graph.graph.nodes)
+
+
+def choose_ranges_by_row_(graph: fx.GraphModule) -> bool:
+    """Let a graph that takes any number of rows choose a range for each, in place.
+
+    Rows of a batch then have the outputs that each has alone, up to rounding.
+
+    Returns:
+        False, with the graph as it was, where a tensor's first axis is not that of the rows, or
+        scales are read by other operators than those that quantize and dequantize.
+    """
+    rows = next(iter(graph.graph.find_nodes(op="placeholder"))).meta["val"].shape[0]
+    by_row: dict[Any, Any] = {
+        DECOMPOSED.quantize_per_tensor.tensor: _quantize,
+        DECOMPOSED.dequantize_per_tensor.tensor: _dequantize,
+    }
+    readers: list[fx.Node] = []
+    chosen = graph.graph.find_nodes(op="call_function", target=CHOOSE)
+    for choose in chosen:
+        value = choose.args[0].meta.get("val")
+        if not isinstance(rows, torch.SymInt) or value is None or not value.dim():
+            return False
+        if str(value.shape[0]) != str(rows):
+            return False
+        for part in choose.users:
+            readers += part.users
+            if part.target is not operator.getitem:
+                return False
+    if any(reader.target not in by_row for reader in readers):
+        return False
+    for choose in chosen:
+        choose.target = _choose
+    for reader in {*readers}:
+        reader.target = by_row[reader.target]
+    graph.recompile()
+    return True
+
+
+def _choose(
+    x: torch.Tensor, least: int, most: int, smallest: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale and zero point of each row, in the shape [rows, 1, …]."""
+    low_N, high_N = x.flatten(1).aminmax(dim=1)
+    scale_N, zero_N = determine_qparams(
+        low_N, high_N, least, most, dtype, torch.tensor([smallest]), has_customized_qrange=False
+    )
+    shape = (len(x), *[1] * (x.dim() - 1))
+    return scale_N.reshape(shape), zero_N.reshape(shape)
+
+
+# As quantize_per_tensor and dequantize_per_tensor compute, which take a single scale only.
+
+
+def _quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    least: int,
+    most: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    integers = torch.round(x * (1.0 / scale).to(x.dtype)) + zero
+    return integers.clamp(least, most).to(dtype)
+
+
+def _dequantize(
+    integers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, *_limits: Any, **_out: Any
+) -> torch.Tensor:
+    return (integers.to(torch.float32) - zero) * scale.float()

@@ -23,7 +23,7 @@ from compress.checkpoint.streamed_module import stream_weights_
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.quantization.algorithms.shared_input_layers import bypass_copies_
+from compress.quantization.algorithms.input_scaling import bypass_copies_
 from compress.quantization.pt2e.graph_capture import capture, remove_unread_tensors_
 
 if TYPE_CHECKING:

@@ -10,11 +10,13 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
-from compress.quantization.algorithms.adaround import adaround_
-from compress.quantization.algorithms.bias_correction import correct_bias_
-from compress.quantization.algorithms.cross_layer_equalization import equalize_
-from compress.quantization.algorithms.matmul_view import UNSUPPORTED
-from compress.quantization.algorithms.smoothquant import smooth_
+from compress.quantization.algorithms.input_scaling import smooth_
+from compress.quantization.algorithms.layer_corrections import (
+    UNSUPPORTED,
+    adaround_,
+    correct_bias_,
+    equalize_,
+)
 from compress.quantization.config.calibration_data import require_varying
 from compress.quantization.pt2e.graph_capture import module_of, remove_unread_tensors_
 from compress.quantization.pt2e.observer_ranges import (

@@ -10,7 +10,7 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
-from compress.quantization.algorithms.cross_layer_equalization import RELU
+from compress.quantization.algorithms.layer_corrections import RELU
 from compress.quantization.numeric_debug.sqnr import Deviation
 from compress.quantization.pt2e.quantizer import (
     BATCH_NORM,

@@ -11,8 +11,7 @@ from torch import fx
 from compress.artifacts.streaming.packed_weight import LARGEST, SMALLEST_RANGE
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
-from compress.quantization.algorithms.awq import awq_
-from compress.quantization.algorithms.shared_input_layers import bypass_copies_
+from compress.quantization.algorithms.input_scaling import awq_, bypass_copies_
 from compress.quantization.algorithms.weight_rounding import (
     QuantizedWeight,
     gptq,

@@ -123,8 +123,11 @@ class QuantizeAwareTraining(IntegerStage, Training):
         from compress.checkpoint.state_dict import load_state_
         from compress.common.forward import torch_predictor
         from compress.quantization.ptq.prepare import FakeQuantConfig, PreparedModel
-        from compress.quantization.qat.fake_model import FreezeSchedule
-        from compress.quantization.qat.label_parity import compare_with_trained, last_step
+        from compress.quantization.qat.fake_model import (
+            FreezeSchedule,
+            compare_with_trained,
+            last_step,
+        )
 
         self.load_float(model)  # checks `exclude`
         if model.signature.batch_axis is None:

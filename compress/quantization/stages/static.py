@@ -150,7 +150,7 @@ class QuantizeStatic(IntegerStage):
         if self.corrections == "auto":
             samples = calibration
             if model.signature.batch_axis is not None:
-                data = replace(calibration.data, batch_size=SEARCH_BATCH)
+                data = calibration.data.replaced(batch_size=SEARCH_BATCH)
                 samples = replace(calibration, data=data)
 
             def quantized(settings: Mapping[str, Any], seen: Iterable[Batch]) -> GraphModule:

@@ -9,7 +9,7 @@ from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import ChannelSelection, Criterion
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.importance.scores import ScoringSamples
-from compress.pruning.verification.verification_inputs import VerificationInputs
+from compress.pruning.verification.masked_equivalence import VerificationInputs
 
 
 def plan_slices(

@@ -23,7 +23,7 @@ from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.prune_channels import PruneChannels
-from compress.pruning.verification.verification_inputs import VerificationInputs
+from compress.pruning.verification.masked_equivalence import VerificationInputs
 
 HERE = Path(__file__).parent
 EPS = 1e-3

@@ -18,7 +18,7 @@ from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import ChannelSelection, Target
 from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.pruning_stage import Finetune
-from compress.pruning.verification.verification_inputs import VerificationInputs, other_sizes
+from compress.pruning.verification.masked_equivalence import VerificationInputs, other_sizes
 from compress.training.stage import Train
 
 DIGITS = Path(__file__).parents[3] / "examples" / "digits"

@@ -18,7 +18,7 @@ from compress.core.metrics import Metric
 from compress.core.objectives.task import task_named
 from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx
-from compress.quantization.qat.label_parity import compare_labels, compare_with_trained
+from compress.quantization.qat.fake_model import compare_labels, compare_with_trained
 from compress.quantization.stages.qat import QuantizeAwareTraining
 from compress.quantization.stages.static import QuantizeStatic
 from compress.training.stage import Train

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from compress.training.distributed.base import process_group
-from compress.training.distributed.sync_batchnorm import synchronize_batch_norm_
+from compress.training.distributed.ddp import synchronize_batch_norm_
 
 SHARES = ((5, 1), (2, 4))
 """Samples of each rank, step by step."""

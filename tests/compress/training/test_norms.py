@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from compress.common.errors import StageFailed
-from compress.training.distributed.sync_batchnorm import synchronize_batch_norm_
+from compress.training.distributed.ddp import synchronize_batch_norm_
 from tests.compress.training import sync_batchnorm_ranks
 from tests.compress.training.builders import import_net
 

@@ -25,7 +25,7 @@ from compress.export.onnx import proto_io
 from compress.export.onnx.lowering import lower
 from compress.export.onnx.proto_io import free_weights_, mapped, read, write, write_mapped
 from compress.export.onnx.session import session_predictor
-from compress.export.parity.reference_outputs import recorded_outputs
+from compress.export.parity.compare import recorded_outputs
 from compress.graph.torch_export import export_program
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 20)),))

@@ -20,7 +20,7 @@ from compress.pruning.allocation.budget_search import (
 from compress.pruning.allocation.ranking import RankedGroup, Ranking, allocate, rank
 from compress.pruning.channel_pruner import parameters_of
 from compress.pruning.channel_settings import ChannelSelection
-from compress.pruning.verification.verification_inputs import VerificationInputs
+from compress.pruning.verification.masked_equivalence import VerificationInputs
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
 from tests.compress.pruning.planning import plan_slices

@@ -182,6 +182,58 @@ def test_autocast_of_the_model_counts_where_its_functions_run() -> None:
     one.close()
 
 
+MASK = torch.ones(2, 8)
+
+
+def read_by_script(layer: nn.Module, x: torch.Tensor, between: nn.Module) -> torch.Tensor:
+    # No function that a mode sees runs in compiled code.
+    scripted = torch.jit.CompilationUnit("def add_one(x):\n    return torch.relu(x) + 1\n")
+    kept = layer(x)
+    return between(kept) + scripted.add_one(kept)
+
+
+def shared_with_numpy(layer: nn.Module, x: torch.Tensor, between: nn.Module) -> torch.Tensor:
+    array = layer(x).detach().numpy()
+    return between(x) + torch.from_numpy(array)
+
+
+def view_of_a_global(layer: nn.Module, x: torch.Tensor, between: nn.Module) -> torch.Tensor:
+    mask = MASK[: len(x)]
+    return between(layer(x) * mask)  # which is alive meanwhile, and not read any more
+
+
+def own_gradient(layer: nn.Module, x: torch.Tensor, between: nn.Module) -> torch.Tensor:
+    with torch.enable_grad():
+        point = x.clone().requires_grad_()
+        energy = layer(point).square().sum()
+    return between(torch.autograd.grad(energy, point)[0])
+
+
+@pytest.mark.parametrize(
+    "code", [read_by_script, shared_with_numpy, view_of_a_global, own_gradient]
+)
+def test_any_code_finds_its_tensors_after_a_pause(code, tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.between = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return code(self.layer, x, self.between)
+
+    net, batch = Net().eval(), Batch((torch.randn(2, 8),), None)
+    with torch.no_grad():
+        expected = net(*batch.inputs)
+        one = PausedForward(net, batch, ActivationFiles(str(tmp_path), 0))
+        assert len(one.advance("between.weight", 1, stay=True)) == 1
+        one.pause()
+        if code in (read_by_script, view_of_a_global):
+            assert [*tmp_path.iterdir()]
+        assert torch.equal(MASK, torch.ones(2, 8))
+        assert torch.equal(one.outputs()[0], expected)
+        one.close()
+
+
 def test_errors_are_caught_by_the_model_or_told_and_no_thread_stays() -> None:
     class Tries(nn.Module):
         def __init__(self, *, catches: bool) -> None:

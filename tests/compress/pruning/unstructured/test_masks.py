@@ -13,14 +13,15 @@ from compress.data.batch import Batch
 from compress.pruning.unstructured import masks as zeros_module
 from compress.pruning.unstructured.masks import (
     AddZeros,
+    group_by_block,
     n_of_m_masks,
+    prunable_weights,
     set_calibrated_zeros_,
     smallest_of_neighbours,
     sparsegpt,
     unstructured_masks,
     wanda,
 )
-from compress.pruning.unstructured.weight_layout import group_by_block, prunable_weights
 from compress.training.objectives.weight_constraint import KeepZeros, step_context_for
 from tests.compress.pruning.pruning_weight_nets import Many, Text, Transposed, Wide
 

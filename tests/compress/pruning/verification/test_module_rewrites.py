@@ -14,8 +14,8 @@ from compress.artifacts.recipe import KeepIndices, NameSizes, SplitAttention
 from compress.common.forward import run_in_eval
 from compress.core.context import Context
 from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.verification.masked_equivalence import VerificationInputs
 from compress.pruning.verification.module_rewrites import rewrite_
-from compress.pruning.verification.verification_inputs import VerificationInputs
 from tests.compress.pruning.planning import plan_slices
 from tests.compress.pruning.zoo.registry import CASES
 

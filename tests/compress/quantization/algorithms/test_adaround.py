@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from compress.quantization.algorithms import adaround
-from compress.quantization.algorithms.matmul_view import InputMoments
+from compress.quantization.algorithms import layer_corrections as corrections
+from compress.quantization.algorithms.layer_corrections import InputMoments
 
 
 @pytest.mark.parametrize("done", [0.2, 0.5, 0.99])
@@ -14,17 +14,19 @@ def test_the_penalty_gradient_is_that_of_the_papers_regularizer(done: float) -> 
     beta = 2 + 18 * (1 + math.cos(math.pi * (done - 0.2) / 0.8)) / 2
     share = torch.tensor([0.05, 0.3, 0.5, 0.7, 0.95], dtype=torch.float64, requires_grad=True)
     (5 * (1 - (2 * share - 1).abs() ** beta)).sum().backward()
-    torch.testing.assert_close(adaround._penalty_gradient(share.detach(), done), share.grad)
-    assert not adaround._penalty_gradient(share.detach(), 0.19).any()
+    torch.testing.assert_close(corrections._penalty_gradient(share.detach(), done), share.grad)
+    assert not corrections._penalty_gradient(share.detach(), 0.19).any()
 
 
 def test_the_rectified_sigmoid_is_the_papers() -> None:
     """Equation 23, with zeta 1.1 and gamma -0.1."""
     share = torch.tensor([0.0, 0.2, 0.5, 0.9, 0.999])
-    torch.testing.assert_close(adaround._rectified_sigmoid(adaround._inverse_sigmoid(share)), share)
+    torch.testing.assert_close(
+        corrections._rectified_sigmoid(corrections._inverse_sigmoid(share)), share
+    )
     choice = torch.tensor([-9.0, -1.0, 0.5, 9.0])
     expected = [min(1, max(0, 1.2 / (1 + math.exp(-x)) - 0.1)) for x in choice.tolist()]
-    assert adaround._rectified_sigmoid(choice).tolist() == pytest.approx(expected)
+    assert corrections._rectified_sigmoid(choice).tolist() == pytest.approx(expected)
 
 
 def test_adaptive_rounding_comes_near_the_best_of_all_choices() -> None:
@@ -37,7 +39,7 @@ def test_adaptive_rounding_comes_near_the_best_of_all_choices() -> None:
     step = torch.full((1, 6, 1), 0.5)
     step[0, 3] = 0.3
     moments = InputMoments((y.T @ y / 200)[None].double(), (x.T @ y / 200)[None].double())
-    found = adaround.round_adaptively(weight, step, (-7, 7), moments, 500)
+    found = corrections.round_adaptively(weight, step, (-7, 7), moments, 500)
     assert torch.equal(found, found.round()) and found.min() >= -7 and found.max() <= 7
     choices = torch.tensor(list(itertools.product((0.0, 1.0), repeat=8)))
     for row, scale, chosen in zip(weight[0], step[0], found[0], strict=True):

@@ -17,13 +17,13 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.graph.torch_export import export_program
-from compress.quantization.algorithms import smoothquant
-from compress.quantization.algorithms.shared_input_layers import shared_input_groups
-from compress.quantization.algorithms.smoothquant import (
+from compress.quantization.algorithms import input_scaling
+from compress.quantization.algorithms.input_scaling import (
     STRENGTHS,
     InputStatistics,
     best_strength,
     channel_scales,
+    shared_input_groups,
     smooth_,
 )
 from compress.quantization.config.dtype_scheme import scheme_for
@@ -144,7 +144,7 @@ def test_weights_that_are_exact_are_not_smoothed() -> None:
 def test_fake_quantized_activations_match_numpy(low: float, high: float) -> None:
     values = torch.linspace(-4, 4, 50, dtype=torch.float64)  # beyond both ends, too
     for numbers in (scheme_for("onnxruntime-cpu").activations, scheme_for("tensorrt").activations):
-        found = smoothquant._fake_quantize_tensor(values, low, high, numbers)
+        found = input_scaling._fake_quantize_tensor(values, low, high, numbers)
         expected = grid(
             values.numpy(), min(low, 0), max(high, 0), numbers.quant_min, numbers.quant_max
         )

@@ -9,7 +9,7 @@ from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.quantization.numeric_debug.row_ranges import choose_ranges_by_row_, has_call_ranges
+from compress.quantization.numeric_debug.compare import choose_ranges_by_row_, has_call_ranges
 from compress.quantization.stages.dynamic import QuantizeDynamic
 
 NETS = """

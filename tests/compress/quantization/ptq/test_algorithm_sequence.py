@@ -11,10 +11,13 @@ from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.graph.torch_export import export_program
-from compress.quantization.algorithms import adaround
-from compress.quantization.algorithms.bias_correction import correct_bias_
-from compress.quantization.algorithms.cross_layer_equalization import equalize_
-from compress.quantization.algorithms.matmul_view import input_rows, weight_matrix
+from compress.quantization.algorithms import layer_corrections
+from compress.quantization.algorithms.layer_corrections import (
+    correct_bias_,
+    equalize_,
+    input_rows,
+    weight_matrix,
+)
 from compress.quantization.config.dtype_scheme import scheme_for
 from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.pt2e.observer_ranges import (
@@ -92,8 +95,8 @@ def test_conversion_keeps_the_integers_that_adaround_chose(
         chosen.append(adaptive(*arguments))
         return chosen[-1]
 
-    adaptive = adaround.round_adaptively
-    monkeypatch.setattr(adaround, "round_adaptively", noted)
+    adaptive = layer_corrections.round_adaptively
+    monkeypatch.setattr(layer_corrections, "round_adaptively", noted)
     corrections = Corrections(rounding="adaround", rounding_steps=50)
     converted = rounded(digits, corrections)
     held = [t for _, t in converted.named_buffers() if t.dtype is torch.int8 and t.dim() > 1]

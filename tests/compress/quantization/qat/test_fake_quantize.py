@@ -16,9 +16,9 @@ from compress.quantization.qat.fake_model import FakeQuantizedModel, FreezeSched
 from compress.quantization.qat.fake_quantize import (
     ActivationFakeQuantize,
     FreezeFlag,
+    LearnedStepSize,
     WeightFakeQuantize,
 )
-from compress.quantization.qat.learned_step_size import LearnedStepSize
 
 
 def observed_weight(weight: torch.Tensor, bits: int = 4) -> PerChannelMinMaxObserver:

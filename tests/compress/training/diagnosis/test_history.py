@@ -2,7 +2,7 @@
 
 import pytest
 
-from compress.training.diagnosis.history import fall_at_the_end, largest_rise
+from compress.training.diagnosis.causes import fall_at_the_end, largest_rise
 
 
 @pytest.mark.parametrize(

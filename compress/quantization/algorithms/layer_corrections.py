@@ -1,0 +1,265 @@
+"""Corrections of layers in a prepared graph: cross-layer equalization, AdaRound, bias correction.
+
+Equalization gives neighbouring layers' channels equal ranges (section 4.1 of "Data-Free
+Quantization", below; BatchNorm must have been folded), before calibration; the others follow it.
+AdaRound rounds each weight up or down so that its layer's output stays, not the weight itself:
+Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization" (2020), section 3.4.
+The choice is relaxed to a number between 0 and 1, which a growing penalty drives to either. Biases
+undo the shift of a layer's mean output: Nagel et al., "Data-Free Quantization Through Weight
+Equalization and Bias Correction" (2019), section 4.2, with the means measured on samples.
+Letters: G groups, O outputs and I inputs of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from compress.quantization.numeric_debug.activation_tap import sample_rows
+from compress.quantization.pt2e.graph_capture import module_of
+from compress.quantization.pt2e.observer_ranges import (
+    bias_of,
+    layers_of,
+    set_bias_,
+    set_weight_,
+    weight_observer_of,
+    weight_of,
+)
+from compress.quantization.pt2e.partial_graph import fake_quantize
+from compress.quantization.pt2e.quantizer import CONVOLUTIONS, LINEAR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.fx import GraphModule, Node
+
+    InputPairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
+    """A layer's input for each batch: the float model's, and the quantized one's."""
+
+
+SWEEPS = 20
+"""A layer between two others is changed by both; ranges converge after a few sweeps."""
+RELU = torch.ops.aten.relu.default
+
+
+def equalize_(prepared: GraphModule) -> list[str]:
+    """Scale the channels between neighbouring convolutions; return each pair's first module.
+
+    Its outputs have other scales then; the model's stay the same.
+    """
+    layers = layers_of(prepared)
+    pairs: list[tuple[Node, Node]] = []
+    for layer in layers:
+        before: Any = layer.args[0]
+        # Observers may lie between, and a relu, which commutes with a positive scale; relu6 clips
+        # at a fixed number.
+        while len(before.users) == 1 and (before.op == "call_module" or before.target is RELU):
+            before = before.args[0]
+        both_convolve = {before.target, layer.target} <= CONVOLUTIONS
+        if both_convolve and len(before.users) == 1 and before in layers:
+            pairs.append((before, layer))
+    for _ in range(SWEEPS):
+        for before, after in pairs:
+            _equalize_pair_(prepared, before, after)
+    return [module_of(before) or before.name for before, _ in pairs]
+
+
+def _equalize_pair_(prepared: GraphModule, before: Node, after: Node) -> None:
+    """Divide a layer's output channels, and multiply the next layer's input channels."""
+    weight, next_weight = weight_of(prepared, before), weight_of(prepared, after)
+    bias_O = bias_of(prepared, before)
+    outputs, inputs = next_weight.shape[:2]
+    groups = groups_of(after)
+    # Groups by outputs by inputs by kernel positions.
+    by_input = next_weight.reshape(groups, outputs // groups, inputs, -1)
+    range_O = weight.flatten(1).abs().amax(1)
+    next_range_O = by_input.abs().amax((1, 3)).flatten()
+    # Makes both ranges their geometric mean; channels that are always 0 or never read stay.
+    scale_O = (range_O / next_range_O).sqrt()
+    scale_O = scale_O.where((range_O > 0) & (next_range_O > 0), torch.ones(()))
+    set_weight_(prepared, before, weight / scale_O.view(-1, *[1] * (weight.dim() - 1)))
+    if bias_O is not None:
+        set_bias_(prepared, before, bias_O / scale_O)
+    scaled = by_input * scale_O.view(by_input.shape[0], 1, by_input.shape[2], 1)
+    set_weight_(prepared, after, scaled.reshape(next_weight.shape))
+
+
+aten = torch.ops.aten
+UNSUPPORTED = {aten.conv3d.default, aten.conv3d.padding}
+"""Operators that `input_rows` does not know, as `F.unfold` takes images."""
+ROWS_PER_BATCH = 2048
+"""Rows that are used of a batch: memory stays flat however large images are."""
+
+
+@dataclass
+class InputMoments:
+    """Second moments of a layer's input x in the float model and y in the quantized one."""
+
+    yy_GII: torch.Tensor  # noqa: N815 - the letters name the axes
+    xy_GII: torch.Tensor  # noqa: N815
+
+    @classmethod
+    def from_pairs(cls, pairs: InputPairs, layer: Node, kernel: Sequence[int]) -> InputMoments:
+        """Average over all rows of a layer's inputs."""
+        sums, rows = [torch.zeros(()).double()] * 2, 0
+        for float_input, quantized_input in pairs:
+            x_GNI, y_GNI = (
+                input_rows(layer, values, kernel) for values in (float_input, quantized_input)
+            )
+            parts = [y_GNI.mT @ y_GNI, x_GNI.mT @ y_GNI]
+            sums = [total + part.double() for total, part in zip(sums, parts, strict=True)]
+            rows += x_GNI.shape[1]
+        return cls(*(total / rows for total in sums))
+
+
+def weight_matrix(layer: Node, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as G by O by I."""
+    groups = groups_of(layer)
+    return weight.reshape(groups, len(weight) // groups, -1)
+
+
+def groups_of(layer: Node) -> int:
+    """Return the number of groups of a layer's channels."""
+    return 1 if layer.target is LINEAR else int(_argument(layer, 6, 1))
+
+
+def input_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
+    """Return a sample of the rows that a layer multiplies its weight with, G by N by I.
+
+    For a convolution these are the patches of its input under the kernel, of the given sizes.
+    """
+    if layer.target is LINEAR:
+        return sample_rows(values.flatten(0, -2)[None], ROWS_PER_BATCH, axis=1)
+    axes, kernel = len(kernel), tuple(kernel)
+    stride, dilation = (_sizes(_argument(layer, index, 1), axes) for index in (3, 5))
+    padding = _argument(layer, 4, 0)
+    if isinstance(padding, str):
+        total = [d * (k - 1) * (padding == "same") for k, d in zip(kernel, dilation, strict=True)]
+        sides = [(t // 2, t - t // 2) for t in total]
+    else:
+        sides = [(p, p) for p in _sizes(padding, axes)]
+    # F.pad takes the last axis first.
+    values = F.pad(values, [size for side in reversed(sides) for size in side])
+    if axes == 1:  # F.unfold takes images
+        values, kernel = values.unsqueeze(2), (1, *kernel)
+        stride, dilation = (1, *stride), (1, *dilation)
+    patches_BCN = F.unfold(values, kernel, dilation, 0, stride)
+    batch, _, positions = patches_BCN.shape
+    grouped_BGIN = patches_BCN.view(batch, groups_of(layer), -1, positions)
+    return sample_rows(grouped_BGIN.permute(1, 0, 3, 2).flatten(1, 2), ROWS_PER_BATCH, axis=1)
+
+
+def _sizes(value: Any, axes: int) -> tuple[int, ...]:
+    sizes = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return sizes * axes if len(sizes) == 1 else sizes
+
+
+def _argument(layer: Node, index: int, default: Any) -> Any:
+    """Return an argument of a convolution: 3 stride, 4 padding, 5 dilation, 6 groups."""
+    return layer.args[index] if len(layer.args) > index else default
+
+
+ZETA, GAMMA = 1.1, -0.1
+"""Stretch of the sigmoid, so that it reaches 0 and 1 (equation 23)."""
+FIRST_POWER, LAST_POWER = 20.0, 2.0
+"""Annealed exponent of the penalty: while it is high, values far from 0 and 1 move freely."""
+PENALTY = 5.0
+"""Weight of the penalty, where rounding to nearest has the mean squared error 1 per weight."""
+WARM_UP = 0.2
+"""Share of the steps without penalty."""
+LEARNING_RATE = 0.1
+
+
+def adaround_(prepared: GraphModule, layer: Node, pairs: InputPairs, steps: int) -> float:
+    """Round a layer's weight adaptively in a calibrated graph; return the share not to nearest."""
+    weight, observer = weight_of(prepared, layer), weight_observer_of(prepared, layer)
+    scale_O, _ = observer.calculate_qparams()
+    weight_GOI = weight_matrix(layer, weight)
+    scale_GO1 = scale_O.view(*weight_GOI.shape[:2], 1)
+    moments = InputMoments.from_pairs(pairs, layer, weight.shape[2:])
+    limits = observer.quant_min, observer.quant_max
+    integers_GOI = round_adaptively(weight_GOI, scale_GO1, limits, moments, steps)
+    # Conversion rounds these values to nearest, which gives the same integers.
+    set_weight_(prepared, layer, (integers_GOI * scale_GO1).reshape(weight.shape))
+    nearest_GOI = (weight_GOI / scale_GO1).round().clamp(*limits)
+    return float((integers_GOI != nearest_GOI).float().mean())
+
+
+def round_adaptively(
+    weight_GOI: torch.Tensor,
+    scale_GO1: torch.Tensor,
+    limits: tuple[int, int],
+    moments: InputMoments,
+    steps: int,
+) -> torch.Tensor:
+    """Return the integers, within limits, with which a layer's output is nearest to the float one.
+
+    The squared error of the output is a quadratic form of the weights, so the second moments of the
+    inputs replace the samples.
+    """
+    exact_GOI = weight_GOI / scale_GO1
+    floor_GOI = exact_GOI.floor()
+    hessian_GII = moments.yy_GII.float()
+    slope_GOI = exact_GOI @ (moments.yy_GII - moments.xy_GII).float()
+    # Errors are relative to the mean squared error per weight of rounding to nearest.
+    nearest_GOI = exact_GOI.round() - exact_GOI
+    nearest_error_GO1 = ((nearest_GOI @ hessian_GII) * nearest_GOI).mean(-1, keepdim=True)
+    nearest_error_GO1 = nearest_error_GO1.clamp(min=1e-12)  # it is 0 where inputs are
+    # V of the paper, whose rectified sigmoid is the share by which a weight is rounded up.
+    v_GOI = _inverse_sigmoid(exact_GOI - floor_GOI).requires_grad_()
+    optimizer = torch.optim.Adam([v_GOI], lr=LEARNING_RATE)
+    for step in range(steps):
+        share_GOI = _rectified_sigmoid(v_GOI.detach())
+        sigmoid_GOI = v_GOI.detach().sigmoid()
+        error_GOI = (floor_GOI + share_GOI).clamp(*limits) - exact_GOI
+        gradient_GOI = 2 * (error_GOI @ hessian_GII + slope_GOI) / nearest_error_GO1
+        gradient_GOI = gradient_GOI + _penalty_gradient(share_GOI, step / steps)
+        inside_GOI = (share_GOI > 0) & (share_GOI < 1)
+        v_GOI.grad = gradient_GOI * inside_GOI * (ZETA - GAMMA) * sigmoid_GOI * (1 - sigmoid_GOI)
+        optimizer.step()
+    up_GOI = _rectified_sigmoid(v_GOI.detach()) >= 0.5
+    return (floor_GOI + up_GOI).clamp(*limits)
+
+
+def _rectified_sigmoid(v: torch.Tensor) -> torch.Tensor:
+    return (v.sigmoid() * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+
+
+def _inverse_sigmoid(share: torch.Tensor) -> torch.Tensor:
+    return -torch.log((ZETA - GAMMA) / (share - GAMMA) - 1)
+
+
+def _penalty_gradient(share: torch.Tensor, progress: float) -> torch.Tensor:
+    """Return the gradient of the penalty ``1 - |2 share - 1| ** power``, annealed by progress."""
+    if progress < WARM_UP:
+        return torch.zeros_like(share)
+    annealed = (progress - WARM_UP) / (1 - WARM_UP)
+    power = LAST_POWER + (FIRST_POWER - LAST_POWER) * 0.5 * (1 + math.cos(annealed * math.pi))
+    side = 2 * share - 1
+    return -PENALTY * 2 * power * side.abs() ** (power - 1) * side.sign()
+
+
+def correct_bias_(
+    prepared: GraphModule, layer: Node, weight: torch.Tensor, pairs: InputPairs
+) -> None:
+    """Shift a layer's bias, if it has one, so that its mean output is the float model's.
+
+    `prepared` has calibrated observers; `weight` is the layer's in the float model.
+    """
+    bias_O = bias_of(prepared, layer)
+    if bias_O is None:
+        return
+    operator: Any = layer.target
+    quantized = fake_quantize(weight_observer_of(prepared, layer), weight_of(prepared, layer))
+    shift_O, count = torch.zeros_like(bias_O, dtype=torch.float64), 0
+    for float_input, quantized_input in pairs:
+        expected = operator(float_input, weight, None, *layer.args[3:])
+        shift = expected - operator(quantized_input, quantized, None, *layer.args[3:])
+        by_channel = shift.movedim(-1 if layer.target is LINEAR else 1, 0).flatten(1)
+        shift_O += by_channel.double().sum(1)  # float32 would lose digits over many rows
+        count += by_channel.shape[1]
+    set_bias_(prepared, layer, bias_O + (shift_O / count).to(bias_O.dtype))
