@@ -220,7 +220,7 @@ class Exporter(Stage[Reads, Writes]):
         from compress.export.parity.report import report_on_mismatch
         from compress.export.parity.sample_parity import val_inputs
 
-        val_batches = [*val_inputs(context)]
+        val_batches = [*val_inputs(context, model)]
         tried = parity_inputs(model.signature, val_batches, facts.get("axis_limits"))
         inputs = chain((x for _, x in tried), val_batches)
         with (
@@ -295,7 +295,7 @@ class Exporter(Stage[Reads, Writes]):
         from compress.export.parity.compare import on_cpu, source_predictor
         from compress.export.parity.sample_parity import val_inputs
 
-        facts, val_batches = artifact.manifest.facts, [*val_inputs(context)]
+        facts, val_batches = artifact.manifest.facts, [*val_inputs(context, model)]
         with (
             artifact.open(self.device_for(context), context.threads) as exported,
             source_predictor(model, context) as expected,

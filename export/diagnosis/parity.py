@@ -63,9 +63,8 @@ class ParityDiagnosis:
     @cached_property
     def outputs(self) -> dict[str, KindOutputs]:
         """Kind of input → what source and file answer, where the source refuses none."""
-        signature = self.source.signature
         with self._opened(self.model) as exported, self._source() as expected:
-            found = outputs_by_kind(expected, exported, signature, self.context)
+            found = outputs_by_kind(expected, exported, self.source, self.context)
             return {one.kind: one for one in found if one.refusal is None}
 
     @cached_property

@@ -84,7 +84,7 @@ def check_parity(
 ) -> None:
     """Compare an exported model with its source, which is opened: see :func:`compare_outputs`."""
     with source_predictor(source, context) as expected:
-        val_batches, noise = list(val_inputs(context)), noise_of(source, context)
+        val_batches, noise = list(val_inputs(context, source)), noise_of(source, context)
         compare_outputs(source, expected, exported, val_batches, limits, operators, noise)
 
 
@@ -171,11 +171,11 @@ class KindOutputs(NamedTuple):
 
 
 def outputs_by_kind(
-    expected: Predictor, exported: Predictor, signature: Signature, context: Context
+    expected: Predictor, exported: Predictor, source: Artifact, context: Context
 ) -> Iterator[KindOutputs]:
     """Yield what two models answer to each kind of input."""
-    expected, exported = (accept_any_batch(p, signature) for p in (expected, exported))
-    for kind, inputs in parity_inputs(signature, list(val_inputs(context))):
+    expected, exported = (accept_any_batch(p, source.signature) for p in (expected, exported))
+    for kind, inputs in parity_inputs(source.signature, list(val_inputs(context, source))):
         outputs: Tensors = ()
         answers: Tensors = ()
         refusal: Exception | None = None

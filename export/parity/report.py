@@ -189,7 +189,7 @@ def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> st
     rows, kind, total = [], "", -1.0
     inputs: Tensors = ()
     compared_kinds = outputs_by_kind(
-        parity.expected, parity.exported, parity.source.signature, parity.context
+        parity.expected, parity.exported, parity.source, parity.context
     )
     for compared in compared_kinds:
         error_here = -1.0 if compared.refusal else compared.error
@@ -259,7 +259,9 @@ class RefusedFile:
 def search_refused(parity: ParityContext, kept: RefusedFile, deadline: float) -> WrongLayer | None:
     """Search for the first wrong layer of a refused file; report and script are written anew."""
     report, limits = kept.report, kept.facts.get("axis_limits")
-    kinds = parity_inputs(parity.source.signature, [*val_inputs(parity.context)], limits)
+    kinds = parity_inputs(
+        parity.source.signature, [*val_inputs(parity.context, parity.source)], limits
+    )
     inputs = next((x for kind, x in kinds if kind == report["searched_on"]), None)
     if inputs is None:
         raise ArtifactInvalid(

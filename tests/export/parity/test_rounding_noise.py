@@ -18,7 +18,7 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.exporter import ALLOWED
 from compress.export.onnx.stage import ExportOnnx
-from compress.export.parity import arithmetic_error
+from compress.export.parity import arithmetic_error, sample_parity
 from compress.export.parity.arithmetic_error import (
     LARGEST_SPREAD,
     Float64Reference,
@@ -26,10 +26,13 @@ from compress.export.parity.arithmetic_error import (
     is_quantizer,
 )
 from compress.export.parity.sample_parity import (
+    FEWEST_SAMPLES,
     QUANTIZED,
+    SAMPLES,
     SampleErrors,
     check_on_samples,
     limits_of_noise,
+    val_inputs,
 )
 from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import EXACT_BITS, network
@@ -201,3 +204,15 @@ def test_a_resnet_50_of_seeded_weights_passes_and_a_shifted_one_does_not(tmp_pat
     wrong, noise = changed(graph, FAULTS["zero point off by 10"], 1), RoundingNoise(graph, context)
     with graph.open() as expected, pytest.raises(StageFailed, match=r"of their spread"):
         check_on_samples(expected, wrong, [(x,) for x in images.split(32)], QUANTIZED, noise)
+
+
+def test_a_bounded_number_of_samples_is_read_and_fewer_for_a_dear_graph(
+    nets: tuple[GraphModel, EagerModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [(torch.zeros(4), torch.tensor(0))] * (SAMPLES + 50)
+    context = Context(tmp_path, data=Splits({"val": samples}, batch_size=100))
+    assert [sum(len(x) for (x,) in val_inputs(context, net)) for net in nets] == [SAMPLES] * 2
+    monkeypatch.setattr(sample_parity, "LARGEST_MACS", 1)
+    read = [sum(len(x) for (x,) in val_inputs(context, net)) for net in nets]
+    assert read == [FEWEST_SAMPLES, SAMPLES]
+    assert [*val_inputs(Context(tmp_path), nets[0])] == []

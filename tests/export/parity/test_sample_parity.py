@@ -4,16 +4,12 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
-from compress.data.splits import Splits
 from compress.export.parity.compare import check_axis_sizes
 from compress.export.parity.sample_parity import (
     FLOAT,
     QUANTIZED,
-    SAMPLES,
     Tolerance,
     check_on_samples,
-    val_inputs,
 )
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
@@ -166,11 +162,3 @@ def test_nan_in_both_is_reported_and_nan_alone_is_refused(caplog: pytest.LogCapt
         check_on_samples(nothing, nothing, BATCHES)
     with pytest.raises(StageFailed, match="all answers of the source are infinite or NaN"):
         check_axis_sizes(nothing, nothing, ROWS)
-
-
-def test_a_bounded_number_of_samples_is_read(tmp_path: object) -> None:
-    samples = [(torch.zeros(4), torch.tensor(0))] * (SAMPLES + 50)
-    data = Splits({"val": samples}, batch_size=100)
-    context = Context(root=tmp_path, data=data)  # type: ignore[arg-type]
-    assert sum(len(x) for (x,) in val_inputs(context)) == SAMPLES
-    assert list(val_inputs(Context(root=tmp_path))) == []  # type: ignore[arg-type]

@@ -205,7 +205,7 @@ def test_a_wrong_output_is_reported_with_the_sizes_of_its_inputs(
     model: EagerModel, tmp_path: Path
 ) -> None:
     sizes = {"batch": (1, 8, 32)}
-    batches = [*val_inputs(Context(root=tmp_path, data=samples(images())))]
+    batches = [*val_inputs(Context(root=tmp_path, data=samples(images())), model)]
     with model.open() as right:
         check_engine(model, right, right, sizes, batches)
 
