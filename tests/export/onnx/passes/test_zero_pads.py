@@ -38,7 +38,8 @@ def model_of(
     text = f"""
     <ir_version: 10, opset_import: ["" : 20]>
     padded (float[batch, 4, height, width] x) => ({typed})
-    <int64[4] axes = {{0, 1, 3, 2}}, int64[8] cells = {{{", ".join(map(str, cells))}}}, float fill = {{{fill}}},
+    <int64[4] axes = {{0, 1, 3, 2}},
+     int64[8] cells = {{{", ".join(map(str, cells))}}}, float fill = {{{fill}}},
      float scale = {{0.03125}}, uint8 zero = {{100}}, float half = {{0.015625}}, uint8 low = {{90}}>
     {{ {body} }}
     """
