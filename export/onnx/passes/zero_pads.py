@@ -27,7 +27,8 @@ def fold_zero_pads_(model: ir.Model) -> None:
     # torch's exporter folds a Pad that a Conv reads at once, but none before integers, and
     # onnxruntime 1.32 computes such a Pad in float, between two conversions. In integers a Conv
     # pads with the zero point, which is what 0.0 is rounded to: no output changes.
-    # From the last on, so that a Pad that another one reads is folded after it.
+    #
+    # From the last on: a Pad that another Pad reads is read by a Conv once that one is folded.
     for pad in reversed([node for node in model.graph if node.op_type == "Pad"]):
         cells, source, (padded,) = _spatial_zeros(pad), pad.inputs[0], pad.outputs
         convolutions = _convolutions(padded)
