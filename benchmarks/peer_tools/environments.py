@@ -108,5 +108,5 @@ def cost_of(command: list[Any], folder: Path) -> Cost | str:
         )
         if done.returncode:
             written = done.stderr.strip() or done.stdout.strip() or "no message"
-            return written.splitlines()[-1][:100]
+            return written.splitlines()[-1][:160]
         return Cost(*json.loads(result.read_text()))

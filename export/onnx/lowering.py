@@ -33,6 +33,7 @@ from compress.export.onnx.passes.matmul_nbits import use_packed_weights
 from compress.export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
 from compress.export.onnx.passes.rnn import lower_quantized_rnns_
 from compress.export.onnx.passes.stored_integers import INT4_OPSET, has_four_bit_weights
+from compress.export.onnx.passes.zero_pads import fold_zero_pads_
 from compress.graph.axis_bounds import dynamic_shapes
 from compress.graph.library_cache import cached_composite_ops, patched_attribute
 from compress.graph.rnn import any_sequence_length
@@ -117,6 +118,7 @@ def lower(
     name_values_(model, inputs | outputs)
     lower_quantized_rnns_(model)
     fuse_integer_products_(model)
+    fold_zero_pads_(model)
     separate_float_layers_(model)
     separate_shared_integers_(model)
     if half:
