@@ -11,6 +11,7 @@ from compress.common.errors import GateRefused, StageFailed
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines import Pipeline
 from compress.pipelines.results.schema import Report
+from compress.pipelines.runner import run_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,3 +103,20 @@ def test_a_graph_whose_export_fails_answers_itself(
     report = Report.read(tmp_path / "run" / "out")
     assert [(s.name, s.answered_by, s.status) for s in report.stages] == [("int8", "", "passed")]
     assert [f.name for f in report.failures] == ["onnx"]
+
+
+def test_a_cached_file_answers_only_once_it_was_compared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StageFailed("wrong on this machine")
+
+    run(tmp_path / "run", 60, "source")
+    monkeypatch.setattr(ExportOnnx, "check_parity", fail)
+    file = tmp_path / "run" / "small.yaml"
+    # Another machine with the same store: all is measured anew, and nothing made.
+    monkeypatch.setattr(run_state, "machine", lambda: {"processor": "another"})
+    with pytest.raises(StageFailed, match="wrong on this machine"):
+        Pipeline.from_yaml(file).run(tmp_path / "run" / "out", measured="none")
+    report = Report.read(tmp_path / "run" / "out")
+    assert [(s.name, s.answered_by, s.cached) for s in report.stages] == [("int8", "", True)]
