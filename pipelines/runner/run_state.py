@@ -179,7 +179,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.outcome = RunOutcome(self.plan, self.emit)
-        self.exports = StoredExports(self.store)
+        self.exports = StoredExports(self.store, self.judging_part)
         # On the disk of the store: temporary files may be in memory.
         self.answers = KeptAnswers(self.store.root / WORK)
 
