@@ -8,6 +8,7 @@ what they are now. :func:`is_self_contained` says of which data that holds; othe
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import re
@@ -59,6 +60,10 @@ UNREPEATABLE_CODE = re.compile(
 )
 """Code that may draw from a generator which is seeded anew in each process, or that changes what
 code after it sees."""
+HASH_ORDERED = frozenset(("frozenset", "hash", "id", "set"))
+"""Builtins that may answer otherwise in each process: Python salts the hashes of strings."""
+MOST_BYTES = 2**28
+"""Of data that are remembered: they are made twice at a time in memory, to compare both."""
 MOST_CHECKS = 64
 """Pipeline files of which the outcome of `compress check` is kept."""
 VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
@@ -161,18 +166,18 @@ def is_self_contained(data: Splits) -> bool:
 
     from compress.data.fingerprint import in_memory_tensors
 
-    source, recorded = data.source, data.recorded
-    plain = (
-        in_memory_tensors(dataset) is not None
-        and type(dataset).__getitem__ is TensorDataset.__getitem__
-        for dataset in data.datasets.values()
-    )
+    source, recorded, size = data.source, data.recorded, 0
+    for dataset in data.datasets.values():
+        tensors = in_memory_tensors(dataset)
+        if tensors is None or type(dataset).__getitem__ is not TensorDataset.__getitem__:
+            return False
+        size += sum(tensor.nbytes for tensor in tensors)
     if (
         source is None
         or recorded.untracked
         or recorded.written
         or data.loading.collate_fn
-        or not all(plain)
+        or size > MOST_BYTES
     ):
         return False
     own = [Path(file) for file in recorded.files if file.endswith(".py")]
@@ -181,7 +186,7 @@ def is_self_contained(data: Splits) -> bool:
     if (
         not local_sources(source.factory, source.folder)
         or names - REPEATABLE_MODULES
-        or any(UNREPEATABLE_CODE.search(file.read_bytes()) for file in own if file.is_file())
+        or any(_may_vary(file.read_bytes()) for file in own if file.is_file())
     ):
         return False
     try:
@@ -191,6 +196,15 @@ def is_self_contained(data: Splits) -> bool:
         return False
     same: bool = again.parts["splits"] == data.contents().parts["splits"]
     return same
+
+
+def _may_vary(code: bytes) -> bool:
+    """Whether the user's code may make other data in another process."""
+    return bool(UNREPEATABLE_CODE.search(code)) or any(
+        isinstance(node, ast.Set | ast.SetComp)
+        or (isinstance(node, ast.Name) and node.id in HASH_ORDERED)
+        for node in ast.walk(ast.parse(code))
+    )
 
 
 @dataclass(frozen=True)
