@@ -57,7 +57,7 @@ def release_freed_memory() -> None:
 def memory_as_deployed() -> Iterator[None]:
     """Allocate in a block as a process that serves the model does, as its latency is measured.
 
-    Models that PyTorch calls would seem faster (MobileNetV2, one image: 22 instead of 34 ms).
+    Models that PyTorch calls would seem faster otherwise.
     """
     libc = _glibc()
     if not _keeps or libc is None:
