@@ -193,6 +193,9 @@ class RunState:
         data: Any = self.data
         if isinstance(data, RememberedSplits):
             self.data = data.loaded
+            own = {id(data): id(self.data)}  # by which keys know the data
+            known = [*self.scores.items()]
+            self.scores.update({tuple(own.get(k, k) for k in key): s for key, s in known})
 
     @property
     def fingerprint(self) -> str | None:

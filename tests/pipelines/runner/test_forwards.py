@@ -81,6 +81,28 @@ def test_each_form_answers_once_for_a_sample_and_the_file_for_its_graph(
     assert [s.verdicts for s in again.stages] == [s.verdicts for s in report.stages]
 
 
+@pytest.mark.slow
+def test_scores_of_cached_stages_are_known_once_another_stage_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StageFailed("no file today")
+
+    (tmp_path / "nets.py").write_text(NETS)
+    file = tmp_path / "small.yaml"
+    # Without the gates that compare outputs.
+    lines = FILE.format(val=60, against="source", points=50).splitlines()[:-2]
+    file.write_text("\n".join(lines))
+    for _ in range(2):  # libraries set variables when they are imported: the data are read again
+        with monkeypatch.context() as patch, pytest.raises(StageFailed, match="no file today"):
+            patch.setattr(ExportOnnx, "prove", fail)
+            Pipeline.from_yaml(file).run(tmp_path / "out")
+    before = counted()
+    report = Pipeline.from_yaml(file).run(tmp_path / "out")
+    assert [stage.cached for stage in report.stages] == [True, False]
+    assert counted()["forwards.eager.rows"] == before["forwards.eager.rows"]
+
+
 def test_a_refused_graph_leaves_no_export(tmp_path: Path) -> None:
     with pytest.raises(GateRefused):
         run(tmp_path / "run", 60, "source", points=-99)
