@@ -156,8 +156,8 @@ def remember(
         write_state(file, key, kept.model_dump(mode="json"))
 
 
-def is_self_contained(data: Splits) -> bool:
-    """Whether only recorded files, variables and packages decide the data.
+def is_self_contained(data: Splits, contents: Contents) -> bool:
+    """Whether only recorded files, variables and packages decide the data of these contents.
 
     They are plain tensors that the user's own code made, from files that Python opened, and a
     second call of newly imported code makes the same ones.
@@ -194,7 +194,7 @@ def is_self_contained(data: Splits) -> bool:
             again = source.load().contents()
     except Exception:  # noqa: BLE001 - code that runs once alone: it is run by the next run as well
         return False
-    same: bool = again.parts["splits"] == data.contents().parts["splits"]
+    same: bool = again.parts["splits"] == contents.parts["splits"]
     return same
 
 
@@ -338,7 +338,7 @@ class Inputs:
     ) -> None:
         """Let the next run remember them, if only what was recorded decides them."""
         recorded, data, loss = self.recorded, self.data, self.plan.loss
-        if recorded is None or data is None or not is_self_contained(data):
+        if recorded is None or data is None or not is_self_contained(data, contents):
             return
         facts = DataFacts(
             inputs=self.pipeline.model.inputs or (),
@@ -394,7 +394,7 @@ def checked_model(pipeline: PipelineConfig) -> CheckedModel:
     with recording() as recorded:
         signature, summary, data = check_model(pipeline)
     result = CheckedModel(signature=signature, summary=summary)
-    if data is None or is_self_contained(data):
+    if data is None or is_self_contained(data, data.contents()):
         remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
         with suppress(OSError):  # another check may have removed the same ones
             by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
