@@ -211,22 +211,13 @@ def _may_vary(code: bytes) -> bool:
 class RememberedContents:
     """The part of :class:`compress.data.fingerprint.Contents` that lookups in the store need."""
 
-    known: DataFacts
+    parts: dict[str, Any]
+    fingerprint: str
     load: Callable[[], Contents]
     sampled: tuple[str, ...] = ()
     unrepeatable: frozenset[str] = frozenset()
     cached: frozenset[str] = frozenset()
     streams: Mapping[str, str | None] = field(default_factory=dict)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """Part of a cache key: how the data are made, and a digest of each split."""
-        return self.known.parts
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the parts."""
-        return self.known.fingerprint
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.load(), name)
@@ -295,7 +286,8 @@ class RememberedSplits:
 
     def contents(self) -> RememberedContents:
         """Return what the data depend on."""
-        return RememberedContents(self.facts, lambda: self.loaded.contents())
+        parts, fingerprint = self.facts.parts, self.facts.fingerprint
+        return RememberedContents(parts, fingerprint, lambda: self.loaded.contents())
 
     def split(self, name: str) -> Any:
         """Return a dataset of which the length is known."""
