@@ -82,7 +82,8 @@ class KeptAnswers:
             try:
                 yield answer
             finally:
-                answers.forget_frames()
+                for error in answers.errors.values():
+                    error.__traceback__ = None  # its frames would keep the model in memory
         self._drop_oldest()
 
     def has_room(self, artifact: Artifact, device: str, threads: int) -> bool:
@@ -125,7 +126,7 @@ class _Answers:
         self._batches: dict[bytes, tuple[_StoredTensor, ...]] = {}
         self._rows: dict[bytes, tuple[tuple[_StoredTensor, ...], int]] = {}
         """Of a row: its batch's outputs, and its number in the batch."""
-        self._errors: dict[bytes, Exception] = {}
+        self.errors: dict[bytes, Exception] = {}
         self._recorded = Recording()
         """What user code read while the model was opened and called."""
 
@@ -139,10 +140,12 @@ class _Answers:
         """Return the outputs that are kept for inputs, else those that the loaded model returns."""
         rows = _row_hashes(inputs)
         key = _joint_hash(inputs, rows)
-        if keep_errors and key in self._errors:
-            raise self._errors[key]
-        outputs = self._read_batch(key)
-        if outputs is None and by_row:
+        if keep_errors and key in self.errors:
+            raise self.errors[key]
+        outputs = None
+        if key in self._batches:
+            outputs = tuple(self._read(*tensor) for tensor in self._batches[key])
+        elif by_row:
             outputs = self._read_rows(rows)
         if outputs is not None:
             # The measurement depends on what the model's code read, as if it had called it itself.
@@ -154,7 +157,7 @@ class _Answers:
                 outputs = predict(*inputs)
             except Exception as error:
                 if keep_errors:
-                    self._errors[key] = error
+                    self.errors[key] = error
                 raise
         self._recorded.add(recorded)
         try:
@@ -163,11 +166,6 @@ class _Answers:
         except OSError:  # no room on the disk
             self.is_full = True
         return outputs
-
-    def forget_frames(self) -> None:
-        """Drop the tracebacks of errors, whose frames would keep the model in memory."""
-        for error in self._errors.values():
-            error.__traceback__ = None
 
     def _keep(self, key: bytes, rows: list[bytes], outputs: Tensors) -> None:
         import torch
@@ -194,10 +192,6 @@ class _Answers:
             self._batches[key] = place = tuple(stored)
         if rows and all(t.dim() and len(t) == len(rows) for t in contents):
             self._rows |= {row: (place, i) for i, row in enumerate(rows)}
-
-    def _read_batch(self, key: bytes) -> Tensors | None:
-        place = self._batches.get(key)
-        return None if place is None else tuple(self._read(*tensor) for tensor in place)
 
     def _read_rows(self, rows: list[bytes]) -> Tensors | None:
         import torch

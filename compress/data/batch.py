@@ -57,7 +57,7 @@ class Batch:
         """Yield batches of fewer rows whose inputs have at most so many bytes, or one row."""
         rows, size = len(self), sum(x.nbytes for x in self.inputs)
         step = max(1, most_bytes * rows // max(size, 1))
-        if step >= rows or any(len(x) != rows for x in self.inputs if x.ndim):
+        if step >= rows or any(not x.ndim or len(x) != rows for x in self.inputs):
             yield self
             return
         for first in range(0, rows, step):

@@ -67,7 +67,7 @@ class FinishedRun:
                 f"({report.lock.get('file')}); run the file again"
             )
         pipeline = Pipeline.from_yaml(command[2])
-        _, state = preview_state(pipeline, out, RunOptions(progress=progress))
+        _, state = preview_state(pipeline, out, RunOptions(judge=report.judged, progress=progress))
         state.progress = progress
         return cls(out, report, pipeline, state)
 
@@ -77,7 +77,9 @@ class FinishedRun:
         Raises:
             ArtifactInvalid: there is no report.
         """
-        options = RunOptions(cache=self.out / ".store", progress=self.state.progress)
+        options = RunOptions(
+            cache=self.out / ".store", judge=self.report.judged, progress=self.state.progress
+        )
         _, state = preview_state(pipeline, out, options)
         state.progress = self.state.progress
         return FinishedRun(out, Report.read(out), pipeline, state)

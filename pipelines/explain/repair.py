@@ -239,9 +239,9 @@ class RepairSearch:
 
     def _run(self, pipeline: Pipeline, folder: Path) -> tuple[Report | None, str]:
         """Run a pipeline; return its report, None where there is none, and why it did not pass."""
-        cache, progress = self.run.out / STORE, self.run.state.progress
+        cache, judge = self.run.out / STORE, self.run.report.judged
         # What is chosen by its score on `test` would be worse on other samples.
-        options = RunOptions(cache=cache, test=False, progress=progress)
+        options = RunOptions(cache=cache, test=False, judge=judge, progress=self.run.state.progress)
         try:
             return pipeline.run(folder, options), ""
         except CompressError as failed:

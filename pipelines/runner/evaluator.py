@@ -94,16 +94,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
     name = planned.name
     model, artifact = state.artifacts[planned.input], state.artifacts[name]
     context, cache = state.context(name), MeasurementCache(state.entries[name], artifact)
-
-    def check_parity() -> bool:
-        if lookup.cached:  # a stage that has just run has done so itself
-            planned.stage.check_parity(model, artifact, context)
-        return True
-
-    with name_stage_in_errors(name, state.out):
-        # The number goes up where more is compared.
-        key = {"proved against its input": 2, **state.measurement_conditions()}
-        cache.get_or_measure(key, check_parity, bool, bool)
+    check_parity(state, planned, lookup, cache)
     # Before its gates: what they refuse is kept for a look, too.
     publish(artifact, state.out / "artifacts" / name)
     # Gates and measurements open the model once.
@@ -116,6 +107,8 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         else:
             measurements = measure_artifact(state, name, cache)
     moved = _moved_outputs(state, planned, measurements)
+    reads_outputs = any(gate.depends_on_batch for gate in planned.stage.gates)
+    is_called = measurements.metric is not None or reads_outputs
     others = [] if reads_all_outputs(state.plan, planned) else artifact.signature.outputs[1:]
     read_by_gates = {name for verdict in verdicts for name in verdict.outputs}
     return StageReport(
@@ -130,7 +123,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         judged_seconds=cache.seconds,
         artifact=ArtifactReport.from_artifact(artifact, f"artifacts/{name}"),
         measurements=measurements,
-        answered_by=state.exported_as.get(name, ""),
+        answered_by=state.exported_as.get(name, "") if is_called else "",
         unread_outputs={
             o.name: moved[o.name] for o in others if o.name in {*moved} - read_by_gates
         },
@@ -138,6 +131,24 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         operators=() if lookup.cached else read_operator_tables(state.out / "profiles", name),
         verdicts=verdicts,
     )
+
+
+def check_parity(
+    state: RunState, planned: PlannedStage, lookup: CacheLookup, cache: MeasurementCache
+) -> None:
+    """Compare a cached artifact with its input on the data of this run, unless that was done."""
+    name = planned.name
+    model, artifact, context = state.artifacts[planned.input], cache.artifact, state.context(name)
+
+    def check() -> bool:
+        if lookup.cached:  # a stage that has just run has done so itself
+            planned.stage.check_parity(model, artifact, context)
+        return True
+
+    with name_stage_in_errors(name, state.out):
+        # The number goes up where more is compared.
+        key = {"proved against its input": 2, **state.measurement_conditions()}
+        cache.get_or_measure(key, check, bool, bool)
 
 
 def _moved_outputs(

@@ -28,6 +28,7 @@ from compress.pipelines.runner.cache_keys import (
 from compress.pipelines.runner.evaluator import (
     MeasurementCache,
     batch_dependence,
+    check_parity,
     evaluate_stage,
     measure_artifact,
     score_of,
@@ -178,8 +179,12 @@ class PipelineExecutor:
             return
         state.outcome.current = export.name
         try:
-            self.ahead[export.name] = self.find_or_run(export)
-            batch_dependence(state, export.name)
+            lookup = self.ahead[export.name] = self.find_or_run(export)
+            cache = MeasurementCache(lookup.entry, state.artifacts[export.name])
+            with state.profiler.section(export.name, "evaluation"):
+                # Before it answers: a cached file was compared on what may be other data.
+                check_parity(state, export, lookup, cache)
+                batch_dependence(state, export.name, cache)
         except CompressError as error:
             if signals.exit_code():  # the error is a consequence of it
                 raise

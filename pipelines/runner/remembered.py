@@ -8,6 +8,7 @@ what they are now. :func:`is_self_contained` says of which data that holds; othe
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import re
@@ -59,6 +60,10 @@ UNREPEATABLE_CODE = re.compile(
 )
 """Code that may draw from a generator which is seeded anew in each process, or that changes what
 code after it sees."""
+HASH_ORDERED = frozenset(("frozenset", "hash", "id", "set"))
+"""Builtins that may answer otherwise in each process: Python salts the hashes of strings."""
+MOST_BYTES = 2**28
+"""Of data that are remembered: they are made twice at a time in memory, to compare both."""
 MOST_CHECKS = 64
 """Pipeline files of which the outcome of `compress check` is kept."""
 VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
@@ -151,8 +156,8 @@ def remember(
         write_state(file, key, kept.model_dump(mode="json"))
 
 
-def is_self_contained(data: Splits) -> bool:
-    """Whether only recorded files, variables and packages decide the data.
+def is_self_contained(data: Splits, contents: Contents) -> bool:
+    """Whether only recorded files, variables and packages decide the data of these contents.
 
     They are plain tensors that the user's own code made, from files that Python opened, and a
     second call of newly imported code makes the same ones.
@@ -161,18 +166,18 @@ def is_self_contained(data: Splits) -> bool:
 
     from compress.data.fingerprint import in_memory_tensors
 
-    source, recorded = data.source, data.recorded
-    plain = (
-        in_memory_tensors(dataset) is not None
-        and type(dataset).__getitem__ is TensorDataset.__getitem__
-        for dataset in data.datasets.values()
-    )
+    source, recorded, size = data.source, data.recorded, 0
+    for dataset in data.datasets.values():
+        tensors = in_memory_tensors(dataset)
+        if tensors is None or type(dataset).__getitem__ is not TensorDataset.__getitem__:
+            return False
+        size += sum(tensor.nbytes for tensor in tensors)
     if (
         source is None
         or recorded.untracked
         or recorded.written
         or data.loading.collate_fn
-        or not all(plain)
+        or size > MOST_BYTES
     ):
         return False
     own = [Path(file) for file in recorded.files if file.endswith(".py")]
@@ -181,7 +186,7 @@ def is_self_contained(data: Splits) -> bool:
     if (
         not local_sources(source.factory, source.folder)
         or names - REPEATABLE_MODULES
-        or any(UNREPEATABLE_CODE.search(file.read_bytes()) for file in own if file.is_file())
+        or any(_may_vary(file.read_bytes()) for file in own if file.is_file())
     ):
         return False
     try:
@@ -189,30 +194,30 @@ def is_self_contained(data: Splits) -> bool:
             again = source.load().contents()
     except Exception:  # noqa: BLE001 - code that runs once alone: it is run by the next run as well
         return False
-    same: bool = again.parts["splits"] == data.contents().parts["splits"]
+    same: bool = again.parts["splits"] == contents.parts["splits"]
     return same
+
+
+def _may_vary(code: bytes) -> bool:
+    """Whether the user's code may make other data in another process."""
+    return bool(UNREPEATABLE_CODE.search(code)) or any(
+        isinstance(node, ast.Set | ast.SetComp)
+        or (isinstance(node, ast.Name) and node.id in HASH_ORDERED)
+        for node in ast.walk(ast.parse(code))
+    )
 
 
 @dataclass(frozen=True)
 class RememberedContents:
     """The part of :class:`compress.data.fingerprint.Contents` that lookups in the store need."""
 
-    known: DataFacts
+    parts: dict[str, Any]
+    fingerprint: str
     load: Callable[[], Contents]
     sampled: tuple[str, ...] = ()
     unrepeatable: frozenset[str] = frozenset()
     cached: frozenset[str] = frozenset()
     streams: Mapping[str, str | None] = field(default_factory=dict)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """Part of a cache key: how the data are made, and a digest of each split."""
-        return self.known.parts
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the parts."""
-        return self.known.fingerprint
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.load(), name)
@@ -281,7 +286,8 @@ class RememberedSplits:
 
     def contents(self) -> RememberedContents:
         """Return what the data depend on."""
-        return RememberedContents(self.facts, lambda: self.loaded.contents())
+        parts, fingerprint = self.facts.parts, self.facts.fingerprint
+        return RememberedContents(parts, fingerprint, lambda: self.loaded.contents())
 
     def split(self, name: str) -> Any:
         """Return a dataset of which the length is known."""
@@ -324,7 +330,7 @@ class Inputs:
     ) -> None:
         """Let the next run remember them, if only what was recorded decides them."""
         recorded, data, loss = self.recorded, self.data, self.plan.loss
-        if recorded is None or data is None or not is_self_contained(data):
+        if recorded is None or data is None or not is_self_contained(data, contents):
             return
         facts = DataFacts(
             inputs=self.pipeline.model.inputs or (),
@@ -380,7 +386,7 @@ def checked_model(pipeline: PipelineConfig) -> CheckedModel:
     with recording() as recorded:
         signature, summary, data = check_model(pipeline)
     result = CheckedModel(signature=signature, summary=summary)
-    if data is None or is_self_contained(data):
+    if data is None or is_self_contained(data, data.contents()):
         remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
         with suppress(OSError):  # another check may have removed the same ones
             by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)

@@ -211,21 +211,13 @@ def preview_run(
     pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
 ) -> dict[str, str]:
     """Return for each stage `cached`, or why it would run; nothing is run."""
-    return _preview(pipeline, out, options)[0]
+    return preview_state(pipeline, out, options, loaded=False)[0]
 
 
 def preview_state(
-    pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
+    pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS, *, loaded: bool = True
 ) -> tuple[dict[str, str], RunState]:
     """Return what :func:`preview_run` does, and the state of a run that holds what is cached."""
-    actions, state = _preview(pipeline, out, options)
-    state.load_data()
-    return actions, state
-
-
-def _preview(
-    pipeline: PipelineConfig, out: Path, options: RunOptions
-) -> tuple[dict[str, str], RunState]:
     remote = _open_remote(options.store, lambda line: None)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     store = Store(
@@ -258,6 +250,8 @@ def _preview(
             actions[planned.name] = f"runs ({why})"
         else:
             preview(planned.name, stage_key_parts(state, planned))
+    if loaded:
+        state.load_data()
     return actions, state
 
 

@@ -179,7 +179,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.outcome = RunOutcome(self.plan, self.emit)
-        self.exports = StoredExports(self.store)
+        self.exports = StoredExports(self.store, self.judging_part)
         # On the disk of the store: temporary files may be in memory.
         self.answers = KeptAnswers(self.store.root / WORK)
 
@@ -193,6 +193,9 @@ class RunState:
         data: Any = self.data
         if isinstance(data, RememberedSplits):
             self.data = data.loaded
+            own = {id(data): id(self.data)}  # by which keys know the data
+            known = [*self.scores.items()]
+            self.scores.update({tuple(own.get(k, k) for k in key): s for key, s in known})
 
     @property
     def fingerprint(self) -> str | None:

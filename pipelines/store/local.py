@@ -35,7 +35,7 @@ from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from compress.data.fingerprint import Contents
     from compress.pipelines.store.remote import Remote
@@ -349,16 +349,17 @@ def _counted(hashes: bytes) -> Counter[bytes]:
 class StoredExports(ExportCache):
     """Exports by everything that decides them: model and runtime, versions, and the machine."""
 
-    def __init__(self, store: Store) -> None:
-        """Use a store."""
+    def __init__(self, store: Store, judging: Mapping[str, str]) -> None:
+        """Use a store; `judging` sets apart what a quick run compared on fewer samples."""
         super().__init__()
-        self.store = store
+        self.store, self.judging = store, judging
 
     def _find_or_write(self, key: str, write: Callable[[Path], Artifact]) -> Artifact:
         parts: dict[str, Any] = {
             "uncompressed": key,
             "versions": versions(),
             "machine": machine(),  # compiled code is for one kind of processor
+            **self.judging,
         }
         entry = self.store.entry(parts)
         found = self.store.get(entry)

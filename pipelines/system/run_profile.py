@@ -85,7 +85,9 @@ class Profiler:
             yield
         finally:
             parts = self._stages.setdefault(stage, {})
-            parts[part] = _sum(parts.get(part, {}), _difference(start, _now()))
+            total = Counter(parts.get(part, {}))
+            total.update(_difference(start, _now()))
+            parts[part] = dict(total)
 
     def profile(self) -> RunProfile | None:
         """Return what was counted so far; None where it is off."""
@@ -137,12 +139,6 @@ def _cpu_seconds() -> float:
 def _difference(start: dict[str, float], end: dict[str, float]) -> dict[str, float]:
     changes = {name: value - start.get(name, 0) for name, value in end.items()}
     return {name: round(value, 2) for name, value in changes.items() if value}
-
-
-def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    total = Counter(one)
-    total.update(other)
-    return dict(total)
 
 
 def _readable(what: str, value: float) -> str:

@@ -11,6 +11,7 @@ from compress.common.errors import GateRefused, StageFailed
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines import Pipeline
 from compress.pipelines.results.schema import Report
+from compress.pipelines.runner import run_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,6 +81,28 @@ def test_each_form_answers_once_for_a_sample_and_the_file_for_its_graph(
     assert [s.verdicts for s in again.stages] == [s.verdicts for s in report.stages]
 
 
+@pytest.mark.slow
+def test_scores_of_cached_stages_are_known_once_another_stage_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StageFailed("no file today")
+
+    (tmp_path / "nets.py").write_text(NETS)
+    file = tmp_path / "small.yaml"
+    # Without the gates that compare outputs.
+    lines = FILE.format(val=60, against="source", points=50).splitlines()[:-2]
+    file.write_text("\n".join(lines))
+    for _ in range(2):  # libraries set variables when they are imported: the data are read again
+        with monkeypatch.context() as patch, pytest.raises(StageFailed, match="no file today"):
+            patch.setattr(ExportOnnx, "prove", fail)
+            Pipeline.from_yaml(file).run(tmp_path / "out")
+    before = counted()
+    report = Pipeline.from_yaml(file).run(tmp_path / "out")
+    assert [stage.cached for stage in report.stages] == [True, False]
+    assert counted()["forwards.eager.rows"] == before["forwards.eager.rows"]
+
+
 def test_a_refused_graph_leaves_no_export(tmp_path: Path) -> None:
     with pytest.raises(GateRefused):
         run(tmp_path / "run", 60, "source", points=-99)
@@ -102,3 +125,20 @@ def test_a_graph_whose_export_fails_answers_itself(
     report = Report.read(tmp_path / "run" / "out")
     assert [(s.name, s.answered_by, s.status) for s in report.stages] == [("int8", "", "passed")]
     assert [f.name for f in report.failures] == ["onnx"]
+
+
+def test_a_cached_file_answers_only_once_it_was_compared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StageFailed("wrong on this machine")
+
+    run(tmp_path / "run", 60, "source")
+    monkeypatch.setattr(ExportOnnx, "check_parity", fail)
+    file = tmp_path / "run" / "small.yaml"
+    # Another machine with the same store: all is measured anew, and nothing made.
+    monkeypatch.setattr(run_state, "machine", lambda: {"processor": "another"})
+    with pytest.raises(StageFailed, match="wrong on this machine"):
+        Pipeline.from_yaml(file).run(tmp_path / "run" / "out", measured="none")
+    report = Report.read(tmp_path / "run" / "out")
+    assert [(s.name, s.answered_by, s.cached) for s in report.stages] == [("int8", "", True)]

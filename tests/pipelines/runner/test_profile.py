@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from compress.common import atomic_files
 from compress.common.counts import counted
 from compress.common.forward import count_forwards
 from compress.pipelines import Pipeline
@@ -26,6 +27,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Report:
     (folder / "p.yaml").write_text(FILE)
     one = Latency(batch=1, p50=1, p95=1, p50_interval=(1, 1), p95_interval=(1, 1), outliers=0)
     with pytest.MonkeyPatch.context() as patch:
+        # Files that have just been written are hashed again while they may change unnoticed.
+        patch.setattr(atomic_files, "RACY_SECONDS", -1.0)
         # How often calls are timed depends on how long they take.
         patch.setattr(benchmark, "compare_latency", lambda *_, **__: Comparison(one, one, (1.0,)))
         return Pipeline.from_yaml(folder / "p.yaml").run(folder / "out", profile=True)
@@ -44,7 +47,7 @@ def test_a_run_makes_no_more_calls_traces_and_processes_than_it_did(profiled: Re
     assert stages["export_onnx"].run["forwards.onnx.rows"] <= 90
     # Two that ask for memory, and a fork of theirs.
     assert total["processes"] <= 3
-    assert total["hashed.bytes"] <= 160_000
+    assert total["hashed.bytes"] <= 150_000
 
 
 def test_the_profile_is_in_the_report_and_in_words(profiled: Report) -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from compress.core.progress import silent
+from compress.pipelines.explain.finished_run import FinishedRun
 from compress.pipelines.reporting.html import render
 from compress.pipelines.reporting.terminal_table import closing_lines
 from compress.pipelines.results.measurements import JUDGED_QUICKLY
@@ -44,6 +46,9 @@ def test_a_quick_report_says_so(judged: tuple[Project, Report], tmp_path: Path) 
     assert any(line.startswith("judged quickly: ") for line in lines)
     assert any("judged quickly: deploy" in line for line in lines)
     assert not any("not measurable" in warning for warning in report.warnings)
+    # `compress explain` finds the files that were compared quickly.
+    opened = FinishedRun.open(project.out, silent)
+    assert {stage.name for stage in report.stages} <= {*opened.state.artifacts}
     page = render(report, project.out)
     assert "Judged quickly" in page and "not measurable" not in page
 

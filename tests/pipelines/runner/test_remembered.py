@@ -57,6 +57,7 @@ def test_cached_results_need_no_data(project: Project, loads: list[str]) -> None
         ("TensorDataset(x[s], y[s])", "torch.utils.data.Subset(TensorDataset(x, y), range(9))"),
         ("def data(", "import os\nos.environ['LABELS'] = 'a'\n\ndef data("),
         ("def data(", "open('log.txt', 'w').close()\n\ndef data("),
+        ("def data(", "CLASSES = {'cat', 'dog'}  # in another order in each process\n\ndef data("),
     ],
 )
 def test_data_that_unrecorded_reads_may_decide_are_loaded(

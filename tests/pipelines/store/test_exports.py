@@ -27,8 +27,11 @@ def test_an_export_that_fails_leaves_no_folder_and_a_later_one_is_found_again(
 
     for fail in (fail_midway, lambda path: (_ for _ in ()).throw(StageFailed("no such operator"))):
         with pytest.raises(StageFailed, match="no such operator"):
-            StoredExports(Store(tmp_path)).get_or_write("onnx", fail)
+            StoredExports(Store(tmp_path), {}).get_or_write("onnx", fail)
         assert not [*tmp_path.iterdir()]
-    exported = StoredExports(Store(tmp_path)).get_or_write("onnx", written)
-    again = StoredExports(Store(tmp_path)).get_or_write("onnx", fail_midway)
+    exported = StoredExports(Store(tmp_path), {}).get_or_write("onnx", written)
+    again = StoredExports(Store(tmp_path), {}).get_or_write("onnx", fail_midway)
     assert again.digest == exported.digest
+    # A quick run compares fewer samples: neither takes the other's.
+    with pytest.raises(StageFailed, match="no such operator"):
+        StoredExports(Store(tmp_path), {"judge": "quick"}).get_or_write("onnx", fail_midway)
