@@ -79,7 +79,7 @@ class DividedByWorker(IterableDataset):
 
 @pytest.mark.multiprocess
 def test_a_stream_that_divides_itself_by_worker_is_read_whole() -> None:
-    splits = Splits({"train": DividedByWorker()}, 4, Loading(workers=3))
+    splits = Splits({"train": DividedByWorker()}, 4, Loading(workers=2))
     stream = splits.open_stream(seed=0)
     assert stream is not None
     batches = stream.read_batches([range(4), range(4, 12)], 0)
