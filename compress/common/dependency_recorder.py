@@ -3,7 +3,8 @@
 Python calls audit hooks for each `open`, imports included, reads of `os.environ` go through a
 class of this module; functions of libraries that open files in native code are wrapped.
 Only reads by user code count: code that is neither of the standard library, nor of an installed
-package, nor of this toolkit. Of the packages that it imports the versions are recorded.
+package, nor of this toolkit. Of the packages that it imports the versions are recorded. An
+installed package counts, too, if the pipeline file names a function of it.
 
 Not recorded: reads by other C extensions and other processes, the network, listings of folders and
 checks whether a file exists.
@@ -14,9 +15,11 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import stat
 import sys
 import threading
@@ -41,6 +44,7 @@ from compress.common.code_origin import (
     origin_of,
 )
 from compress.common.config import Settings
+from compress.common.requirements import DISTRIBUTION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,6 +89,8 @@ _NO_DATA = ("/proc/", "/sys/", "/dev/")
 _thread = threading.local()
 _set_here: dict[str, str | None] = {}
 """Variables that user code or this toolkit has set → their values before."""
+_referenced: set[str] = set()
+"""Folders and files of installed packages whose functions the pipeline file names."""
 _imports: dict[str, set[str]] = {}
 """File of user code → files of the modules that it imported; a second import opens no file."""
 _sources: dict[str, str | None] = {}
@@ -94,6 +100,27 @@ _IMPORTERS = frozenset(
 )
 """Files between an import and the code that asks for it."""
 _IMPORTLIB = str(Path(importlib.__file__).parent)
+
+
+def record_reads_of(target: Any) -> None:
+    """Record from now on what an installed function's or class's package opens for itself."""
+    name = getattr(target, "__module__", None) or ""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    package = name.partition(".")[0]
+    if package in sys.stdlib_module_names or not file or origin_of(file) != "other":
+        return
+    start = getattr(sys.modules.get(package), "__file__", None) or file
+    # Packages that this toolkit works with open files for it, too: of these, the one module.
+    is_whole = start.endswith("__init__.py") and package not in _own_requirements()
+    _referenced.add(start.removesuffix("__init__.py") if is_whole else file)
+
+
+@cache
+def _own_requirements() -> frozenset[str]:
+    lines: Iterable[str] = ()
+    with suppress(importlib.metadata.PackageNotFoundError):  # beside an archive's worker
+        lines = importlib.metadata.requires(DISTRIBUTION) or ()
+    return frozenset(re.split(r"[^\w-]", line)[0].lower().replace("-", "_") for line in lines)
 
 
 def note_native_readers(note: Callable[[str], None]) -> None:
@@ -484,11 +511,13 @@ def _note_open(path: Any, mode: Any, flags: int) -> None:
     # The innermost user file on the stack before a frame of this toolkit: libraries open files for
     # whoever calls them.
     frame: FrameType | None = sys._getframe(2)
+    is_referenced = False
     while frame is not None and origin_of(frame.f_code.co_filename) == "other":
+        is_referenced |= frame.f_code.co_filename.startswith((*_referenced,))
         frame = frame.f_back
-    if frame is None or origin_of(frame.f_code.co_filename) != "user":
+    if not is_referenced and (frame is None or origin_of(frame.f_code.co_filename) != "user"):
         return
-    caller = frame.f_code.co_filename
+    caller = frame.f_code.co_filename if frame else ""
     name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - links stay, as the code names them
     if name.endswith(".pyc"):
         name = importlib.util.source_from_cache(name)

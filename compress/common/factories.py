@@ -31,6 +31,7 @@ from compress.common.dependency_recorder import (
     add_to_recordings,
     changed_sources,
     imported_names,
+    record_reads_of,
     recording,
 )
 from compress.common.errors import PipelineInvalid
@@ -132,6 +133,7 @@ def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
             f"{reference!r}: module {module_name!r} ({getattr(module, '__file__', '?')}) has no "
             f"callable {attribute!r}; it has {', '.join(sorted(names)[:12]) or 'none'}"
         )
+    record_reads_of(target)
     return target  # type: ignore[no-any-return]
 
 

@@ -72,6 +72,28 @@ def test_samples_of_other_floats_are_converted(project, kind: str) -> None:
     assert project.run().status == "passed"
 
 
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [("uint8", r"permute\(2, 0, 1\).float\(\) / 255"), ("float32", r"permute\(2, 0, 1\) of each")],
+)
+def test_images_with_their_channels_last_are_named(project, kind: str, advice: str) -> None:
+    change_data(project, f"x = torch.ones(240, 8, 8, 3, dtype=torch.{kind})")
+    nets = project.folder / "nets.py"
+    layers = "nn.Conv2d(3, hidden, 8), nn.Flatten(), nn.Linear(hidden, 3)"
+    before = "nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3)"
+    nets.write_text(nets.read_text().replace(before, layers))
+    project.edit("shape: [batch, 4]", "shape: [batch, 3, 8, 8]")
+    found = rf"split 'train', {kind} \[n, 8, 8, 3\]: .*channels last, .*{advice}"
+    with pytest.raises(PipelineInvalid, match=found):
+        check_model(Pipeline.from_yaml(project.file))
+
+
+def test_check_refuses_a_training_on_two_machines_that_was_started_on_one(project) -> None:
+    project.edit("batch_size: 24", "batch_size: 24, parallel: {nodes: 2}")
+    with pytest.raises(PipelineInvalid, match=r"nodes: 2 .* run on every machine: torchrun"):
+        check_model(Pipeline.from_yaml(project.file))
+
+
 @pytest.mark.soak
 def test_what_is_no_better_than_chance_is_not_deployed(project) -> None:
     change_data(project, "y = y[torch.randperm(240, generator=generator)]")
@@ -129,3 +151,16 @@ def test_an_own_loss_that_is_no_mean_over_samples_is_named(project, loss, is_war
     project.edit("stages:", "loss: nets:own\nstages:")
     _, lines, _ = check_model(Pipeline.from_yaml(project.file))
     assert ("nets:own is no mean over samples: " in lines) is is_warned
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_own_loss_may_be_a_module(project, reduction: str) -> None:
+    with (project.folder / "nets.py").open("a") as file:
+        file.write(
+            "\n\nclass Own(nn.Module):\n    def forward(self, o, y):\n"
+            f"        return nn.functional.cross_entropy(o, y, reduction='{reduction}')\n"
+            "\n\nown = Own()\n"
+        )
+    project.edit("stages:", "loss: nets:own\nstages:")
+    _, lines, _ = check_model(Pipeline.from_yaml(project.file))
+    assert ("nets:own is no mean over samples: " in lines) is (reduction == "sum")

@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +157,45 @@ def test_a_module_imported_before_counts_for_whoever_names_it(tmp_path, monkeypa
     assert all("tables_of_ours.py" in names for names in found)
     (elsewhere / "tables_of_ours.py").write_text("A = 22\n")
     assert resolve("second_of_ours:asked", tmp_path)() == 22
+
+
+INSTALLED = """
+import numpy as np
+class Rows:
+    def __init__(self, file):
+        self.file = file
+    def __getitem__(self, index):
+        return np.load(self.file)[index]
+"""
+
+
+def test_what_an_installed_factory_opens_counts_if_it_is_named_itself(
+    file: Path, tmp_path: Path, monkeypatch
+) -> None:
+    for name in ("theirs_named", "theirs_unnamed"):
+        package = tmp_path / "site-packages" / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("from .making import make\n")
+        (package / "making.py").write_text("from .rows import Rows\ndef make(f): return Rows(f)\n")
+        (package / "rows.py").write_text(INSTALLED)
+        for module in (name, f"{name}.making", f"{name}.rows"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    rows = resolve("theirs_named:make", tmp_path / "pipeline")(file)
+    unnamed = importlib.import_module("theirs_unnamed").make(file)
+    assert read_by_toolkit(rows) == {str(file)}
+    assert read_by_toolkit(unnamed) == set()
+    torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
+    resolve("torch.nn:Linear")
+    assert read_by_toolkit(rows, partial(torch.load, tmp_path / "w.pt")) == {str(file)}
+
+
+def read_by_toolkit(rows, also=dict) -> set[str]:
+    """Return what is recorded of a thread in which no code of a user is on the stack."""
+    with recording() as found, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(itemgetter(1), rows).result() == 1
+        pool.submit(also).result()
+    return found.files
 
 
 def read_by_library(file: Path) -> None:

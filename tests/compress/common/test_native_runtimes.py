@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attack import cases_folders
+from compress import cli
 from compress.common.errors import ArtifactInvalid
 from compress.pipelines.models.exported_files import import_file, signature_of
 
@@ -26,6 +27,32 @@ def test_a_name_of_an_operator_reaches_the_terminal_in_the_message_alone(tmp_pat
     with pytest.raises(ArtifactInvalid, match="Non-zero status code"):
         import_file("onnx", file, signature_of("onnx", file), tmp_path / "sealed")
     assert capfd.readouterr().err == ""
+
+
+CALLS_IT = f"""{SESSION.partition("session.run")[0]}
+try:
+    session.run(None, {{"x": np.ones((1, 4), np.float32)}})
+except Exception as error:
+    assert "Name:'" in str(error)
+"""
+
+
+def test_onnx_runtime_writes_no_log_of_its_own_to_the_terminal(tmp_path) -> None:
+    file = cases_folders.onnx_that_writes_to_the_terminal(tmp_path)
+    command = [sys.executable, "-c", CALLS_IT, str(file)]
+    ended = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    assert ended.stderr == ended.stdout == b""
+
+
+def test_a_name_of_an_operator_is_shown_without_its_escape_sequences(tmp_path, capfd) -> None:
+    cases_folders.onnx_that_writes_to_the_terminal(tmp_path)
+    text = "version: 1\nname: p\nmodel: {file: model.onnx}\nstages: [{stage: package_triton}]\n"
+    (tmp_path / "p.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        cli.app(["check", str(tmp_path / "p.yaml")])
+    said = capfd.readouterr()
+    assert r"Name:'\x1b[2J" in said.err
+    assert "\x1b" not in said.err + said.out
 
 
 def test_control_characters_in_warnings_of_libraries_are_shown(tmp_path) -> None:

@@ -2,10 +2,11 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.data.batch import collate
+from compress.data.loader_config import Loading
 from compress.data.splits import DataReference, Splits
 
 
@@ -67,6 +68,23 @@ class Endless(IterableDataset):
 def test_what_is_no_data_is_named(datasets, found: str) -> None:
     with pytest.raises(PipelineInvalid, match=found):
         Splits(datasets)
+
+
+class DividedByWorker(IterableDataset):
+    def __iter__(self):
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        yield from ((torch.tensor([float(i)]), i) for i in range(number, 12, workers))
+
+
+@pytest.mark.multiprocess
+def test_a_stream_that_divides_itself_by_worker_is_read_whole() -> None:
+    splits = Splits({"train": DividedByWorker()}, 4, Loading(workers=2))
+    stream = splits.open_stream(seed=0)
+    assert stream is not None
+    batches = stream.read_batches([range(4), range(4, 12)], 0)
+    read = [int(label) for batch in batches for label in batch.target]
+    assert read == [*range(12)]
 
 
 def test_calibration_is_a_seeded_sample_and_never_short(blobs: Splits) -> None:
