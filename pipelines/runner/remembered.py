@@ -377,16 +377,19 @@ def checked_model(pipeline: PipelineConfig) -> CheckedModel:
 
     What is refused is not kept.
     """
-    key = key_of_inputs(pipeline)
     name = hashlib.sha256(str(Path(pipeline.file).absolute()).encode()).hexdigest()[:16]
     file = cache_folder() / "check" / f"{name}.json"
     surroundings = Surroundings(pipeline.folder, pipeline.code_folder, (), lambda line: None)
+    # The key has the weights' hash, and a hostile file may take minutes to hash: only where an
+    # earlier check found it valid, or this one has.
+    key = key_of_inputs(pipeline) if file.exists() else None
     if found := recall(file, key, surroundings):
         return CheckedModel.model_validate(found)
     with recording() as recorded:
         signature, summary, data = check_model(pipeline)
     result = CheckedModel(signature=signature, summary=summary)
     if data is None or is_self_contained(data, data.contents()):
+        key = key or key_of_inputs(pipeline)
         remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
         with suppress(OSError):  # another check may have removed the same ones
             by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
