@@ -303,8 +303,9 @@ class Context:
 
     def peak_memory(self, artifact: Artifact, batch: int) -> float:
         """Return the peak memory of opening an artifact and calling it on samples, in MiB."""
-        from compress.profiling.peak_memory import peak_memory
+        from compress.profiling.peak_memory import peak_memory, require_measurable
 
+        require_measurable(artifact)  # before the data are read
         batches = self.measured_batches(artifact.signature, batch)
         return peak_memory(artifact, self.device, self.threads, batches)
 

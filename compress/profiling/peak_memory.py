@@ -41,6 +41,18 @@ COMMAND = (
 )
 
 
+def require_measurable(artifact: Artifact) -> None:
+    """Raise StageFailed, with the reason, where an artifact's peak memory cannot be measured."""
+    kind = type(artifact)
+    reason = artifact.memory_unavailable_reason
+    if not (PROCESS / "clear_refs").exists():
+        reason = "this system does not report the peak of a process (Linux does)"
+    elif kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        reason = f"another process cannot import {kind.__name__}; define it in a module"
+    if reason:
+        raise StageFailed(f"peak memory cannot be measured: {reason}")
+
+
 def peak_memory(
     artifact: Artifact, device: str, threads: int, batches: Sequence[tuple[torch.Tensor, ...]]
 ) -> float:
@@ -53,14 +65,8 @@ def peak_memory(
     """
     import torch
 
+    require_measurable(artifact)
     kind = type(artifact)
-    reason = artifact.memory_unavailable_reason
-    if not (PROCESS / "clear_refs").exists():
-        reason = "this system does not report the peak of a process (Linux does)"
-    elif kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-        reason = f"another process cannot import {kind.__name__}; define it in a module"
-    if reason:
-        raise StageFailed(f"peak memory cannot be measured: {reason}")
     try:
         working_directory = str(Path.cwd())
     except FileNotFoundError:

@@ -80,6 +80,10 @@ class OnnxModel(ExportedModel):
 
     def runs_on(self, device: str) -> str:
         """Return the device if onnxruntime is built for it, as onnxruntime-gpu is, else the CPU."""
+        if device == "cpu":
+            return (
+                device  # without importing onnxruntime and torch: runs of cached results ask, too
+            )
         from compress.export.onnx.session import device_of
 
         return device_of(device)

@@ -204,7 +204,8 @@ def _evaluate_gate(
         batch_dependence(state, planned.name, cache)
         if gate.compares and state.artifacts.get(compared) is before:
             batch_dependence(state, compared)
-        key |= _conditions_of_calls(state, planned.name, before)
+        others = (before,) if gate.compares else ()
+        key |= _conditions_of_calls(state, planned.name, *others)
     verdict = cache.get_or_measure(
         key,
         measure=lambda: gate.evaluate(before, after, context),

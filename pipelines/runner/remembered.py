@@ -115,20 +115,28 @@ class DataFacts(Settings):
     warnings: tuple[str, ...]
 
 
-def key_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -> str | None:
+def key_of_inputs(
+    pipeline: PipelineConfig, stages: Sequence[str] = (), conditions: str = ""
+) -> str | None:
     """Hash what decides model and data besides what their code reads; None where that fails.
 
-    Loss and task are inferred for the `stages` that a run selects.
+    Loss and task are inferred for the `stages` that a run selects. `conditions` are those of
+    :func:`conditions_of_inputs` from before model and data were loaded, which change them.
     """
     try:
         source = source_parts(pipeline)
     except (CompressError, OSError):
         return None  # whoever reads the model says what is wrong with it
+    found = canonical_json(source) + (conditions or conditions_of_inputs(pipeline, stages))
+    return hashlib.sha256(found.encode()).hexdigest()
+
+
+def conditions_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -> str:
+    """Return what decides model and data besides the model's own files, as JSON."""
     variables = {n: v for n, v in (_at_start or os.environ).items() if n not in VOLATILE_VARIABLES}
     data = pipeline.data and local_sources(pipeline.data.factory, pipeline.code_folder)
     found = {
         "settings": pipeline.model_dump(mode="json", by_alias=True),
-        "source": source,
         "stages": [*stages],
         "code": sorted(data or ()),
         "versions": versions(),
@@ -136,7 +144,7 @@ def key_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -> str |
         "folders": [os.getcwd(), str(pipeline.folder.absolute()), sys.path],  # noqa: PTH109
         "variables": variables,
     }
-    return hashlib.sha256(canonical_json(found).encode()).hexdigest()
+    return canonical_json(found)
 
 
 def recall(file: Path, key: str | None, surroundings: Surroundings) -> Any:
@@ -382,14 +390,15 @@ def checked_model(pipeline: PipelineConfig) -> CheckedModel:
     surroundings = Surroundings(pipeline.folder, pipeline.code_folder, (), lambda line: None)
     # The key has the weights' hash, and a hostile file may take minutes to hash: only where an
     # earlier check found it valid, or this one has.
-    key = key_of_inputs(pipeline) if file.exists() else None
+    conditions = conditions_of_inputs(pipeline)
+    key = key_of_inputs(pipeline, (), conditions) if file.exists() else None
     if found := recall(file, key, surroundings):
         return CheckedModel.model_validate(found)
     with recording() as recorded:
         signature, summary, data = check_model(pipeline)
     result = CheckedModel(signature=signature, summary=summary)
     if data is None or is_self_contained(data, data.contents()):
-        key = key or key_of_inputs(pipeline)
+        key = key or key_of_inputs(pipeline, (), conditions)
         remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
         with suppress(OSError):  # another check may have removed the same ones
             by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
