@@ -115,24 +115,24 @@ class DataFacts(Settings):
     warnings: tuple[str, ...]
 
 
-def key_of_inputs(
-    pipeline: PipelineConfig, stages: Sequence[str] = (), conditions: str = ""
-) -> str | None:
+def key_of_inputs(pipeline: PipelineConfig, conditions: str) -> str | None:
     """Hash what decides model and data besides what their code reads; None where that fails.
 
-    Loss and task are inferred for the `stages` that a run selects. `conditions` are those of
-    :func:`conditions_of_inputs` from before model and data were loaded, which change them.
+    `conditions` are those of :func:`conditions_of_inputs`.
     """
     try:
         source = source_parts(pipeline)
     except (CompressError, OSError):
         return None  # whoever reads the model says what is wrong with it
-    found = canonical_json(source) + (conditions or conditions_of_inputs(pipeline, stages))
-    return hashlib.sha256(found.encode()).hexdigest()
+    return hashlib.sha256((canonical_json(source) + conditions).encode()).hexdigest()
 
 
 def conditions_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -> str:
-    """Return what decides model and data besides the model's own files, as JSON."""
+    """Return what decides model and data besides the model's own files, as JSON.
+
+    To be asked before model and data are loaded, which changes it. Loss and task are inferred for
+    the `stages` that a run selects.
+    """
     variables = {n: v for n, v in (_at_start or os.environ).items() if n not in VOLATILE_VARIABLES}
     data = pipeline.data and local_sources(pipeline.data.factory, pipeline.code_folder)
     found = {
@@ -358,7 +358,7 @@ def load_inputs(
     pipeline: PipelineConfig, plan: Plan, file: Path, surroundings: Surroundings
 ) -> Inputs:
     """Return model inputs and data as the last run found them, or load them."""
-    key = key_of_inputs(pipeline, plan.names)
+    key = key_of_inputs(pipeline, conditions_of_inputs(pipeline, plan.names))
     if pipeline.data is not None and (found := recall(file, key, surroundings)):
         facts = DataFacts.model_validate(found)
         model = pipeline.model.model_copy(update={"inputs": facts.inputs, "axes": facts.axes})
@@ -391,14 +391,14 @@ def checked_model(pipeline: PipelineConfig) -> CheckedModel:
     # The key has the weights' hash, and a hostile file may take minutes to hash: only where an
     # earlier check found it valid, or this one has.
     conditions = conditions_of_inputs(pipeline)
-    key = key_of_inputs(pipeline, (), conditions) if file.exists() else None
+    key = key_of_inputs(pipeline, conditions) if file.exists() else None
     if found := recall(file, key, surroundings):
         return CheckedModel.model_validate(found)
     with recording() as recorded:
         signature, summary, data = check_model(pipeline)
     result = CheckedModel(signature=signature, summary=summary)
     if data is None or is_self_contained(data, data.contents()):
-        key = key or key_of_inputs(pipeline, (), conditions)
+        key = key or key_of_inputs(pipeline, conditions)
         remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
         with suppress(OSError):  # another check may have removed the same ones
             by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
