@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
-from compress.core.gates.other_runtime import OTHER_RUNTIMES, OtherRun, OtherRuntime
+from compress.core.gates.runtime import OTHER_RUNTIMES, OtherRun, OtherRuntime
 from compress.export.web.browser import CHROMIUM, ONNXRUNTIME_WEB, REPORT, run_page
 
 if TYPE_CHECKING:

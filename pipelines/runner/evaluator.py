@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import StageFailed
 from compress.core.gates.baselines import baseline_name
-from compress.core.gates.call_cost import MeasuredOnVal
+from compress.core.gates.cost import MeasuredOnVal
 from compress.core.metrics.score import Score
 from compress.core.stage import evaluate_gates
 from compress.export.exporter import Exporter

@@ -1,4 +1,4 @@
-"""Gates on how near a result's outputs are to those of the model compared with."""
+"""Gates on how near outputs, and the texts they continue, are to those of another model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from compress.common.config import Fraction
+from compress.common.config import Count, Fraction, Positive
 from compress.common.errors import StageFailed
 from compress.core.gates.gate import Gate
 from compress.core.metrics.labels import labelled_outputs, predicted_decisions
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
+    from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.objectives.task import Task
 
@@ -75,18 +77,16 @@ class Parity(Gate):
 
 
 class _OutputsGate(Gate):
-    """A gate on a number of each output, of which the worst decides."""
-
+    # On a number of each output, of which the worst decides.
     judges_quality: ClassVar[bool] = True
     depends_on_batch: ClassVar[bool] = True
     higher_passes: ClassVar[bool] = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the worst output's number."""
         return self.measure_by_output(before, after, context)[0]
 
     def measurement_key(self) -> dict[str, JsonValue]:
-        """Return what changes the value, apart from values of the first output alone."""
+        # Apart from values of earlier versions, which read the first output alone.
         return {**super().measurement_key(), "outputs": "each"}
 
 
@@ -184,3 +184,147 @@ class MinCosine(_OutputsGate):
             raise StageFailed(NO_ELEMENTS)
         least = {i: float(torch.cat(found).min()) for i, found in cosines.items()}
         return _worst(least, before, count)
+
+
+class _NextTokenGate(Gate):
+    judges_quality: ClassVar[bool] = True
+    depends_on_batch: ClassVar[bool] = True
+
+    def unsuitable_task(self, task: Task) -> str:
+        if task.next_token:
+            return ""
+        return (
+            f"compares next tokens of task: causal-lm, and a model for {task.name} gives "
+            f"{task.answer}; use {task.gates[0]['gate']}"
+        )
+
+
+class MaxDivergence(_NextTokenGate):
+    """The probabilities of the next token stay near those of the model compared with.
+
+    Measured is the KL divergence, averaged over all positions of `val`. It needs no labels, and
+    sees what perplexity averages out: tokens that became more and less likely.
+    """
+
+    gate: Literal["max_divergence"] = "max_divergence"
+    nats: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Largest mean KL divergence, in nats a token."""
+
+    limit_field: ClassVar[str] = "nats"
+    rule_template: ClassVar[str] = "KL divergence of next tokens <= {nats:g} nats"
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the mean KL divergence from the model before to the one after."""
+        from torch.nn.functional import kl_div, log_softmax
+
+        total, positions = 0.0, 0
+        for expected, got in paired_outputs(before, after, context):
+            a, b = expected[0], got[0]
+            if a.shape != b.shape or a.dim() != 3:
+                raise StageFailed(
+                    f"takes scores (batch, length, tokens) of both models, found {tuple(a.shape)} "
+                    f"and {tuple(b.shape)}"
+                )
+            # In parts: float64 scores of a whole batch would take much memory.
+            parts = (x.flatten(0, 1).split(256) for x in (a, b))
+            for one, other in zip(*parts, strict=True):
+                p, q = (log_softmax(x.double(), -1) for x in (one, other))
+                total += float(kl_div(q, p, reduction="sum", log_target=True))
+            positions += a.shape[0] * a.shape[1]
+        if not positions:
+            raise StageFailed("the outputs have no positions, so that there is nothing to compare")
+        # NaN and infinities anywhere end in the sum, so one look is enough.
+        if not math.isfinite(total):
+            raise StageFailed("the scores are not all finite")
+        return total / positions
+
+
+class MinEqualTokens(_NextTokenGate):
+    """Both models continue the beginnings of samples alike: tokens until the first that differs.
+
+    Each token is the likeliest one, and the mean over the samples is judged.
+    """
+
+    gate: Literal["min_equal_tokens"] = "min_equal_tokens"
+    at: Positive
+    """Least mean number of tokens until the first that differs."""
+    tokens: Count = 64
+    """Tokens that are generated after each beginning; as many count where none differs."""
+    prompts: Count = 8
+    """Samples of `val` whose beginnings are continued."""
+    prompt_tokens: Count = 16
+    """Tokens of each beginning."""
+
+    limit_field: ClassVar[str] = "at"
+    rule_template: ClassVar[str] = "equal tokens of {tokens} >= {at:g}"
+    report_template: ClassVar[str] = "the first differing token comes after at least {limit:g}"
+    higher_passes: ClassVar[bool] = True
+    needs_data: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _limit_is_reachable(self) -> MinEqualTokens:
+        if self.at > self.tokens:
+            raise ValueError(f"at: {self.at:g} is more than the {self.tokens} tokens generated")
+        return self
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the mean number of equal tokens."""
+        signature, equal = before.signature, list[int]()
+        place = token_input(signature)
+        # Not kept: each token adds the scores of a whole text, which nothing else asks for.
+        opened = (context.predictor(model, kept=False) for model in (before, after))
+        with next(opened) as expected, next(opened) as got:
+            for inputs in context.comparison_inputs(signature, 1):
+                prompt = inputs[place][:, : self.prompt_tokens]
+                if not prompt.shape[1]:
+                    continue
+                one, other = (
+                    continue_greedily(predict, signature, prompt, self.tokens)
+                    for predict in (expected, got)
+                )
+                differs = (one != other).flatten().nonzero()
+                equal.append(int(differs[0]) if len(differs) else one.numel())
+                if len(equal) == self.prompts:
+                    break
+        if not equal:
+            raise StageFailed("the samples of `val` have no tokens to continue")
+        return math.fsum(equal) / len(equal)
+
+
+def token_input(signature: Signature) -> int:
+    """Return which input has the token ids; raise StageFailed where others are no masks."""
+    others = [i for i, spec in enumerate(signature.inputs) if spec.unmasked_value is None]
+    if len(others) != 1 or "int" not in signature.inputs[others[0]].dtype:
+        names = ", ".join(signature.inputs[i].name for i in others)
+        raise StageFailed(f"continues models that take token ids and at most a mask, found {names}")
+    return others[0]
+
+
+def unmasked_inputs(signature: Signature, ids_BT: torch.Tensor) -> list[torch.Tensor]:
+    """Return a model's inputs for token ids, with masks that let all of them through."""
+    import torch
+
+    everywhere = torch.ones_like(ids_BT, dtype=torch.bool)
+    is_mask = [spec.unmasked_value is not None for spec in signature.inputs]
+    return [
+        spec.as_mask(everywhere).to(getattr(torch, spec.dtype)) if masks else ids_BT
+        for spec, masks in zip(signature.inputs, is_mask, strict=True)
+    ]
+
+
+def continue_greedily(
+    predict: Predictor, signature: Signature, prompt_BT: torch.Tensor, count: int
+) -> torch.Tensor:
+    """Return the likeliest next tokens after a prompt, one by one: `(batch, count)`.
+
+    They are fewer where the signature allows no longer inputs.
+    """
+    import torch
+
+    place, text_BT = token_input(signature), prompt_BT
+    longest = signature.bounds(str(signature.inputs[place].shape[1])).max
+    left = count if longest is None else min(count, longest - prompt_BT.shape[1])
+    for _ in range(left):
+        scores_BV = predict(*unmasked_inputs(signature, text_BT))[0].cpu()[:, -1]
+        text_BT = torch.cat([text_BT, scores_BV.argmax(-1, keepdim=True).to(text_BT)], 1)
+    return text_BT[:, prompt_BT.shape[1] :]

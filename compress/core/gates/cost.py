@@ -1,4 +1,4 @@
-"""Gates on what a call costs on this machine: time, memory, and time for each generated token."""
+"""Gates on what a result costs: bytes, weights, and the time and memory of a call here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,69 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
+
+
+class _RatioGate(Gate):
+    limit_field: ClassVar[str] = "ratio"
+
+    def unsuitable_artifact(self, written: type[Artifact]) -> str:
+        # Who writes 25 means 25 %, not that the result may become 25 times as large.
+        if self.limit < 5:
+            return ""
+        return (
+            f"ratio: {self.limit:g} would let it become {self.limit:g} times as large; "
+            f"for {self.limit:g} % write {self.limit / 100:g}"
+        )
+
+
+class MaxSize(_RatioGate):
+    """The deployed file is at most this fraction of the size compared with."""
+
+    gate: Literal["max_size"] = "max_size"
+    ratio: Positive
+    """Largest ratio of the deployed file's bytes to those of the artifact compared with."""
+
+    rule_template: ClassVar[str] = "size ratio <= {ratio:.4g}"
+    report_template: ClassVar[str] = "the file has at most {percent:.4g} % of the bytes"
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the ratio of bytes."""
+        return after.payload_bytes / before.payload_bytes
+
+
+class MaxFileSize(Gate):
+    """The deployed file has at most so many mebibytes."""
+
+    gate: Literal["max_file_size"] = "max_file_size"
+    mebibytes: Positive
+    """Largest size of the deployed file, in mebibytes (1,048,576 bytes)."""
+
+    limit_field: ClassVar[str] = "mebibytes"
+    rule_template: ClassVar[str] = "size <= {mebibytes:g} MiB"
+    report_template: ClassVar[str] = "the file has at most {limit:g} MiB"
+    compares: ClassVar[bool] = False
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the mebibytes of the deployed file."""
+        return after.payload_bytes / 2**20
+
+
+class MaxParameters(_RatioGate):
+    """At most this fraction of the weights is left."""
+
+    gate: Literal["max_parameters"] = "max_parameters"
+    ratio: Positive
+    """Largest ratio of weights left."""
+
+    rule_template: ClassVar[str] = "parameter ratio <= {ratio:g}"
+    report_template: ClassVar[str] = "at most {percent:g} % of the weights are left"
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the ratio of weights."""
+        weights_left, weights_before = after.parameters(), before.parameters()
+        if weights_left is None or not weights_before:
+            raise StageFailed(f"parameters of {after.kind} or {before.kind} cannot be counted")
+        return weights_left / weights_before
 
 
 class MeasuredOnVal(Gate):
@@ -102,7 +165,7 @@ class MaxMemory(MeasuredOnVal):
 
 
 class _GenerationGate(Gate):
-    """A gate on a folder that generates text by itself, with a cache of keys and values."""
+    # For a folder that generates text by itself, with a cache of keys and values.
 
     prompt_tokens: Count = 128
     """Tokens of the prompt, drawn at random."""
@@ -113,13 +176,11 @@ class _GenerationGate(Gate):
     may_vary: ClassVar[bool] = True
 
     def _speed(self, after: Artifact, context: Context) -> tuple[float, float]:
-        """Return milliseconds to the first token, and tokens a second after it."""
         if problem := self.unsuitable_artifact(type(after)):
             raise StageFailed(problem)
         return after.generation_speed(self.prompt_tokens, self.tokens, context.threads)
 
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
-        """Return why such a result does not generate."""
         return "" if written.generates else f"is for export_genai, found {written.kind}"
 
 
