@@ -11,7 +11,7 @@ from torch import nn
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, seeded
-from compress.core.objectives.targets import need_tensor
+from compress.core.objectives.task import need_tensor
 from compress.distillation.feature_hooks import FeatureRecorder, Pairs, channel_axis, projected
 from compress.distillation.terms import (
     AnyTerm,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from compress.common.config import Positive, Settings
-from compress.core.objectives.targets import need_tensor
+from compress.core.objectives.task import need_tensor
 from compress.training.objectives.objective import (
     cosine_distance,
     need_classes,

@@ -11,8 +11,8 @@ from compress.common.errors import CompressError, PipelineInvalid, first_line
 from compress.common.forward import image_advice, output_argument
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import default_metric
-from compress.core.objectives.losses import loss_kind
-from compress.core.objectives.targets import (
+from compress.core.objectives.loss import loss_kind
+from compress.core.objectives.task import (
     are_class_labels,
     are_probabilities,
     describe_outputs,

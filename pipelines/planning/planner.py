@@ -22,8 +22,7 @@ from compress.core.gates.accuracy import unlikely_points
 from compress.core.gates.baselines import BASELINES
 from compress.core.gates.gate import Gate
 from compress.core.metrics import Metric, default_metric, metric_class
-from compress.core.objectives.loss import Loss
-from compress.core.objectives.losses import loss_kinds
+from compress.core.objectives.loss import Loss, loss_kinds
 from compress.core.objectives.task import TASKS
 from compress.core.stage import members_of
 from compress.core.validation_errors import did_you_mean

@@ -40,8 +40,7 @@ from compress.common.requirements import announcing_package
 from compress.common.signature import Signature, TensorSpec
 from compress.core.gates.baselines import BASELINES
 from compress.core.metrics import metric as metric_module
-from compress.core.objectives import losses
-from compress.core.objectives.loss import LossName
+from compress.core.objectives.loss import LossName, loss_kinds
 from compress.export.exporter import EXPORTERS
 from compress.pruning.dependency.graph import trace
 from compress.pruning.dependency.rules.registry import RULES
@@ -253,7 +252,7 @@ def test_an_added_rule_lets_channels_be_pruned(
 @pytest.fixture
 def ranked(on_path: Path) -> Iterator[Path]:
     """A folder in which the package of a metric and a loss is installed."""
-    caches = (metric_module._announced, losses.loss_kinds, announcing_package)
+    caches = (metric_module._announced, loss_kinds, announcing_package)
     install("add-a-metric.md", on_path)
     for each in caches:
         each.cache_clear()

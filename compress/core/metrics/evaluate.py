@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from compress.common.errors import StageFailed
 from compress.common.forward import first_output
 from compress.core.metrics.score import Score
-from compress.core.objectives.targets import LabelOutOfRange, has_target
+from compress.core.objectives.task import LabelOutOfRange, has_target
 from compress.core.progress import Progress, silent
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from compress.common.errors import StageFailed
 from compress.common.forward import first_output
 from compress.core.metrics.metric import Metric, not_finite
-from compress.core.objectives.losses import loss_kind
-from compress.core.objectives.targets import (
+from compress.core.objectives.loss import loss_kind
+from compress.core.objectives.task import (
     are_class_labels,
     describe_tensor,
     need_tensor,

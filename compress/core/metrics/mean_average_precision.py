@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
 from compress.common.requirements import pip_install
 from compress.core.metrics.metric import JACKKNIFE_GROUPS, FunctionMeter, Metric
-from compress.core.objectives.targets import describe_outputs, describe_targets
+from compress.core.objectives.task import describe_outputs, describe_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,7 +19,7 @@ from compress.common.forward import first_output, output_argument
 from compress.common.requirements import announced, announcing_package
 from compress.core.metrics.score import jackknifed, pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
-from compress.core.objectives.targets import describe_outputs, describe_targets, has_target
+from compress.core.objectives.task import describe_outputs, describe_targets, has_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

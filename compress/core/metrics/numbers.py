@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 from compress.common.errors import StageFailed
 from compress.common.forward import first_output
 from compress.core.metrics.metric import Metric, MetricMeter
-from compress.core.objectives.loss import Loss
-from compress.core.objectives.losses import loss_kind
-from compress.core.objectives.targets import need_tensor
+from compress.core.objectives.loss import Loss, loss_kind
+from compress.core.objectives.task import need_tensor
 
 if TYPE_CHECKING:
     import torch

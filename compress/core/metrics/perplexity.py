@@ -11,7 +11,7 @@ from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from compress.common.forward import first_output
 from compress.core.metrics.metric import Metric
-from compress.core.objectives.targets import need_tensor
+from compress.core.objectives.task import need_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

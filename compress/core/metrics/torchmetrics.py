@@ -17,8 +17,8 @@ from compress.core.metrics.metric import (
     MetricMeter,
     one_number,
 )
-from compress.core.objectives.losses import loss_kind
-from compress.core.objectives.targets import need_tensor
+from compress.core.objectives.loss import loss_kind
+from compress.core.objectives.task import need_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

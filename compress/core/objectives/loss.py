@@ -1,4 +1,8 @@
-"""The loss of a task, by name: what training minimizes and what the metric `loss` measures.
+"""Losses: the built-in ones, one class each, and the loss of a task as a value with a name.
+
+A built-in loss, or one of another package, is a subclass of :class:`LossKind` and an entry point of
+the group ``compress.losses`` under its name. :class:`Loss` is what training minimizes and what the
+metric `loss` measures.
 
 Shapes: axis 0 of outputs and targets is the batch, and axis 1 of the outputs has the classes, as in
 torch. A loss is a mean over samples, or over the labels that are not ignored: weighted by the
@@ -8,37 +12,34 @@ number that :meth:`LossFunction.label_count` gives, the means of parts add up to
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path  # noqa: TC003 - a dataclass field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.common.factories import NameOrReference
 from compress.common.forward import first_output, output_argument
-from compress.common.requirements import announcing_package
-from compress.core.objectives.losses import (
-    LossKind,
-    loss_kind,
-    loss_kinds,
-    refuse_class_settings,
-)
-from compress.core.objectives.targets import (
+from compress.common.requirements import announced, announcing_package
+from compress.core.objectives.task import (
     TargetKind,
     are_class_labels,
+    are_probabilities,
     describe_outputs,
     describe_targets,
     describe_tensor,
     has_target,
+    infer_loss,
+    infer_task,
     need_tensor,
+    refuse_wrong_labels,
     same_shape,
     sampled_targets,
+    shape_of,
     suggest_targets,
     target_kind,
 )
-from compress.core.objectives.task import infer_loss, infer_task
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from pydantic import JsonValue
 
@@ -48,7 +49,223 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
     from compress.data.targets import Targets
 
-DEFAULT_SMOOTHING = 0.1
+
+class LossKind:
+    """A loss of the first output, element by element, with what it takes."""
+
+    torch_function: ClassVar[str]
+    """Name of the function in ``torch.nn.functional`` that computes it."""
+    of_numbers: ClassVar[bool] = False
+    """Whether the model predicts numbers; the loss then tells the task."""
+    takes_class_weights: ClassVar[bool] = False
+    takes_label_smoothing: ClassVar[bool] = False
+    is_curved: ClassVar[bool] = True
+    """Whether it has a second derivative, which Hessian importance needs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def match(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cast and reshape outputs and targets to what the loss takes, or raise StageFailed."""
+        import torch
+
+        # 16 bits are too few for exponentials and sums.
+        if outputs.dtype in (torch.float16, torch.bfloat16):
+            outputs = outputs.float()
+        return self._match(outputs, targets)
+
+    def _match(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not same_shape(outputs, targets):
+            raise StageFailed(
+                f"{self.name} takes targets of the outputs' shape, found outputs "
+                f"{describe_tensor(outputs)} and targets {describe_tensor(targets)}; "
+                f"{suggest_targets(outputs, targets)}"
+            )
+        return outputs, targets.reshape(outputs.shape)
+
+    def count(self, targets: torch.Tensor) -> int:
+        """Count what the mean is over, of targets as matched: the elements."""
+        return targets.numel()
+
+    def compute(
+        self, outputs: torch.Tensor, targets: torch.Tensor, reduction: str, **settings: Any
+    ) -> torch.Tensor:
+        """Compute the loss of matched outputs and targets with torch's reduction and settings."""
+        import torch.nn.functional as F
+
+        value: torch.Tensor = getattr(F, self.torch_function)(
+            outputs, targets, reduction=reduction, **settings
+        )
+        return value
+
+
+class ClassLoss(LossKind):
+    """A loss of classes that exclude each other, on axis 1."""
+
+    takes_class_weights = True
+    takes_probabilities: ClassVar[bool] = False
+
+    def _match(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        classes = outputs.shape[1] if outputs.dim() > 1 else 1
+        if classes < 2:
+            raise StageFailed(
+                f"{self.name} takes at least two classes on axis 1 of the outputs, found outputs "
+                f"{describe_tensor(outputs)}; {suggest_targets(outputs, targets)}"
+            )
+        if targets.is_floating_point():
+            is_soft = self.takes_probabilities and targets.shape == outputs.shape
+            if not is_soft or not are_probabilities(targets):
+                soft = f", or probabilities {shape_of(outputs)} that sum to 1"
+                raise StageFailed(
+                    f"{self.name} takes whole numbers as labels"
+                    f"{soft if self.takes_probabilities else ''}, found targets "
+                    f"{describe_tensor(targets)} and outputs {describe_tensor(outputs)}; "
+                    f"{suggest_targets(outputs, targets)}"
+                )
+            return outputs, targets.to(outputs.dtype)
+        if not are_class_labels(outputs, targets):
+            raise StageFailed(
+                f"{self.name} takes labels of shape {shape_of(outputs[:, 0])} for outputs "
+                f"{describe_tensor(outputs)}, whose axis 1 has the classes, found targets "
+                f"{describe_tensor(targets)}; {suggest_targets(outputs, targets)}"
+            )
+        refuse_wrong_labels(targets, classes)
+        return outputs, targets.long()
+
+    def count(self, targets: torch.Tensor) -> int:
+        """Count labels that are not ignored, or rows of probabilities."""
+        from compress.data.batch import IGNORED_LABEL
+
+        if targets.is_floating_point():
+            return targets.numel() // targets.shape[1]
+        return int((targets != IGNORED_LABEL).sum())
+
+    def compute(
+        self, outputs: torch.Tensor, targets: torch.Tensor, reduction: str, **settings: Any
+    ) -> torch.Tensor:
+        """Compute the loss, with the classes on the last axis where they lie side by side."""
+        are_side_by_side = outputs.dim() > 2 and outputs.stride(1) == 1  # a language model's
+        if are_side_by_side and not targets.is_floating_point():
+            # torch's kernels (2.13) for another axis than the last took 28 % of a training step on
+            # an H200 (1.3 G weights, 32 thousand classes), and 3 to 4 times as long on a CPU.
+            outputs, targets = outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
+        return super().compute(outputs, targets, reduction, **settings)
+
+
+class CrossEntropy(ClassLoss):
+    """The cross-entropy of logits, to labels or probabilities."""
+
+    torch_function = "cross_entropy"
+    takes_label_smoothing = takes_probabilities = True
+
+
+class NegativeLogLikelihood(ClassLoss):
+    """The negative log-likelihood of log-probabilities."""
+
+    torch_function = "nll_loss"
+
+    def _match(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, targets = super()._match(outputs, targets)
+        largest = float(outputs.detach().max())
+        if largest > 1e-3:  # rounding may lift the logarithm of a probability of 1 above 0
+            raise StageFailed(
+                "nll takes log-probabilities, which are never above 0, and the model's outputs "
+                f"reach {largest:.3g}; end it with log_softmax, or use cross_entropy"
+            )
+        return outputs, targets
+
+
+class BinaryCrossEntropy(LossKind):
+    """The cross-entropy of each output's logit, to yes or no."""
+
+    torch_function = "binary_cross_entropy_with_logits"
+
+    def _match(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from compress.data.batch import IGNORED_LABEL
+
+        outputs, targets = super()._match(outputs, targets)
+        if not targets.is_floating_point():
+            is_known = targets != IGNORED_LABEL
+            outputs, targets = outputs[is_known], targets[is_known]
+        wrong = targets[~((targets >= 0) & (targets <= 1))]
+        if wrong.numel():
+            raise StageFailed(
+                "binary_cross_entropy takes targets from 0 to 1, found "
+                f"{float(wrong.view(-1)[0]):g}; for numbers use mse, l1 or smooth_l1 (with "
+                "floats), for more than two classes one output for each and cross_entropy"
+            )
+        return outputs, targets.to(outputs.dtype)
+
+
+class NumberLoss(LossKind):
+    """A distance between numbers."""
+
+    of_numbers = True
+
+    def _match(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, matched = super()._match(outputs, targets)
+        if not targets.is_floating_point():
+            raise StageFailed(
+                f"{self.name} takes targets that are numbers, found {describe_tensor(targets)}; "
+                "return floats (y.float()), or for labels use cross_entropy or "
+                "binary_cross_entropy"
+            )
+        return outputs, matched.to(outputs.dtype)
+
+
+class MeanSquaredError(NumberLoss):
+    """The squared error."""
+
+    torch_function = "mse_loss"
+
+
+class MeanAbsoluteError(NumberLoss):
+    """The absolute error."""
+
+    torch_function = "l1_loss"
+    is_curved = False
+
+
+class SmoothL1(NumberLoss):
+    """The squared error of small differences, and the absolute one of large ones."""
+
+    torch_function = "smooth_l1_loss"
+
+
+@cache
+def loss_kinds() -> dict[str, LossKind]:
+    """Return every loss by its name; raise Unavailable if a package's is broken or clashes."""
+    return {name: kind(name) for name, kind in announced("compress.losses", "loss").items()}
+
+
+def loss_kind(name: str) -> LossKind:
+    """Return a loss by its name, which must be known."""
+    return loss_kinds()[name]
+
+
+def refuse_class_settings(
+    name: str, class_weights: object | None, label_smoothing: float | None
+) -> None:
+    """Raise PipelineInvalid if class weights or label smoothing are set for a loss without them."""
+    settings = {"class_weights": class_weights, "label_smoothing": label_smoothing}
+    for setting, value in settings.items():
+        takers = [n for n, kind in loss_kinds().items() if getattr(kind, f"takes_{setting}")]
+        if value and name not in takers:
+            raise PipelineInvalid(
+                f"{setting} is for loss: {' or '.join(takers)}, found {name}; leave it out"
+            )
 
 
 LOSS_NAME = NameOrReference("loss", lambda: tuple(loss_kinds()))
@@ -112,8 +329,7 @@ class Loss:
 
     def check(self) -> None:
         """Import the user's own function; raise PipelineInvalid where it cannot be imported."""
-        if self.is_custom:
-            self._import_custom()
+        self.function()
 
     def identity(self) -> dict[str, JsonValue]:
         """Return the loss's part of a cache key: its name, and a hash of the user's code."""
@@ -183,7 +399,9 @@ class Loss:
 
     def function(self) -> LossFunction:
         """Return the function, which raises StageFailed where outputs and targets do not fit it."""
-        return LossFunction(self, self._import_custom() if self.is_custom else None)
+        from compress.common.factories import resolve
+
+        return LossFunction(self, resolve(str(self.name), self.folder) if self.is_custom else None)
 
     def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
         """Return the sum of the loss over targets that are not ignored, and their number.
@@ -213,11 +431,6 @@ class Loss:
             values = values.reshape(is_known.shape)[is_known]
         by_label[is_known] = values
         return torch.stack([x.reshape(len(x), -1).sum(1).double() for x in (by_label, is_known)])
-
-    def _import_custom(self) -> Any:
-        from compress.common.factories import resolve
-
-        return resolve(str(self.name), self.folder)
 
 
 INFERRED_LOSS = Loss()
@@ -281,8 +494,7 @@ class LossFunction:
                 )
             settings["weight"] = class_weights.to(first.dtype)
         if kind.takes_label_smoothing:
-            smoothing = DEFAULT_SMOOTHING if label_smoothing is None else label_smoothing
-            settings["label_smoothing"] = smoothing
+            settings["label_smoothing"] = 0.1 if label_smoothing is None else label_smoothing
         known = kind.count(matched)
         if not known:
             return first.sum() * 0  # every target is ignored, and torch's mean would be 0 / 0
@@ -298,16 +510,15 @@ class LossFunction:
     def _mean_of_custom(
         self, outputs: Outputs, targets: Targets, *, over_all: bool
     ) -> torch.Tensor:
-        """Call the user's own loss, with ``over_all`` on the samples that have a target."""
+        # With `over_all` on the samples that have a target.
         import torch
 
         from compress.data.targets import select
 
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         # The mean over nothing would be 0 / 0. All outputs, so that it depends on all weights.
-        zero = (
-            sum((x.sum() for x in tensors if x.is_floating_point()), tensors[0].new_zeros(())) * 0
-        )
+        sums = (x.sum() for x in tensors if x.is_floating_point())
+        zero = sum(sums, tensors[0].new_zeros(())) * 0
         share = 1.0
         size = targets.numel() if isinstance(targets, torch.Tensor) else None
         if over_all:
@@ -321,12 +532,7 @@ class LossFunction:
             return zero
         if count is not None and over_all and size is not None:
             share = float(count) / size
-        return self._call_custom(tensors, targets) * share
-
-    def _call_custom(self, outputs: Sequence[torch.Tensor], targets: Targets) -> torch.Tensor:
-        import torch
-
-        argument = output_argument(outputs, self.loss.outputs)
+        argument = output_argument(tensors, self.loss.outputs)
         try:
             value = self.custom(argument, targets)
         except CompressError:
@@ -342,7 +548,7 @@ class LossFunction:
             raise StageFailed(
                 f"loss {self.loss.name!r} returned {found}, expected a tensor with one number"
             )
-        return value.reshape(())
+        return value.reshape(()) * share
 
     def label_count(self, targets: Targets) -> torch.Tensor | None:
         """Return what the mean over a batch with these targets is divided by, a scalar.
@@ -361,7 +567,6 @@ class LossFunction:
         return None if targets.is_floating_point() else (targets != IGNORED_LABEL).sum()
 
     def _custom_count(self, targets: Targets) -> torch.Tensor | None:
-        """Return the ``count`` of the user's function for some targets; None if it has none."""
         import torch
 
         count = getattr(self.custom, "count", None)

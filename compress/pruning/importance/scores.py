@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from compress.common.errors import CompressError
 from compress.common.forward import copy_module, flatten_outputs
 from compress.core.objectives.loss import INFERRED_LOSS, refuse_without_curvature
-from compress.core.objectives.targets import has_target
+from compress.core.objectives.task import has_target
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion

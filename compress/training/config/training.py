@@ -12,7 +12,7 @@ from compress.common.config import Count, Fraction, Positive, Ratio, Settings, U
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.factories import NameOrReference, Reference
 from compress.common.requirements import COMPILER, Requirement, pip_install
-from compress.core.objectives.losses import refuse_class_settings
+from compress.core.objectives.loss import refuse_class_settings
 from compress.training.config.parallel import Parallel
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.metrics import Metric
 from compress.core.objectives.loss import Loss
-from compress.core.objectives.targets import target_kind
+from compress.core.objectives.task import target_kind
 from compress.data.splits import Splits
 
 FOUR = torch.tensor([[0.5], [-1.0], [2.0], [0.25]])
