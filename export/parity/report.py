@@ -28,7 +28,7 @@ from compress.common.forward import accept_any_batch, flatten_outputs
 from compress.common.sealed_json import read_sealed, write_sealed
 from compress.common.tensor_difference import largest, largest_difference
 from compress.core.metrics import evaluate
-from compress.core.metrics.labels import predicted_labels
+from compress.core.metrics.builtin import predicted_labels
 from compress.export.common.int8_sums import has_16_bit_sums
 from compress.export.parity.bisect import LayerSearch, retrace
 from compress.export.parity.compare import (

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from compress.common.config import Count, Fraction, Positive
 from compress.common.errors import StageFailed
 from compress.core.gates.gate import Gate
-from compress.core.metrics.labels import labelled_outputs, predicted_decisions
+from compress.core.metrics.builtin import labelled_outputs, predicted_decisions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

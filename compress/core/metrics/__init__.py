@@ -1,6 +1,11 @@
 """Metrics by name: one number for a model on a split, and whether higher is better."""
 
-from compress.core.metrics.evaluate import evaluate
-from compress.core.metrics.metric import Metric, MetricMeter, default_metric, metric_class
+from compress.core.metrics.metric import (
+    Metric,
+    MetricMeter,
+    default_metric,
+    evaluate,
+    metric_class,
+)
 
 __all__ = ["Metric", "MetricMeter", "default_metric", "evaluate", "metric_class"]

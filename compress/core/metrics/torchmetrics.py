@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import pip_install
-from compress.core.metrics.labels import label_decisions
+from compress.core.metrics.builtin import label_decisions
 from compress.core.metrics.metric import (
     JACKKNIFE_GROUPS,
     FunctionMeter,

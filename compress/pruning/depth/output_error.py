@@ -11,7 +11,7 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
 from compress.common.tensor_difference import relative_error_of_batches
-from compress.core.metrics.labels import joint_decisions
+from compress.core.metrics.builtin import joint_decisions
 from compress.data.batch import Batch
 
 if TYPE_CHECKING:

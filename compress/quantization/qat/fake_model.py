@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import largest_difference
-from compress.core.metrics.labels import predicted_labels
+from compress.core.metrics.builtin import predicted_labels
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from compress.quantization.pt2e.observer_ranges import quantized_biases, smallest_weight_scale
 from compress.quantization.pt2e.quantizer import LINEAR, is_constant

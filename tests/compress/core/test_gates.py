@@ -29,7 +29,7 @@ from compress.core.gates import (
 )
 from compress.core.gates.gate import Gate
 from compress.core.metrics import Metric
-from compress.core.metrics.labels import predicted_decisions
+from compress.core.metrics.builtin import predicted_decisions
 from compress.core.stage import Stage
 from compress.core.verdict import explain
 from compress.data.splits import Splits

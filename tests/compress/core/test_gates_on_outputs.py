@@ -12,7 +12,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import value_in_words
 from compress.core.metrics import Metric
-from compress.core.metrics.labels import labelled_outputs
+from compress.core.metrics.builtin import labelled_outputs
 from compress.core.objectives.task import TASKS
 from compress.core.verdict import explain
 from compress.data.splits import Splits

@@ -12,7 +12,7 @@ from compress import Context, MaxDivergence, MinEqualTokens, PipelineInvalid, St
 from compress.artifacts.eager_model import EagerModel
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.metrics import Metric, evaluate
-from compress.core.metrics.perplexity import SlidingWindow
+from compress.core.metrics.builtin import SlidingWindow
 from compress.core.objectives.loss import Loss
 from compress.core.objectives.task import TASKS
 from compress.data.splits import Splits

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compress.core.metrics import Metric, evaluate
-from compress.core.metrics.evaluate import groups_of_batch
+from compress.core.metrics.metric import groups_of_batch
 from compress.core.metrics.score import Score, paired_interval, proportion_interval
 from compress.core.objectives.loss import Loss
 from compress.data.splits import Splits
