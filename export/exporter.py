@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from compress.artifacts.artifact import Artifact
 from compress.common.forward import count_forwards, opened_model
 from compress.common.requirements import require_all
-from compress.core.gates.baselines import BASELINES, BaselineRuntime
+from compress.core.gates.runtime import BASELINES, BaselineRuntime
 from compress.core.stage import Reads, Stage, Writes, members_of
 from compress.export.common.runtime import Runtime
 from compress.export.common.targets import warn_of_other_target

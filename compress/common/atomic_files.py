@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from io import BufferedReader
     from typing import BinaryIO
 
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Constants of renameat2(2)."""
 PARTIAL, REMOVED = ".partial-", ".removed-"
 """In hidden names of files that are being written or removed, before numbers that no other thread
 or process has: `1234-0`."""
@@ -142,13 +140,13 @@ def replace(new: Path, folder: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Exchange the names of two directories in one step."""
     import ctypes
 
+    at_fdcwd, rename_exchange = -100, 2  # of renameat2(2)
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc's, of Linux
     if rename is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
+    if rename(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
 
 

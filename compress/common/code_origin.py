@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 OWN_PACKAGE = "compress"
 """Of this toolkit: its modules are never user code, even if user code lies in the same folder."""
-PACKAGE_FOLDERS = ("site-packages", "dist-packages")
-"""Names of the folders that pip, conda and Linux distributions install packages into."""
 _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 _STANDARD_LIBRARY = (
     str(_STANDARD),
@@ -135,12 +133,11 @@ def identify(file: str) -> str:
 
 def _find_spec(name: str, places: Any) -> ModuleSpec | None:
     for finder in sys.meta_path:
-        if type(finder).__module__.partition(".")[0] == OWN_PACKAGE:
-            continue  # it finds the modules of the pipeline that ran last
-        search = places if finder is not PathFinder or places is not None else [*_SEARCH]
-        spec: ModuleSpec | None = finder.find_spec(name, search)
-        if spec is not None:
-            return spec
+        # This toolkit's own finds the modules of the pipeline that ran last.
+        if type(finder).__module__.partition(".")[0] != OWN_PACKAGE:
+            search = [*_SEARCH] if finder is PathFinder and places is None else places
+            if spec := finder.find_spec(name, search):
+                return spec
     return None
 
 
@@ -154,7 +151,9 @@ def _folder_of_packages(path: str) -> Path | None:
 @lru_cache(maxsize=4096)
 def _folder_around(package: Path) -> Path | None:
     for folder in (package, *package.parents):
-        if folder.name in PACKAGE_FOLDERS or package.relative_to(folder) in _recorded(folder):
+        # Where pip, conda and Linux distributions install packages into.
+        is_known = folder.name in ("site-packages", "dist-packages")
+        if is_known or package.relative_to(folder) in _recorded(folder):
             return folder
     return None
 

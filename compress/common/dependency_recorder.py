@@ -123,14 +123,6 @@ def _own_requirements() -> frozenset[str]:
     return frozenset(re.split(r"[^\w-]", line)[0].lower().replace("-", "_") for line in lines)
 
 
-def note_native_readers(note: Callable[[str], None]) -> None:
-    """Call a function with each path that is passed to a reader, of modules imported later too."""
-    for name in READERS:
-        if name in sys.modules:
-            _wrap_readers(sys.modules[name], note)
-    sys.meta_path.insert(0, _AfterImport(note))
-
-
 class _AfterImport(MetaPathFinder):
     """Wraps the readers of a module once it has been imported."""
 
@@ -264,14 +256,16 @@ class Recording:
 
     def to_json(self) -> str:
         """Serialize it for another process."""
-        files, written, modules = map(sorted, (self.files, self.written, self.modules))
-        return json.dumps([files, written, self.environment, modules])
+        return json.dumps(
+            [*map(sorted, (self.files, self.written, self.modules)), self.environment]
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Restore what :meth:`to_json` serialized."""
-        files, written, environment, modules = json.loads(text)
-        return cls(set(files), set(written), environment, set(modules))
+        *names, environment = json.loads(text)
+        files, written, modules = map(set, names)
+        return cls(files, written, environment, modules)
 
     def dependencies(
         self, folder: Path, code: Path | None = None, outputs: Sequence[Path] = ()
@@ -298,7 +292,7 @@ class Recording:
 
 
 def _roots(folder: Path, code: Path | None) -> tuple[str, ...]:
-    """Return the pipeline's folder as user code names it, without links, and that of modules."""
+    # The pipeline's folder as user code names it, without links, and that of modules.
     start = os.path.abspath(folder)  # noqa: PTH100 - links stay
     return start, os.path.realpath(folder), os.path.realpath(code or folder)
 
@@ -399,12 +393,11 @@ def digest_of_variable(name: str) -> str | None:
     Of :data:`ALL_NAMES` it is that of the names.
     """
     if name == ALL_NAMES:
-        own = {known for known, before in _set_here.items() if before is not None}
-        names = own | {
-            known for known in os._Environ.__iter__(os.environ) if known not in _set_here
-        }
-        return _digest("\n".join(sorted(names)))
-    return _digest(_set_here[name] if name in _set_here else _value_of(name))
+        names = {*os._Environ.__iter__(os.environ), *_set_here}
+        value: str | None = "\n".join(sorted(n for n in names if _value_of(n) is not None))
+    else:
+        value = _value_of(name)
+    return None if value is None else hashlib.sha256(os.fsencode(value)).hexdigest()
 
 
 def digest_of(path: Path) -> str | None:
@@ -443,24 +436,26 @@ def _install() -> None:
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
         if not _recordings or getattr(_thread, "paused", False):
             return
+        if event != "open" and event not in UNTRACKED:
+            return
         # Arguments that `open` will reject; and what is opened to classify a file is not noted.
-        with suppress(ValueError, TypeError, OSError):
+        with suppress(ValueError, TypeError, OSError), recording_paused():
             if event == "open":
-                with recording_paused():
-                    _note_open(*arguments)
-            elif event in UNTRACKED:
-                with recording_paused():
-                    _note_untracked(event, *arguments[:1])
+                _note_open(*arguments)
+            else:
+                _note_untracked(event, *arguments[:1])
 
     def note(path: str) -> None:
         if _recordings and not getattr(_thread, "paused", False):
             within = sorted(file for file in Path(path).rglob("*") if file.is_file())
-            for file in within or [Path(path)]:
-                with recording_paused():
+            with recording_paused():
+                for file in within or [Path(path)]:
                     _note_open(file, None, os.O_RDONLY)
 
     sys.addaudithook(audit)
-    note_native_readers(note)
+    for name in READERS.keys() & sys.modules:
+        _wrap_readers(sys.modules[name], note)
+    sys.meta_path.insert(0, _AfterImport(note))
     for name in ("access", "lstat", "stat"):  # Python has no audit event for these
         setattr(os, name, _noting_look(name))
     # Not other objects: those who imported `environ` before would keep the old one.
@@ -585,8 +580,7 @@ class _Environment(os._Environ[Any]):
     def _note_change(self, key: Any) -> None:
         origin = _direct_origin(sys._getframe(2), _MAPPINGS)
         if origin == "own" or (origin == "user" and _recordings):
-            name = os.fsdecode(key)
-            _set_here.setdefault(name, _value_of(name))
+            _set_here.setdefault(os.fsdecode(key), _value_of(os.fsdecode(key)))
 
 
 class _EnvironmentCopy(dict[Any, Any]):
@@ -624,10 +618,6 @@ def _value_of(name: str) -> str | None:
         return os._Environ.__getitem__(os.environ, name)
     except KeyError:
         return None
-
-
-def _digest(value: str | None) -> str | None:
-    return None if value is None else hashlib.sha256(os.fsencode(value)).hexdigest()
 
 
 def _how(before: str | None, now: str | None, appeared: str, gone: str) -> str:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,10 +86,9 @@ class _ImportsItself(PipelineInvalid):
 
 
 class _Importing(threading.local):
-    """The modules that this thread is importing for references, the innermost last."""
-
     def __init__(self) -> None:
         self.names: list[str] = []
+        """The modules that this thread is importing for references, the innermost last."""
 
 
 _importing = _Importing()
@@ -249,23 +249,9 @@ _loaded: dict[str, str] = {}
 """User's module → digest of the sources that it was last imported from."""
 
 
-@dataclass(frozen=True)
-class _Import:
-    """The reads of a module's import."""
-
-    recorded: Recording
-    dependencies: Dependencies
-
-    def is_stale(self) -> bool:
-        """Whether any of it has changed; missing modules do not count, as artifacts are moved."""
-        files = self.dependencies.files.items()
-        there = {path: d for path, d in files if not path.endswith(".py") or Path(path).exists()}
-        return self.dependencies.model_copy(update={"files": there}).change(_ANYWHERE) != ""
-
-
 _ANYWHERE = Path(os.sep)
 """Base of relative paths: the current folder may change or be removed."""
-_imports: dict[str, _Import] = {}
+_imports: dict[str, tuple[Recording, Dependencies]] = {}
 """Module name → what was read when it was imported."""
 
 
@@ -277,18 +263,21 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
             sys.meta_path.insert(0, _finder)
     for name in _modules_of(changed_sources()):
         sys.modules.pop(name, None)  # so that a later import statement reads the new source
-    loaded, before = sys.modules.get(module_name), _imports.get(module_name)
-    is_current = _loaded.get(module_name, digest if not folder else "") == digest
-    if loaded is not None and is_current and not (before and before.is_stale()):
-        add_to_recordings(before.recorded if before else _read_by_import(module_name, Recording()))
-        return loaded
+    loaded = sys.modules.get(module_name)
+    before, read = _imports.get(module_name, (None, Dependencies()))
+    if loaded is not None and _loaded.get(module_name, "" if folder else digest) == digest:
+        # Missing modules do not count, as artifacts are moved.
+        there = {f: d for f, d in read.files.items() if not f.endswith(".py") or Path(f).exists()}
+        if not read.model_copy(update={"files": there}).change(_ANYWHERE):
+            add_to_recordings(before or _read_by_import(module_name, Recording()))
+            return loaded
     # Remove modules of the same names from another folder (each artifact has its own copy), or from
     # before an edit; objects that were made from them stay valid.
     for key in sources:
         parts = key.removesuffix(".py").removesuffix("/__init__").split("/")
         for name in _with_parents(".".join(parts)):
             sys.modules.pop(name, None)
-    for name in _modules_of(before.recorded.files) if before else ():
+    for name in _modules_of(before.files) if before else ():
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
     with gc_disabled(), recording() as recorded:
@@ -296,8 +285,7 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
     found = _read_by_import(module_name, recorded)
     _loaded[module_name] = digest
     # What is imported is as new as this process.
-    read = replace(found, modules=set()).dependencies(_ANYWHERE)
-    _imports[module_name] = _Import(found, read)
+    _imports[module_name] = found, replace(found, modules=set()).dependencies(_ANYWHERE)
     add_to_recordings(found)
     return module
 
@@ -339,7 +327,7 @@ def forget_modules(files: Set[str]) -> Iterator[None]:
 
 @contextmanager
 def _as_installed(module_name: str) -> Iterator[None]:
-    """Ignore the user's folder for a block: its modules may have names of installed ones."""
+    # Without the user's folder, whose modules may have names of installed ones.
     top = module_name.partition(".")[0]
     spec = getattr(sys.modules.get(top), "__spec__", None)
     if isinstance(getattr(spec, "loader", None), _FromSource):
@@ -359,5 +347,4 @@ def _names_imported_by(module_name: str, file: Path) -> frozenset[str]:
 
 
 def _with_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+    return [*accumulate(name.split("."), "{}.{}".format)]

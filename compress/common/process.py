@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 THREADS = "OMP_NUM_THREADS"
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def derive_seed(*parts: int) -> int:
@@ -148,7 +146,9 @@ def within_quota() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def cpu_quota(own: Path = OWN_CGROUPS, mounted: Path = CGROUPS) -> float | None:
+def cpu_quota(
+    own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> float | None:
     """Return this process's CPU quota in cores, the least of its cgroups'; None without one."""
     # Not ``loky.cpu_count``, which reads the root of the mount alone: it misses the quota of a
     # systemd slice, of a Slurm job and of every group around a container's own.

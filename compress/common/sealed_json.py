@@ -1,6 +1,7 @@
 """JSON files that end with a digest of their own bytes, so that no changed byte is believed.
 
-All state, records and caches that this toolkit writes as JSON and reads back go through here.
+A digest reveals damage and careless edits. It is no signature: whoever edits a file can compute it
+anew. All state, records and caches that this toolkit writes as JSON and reads back go through here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ END = b',\n "%s": "%%b"\n}\n' % SEAL.encode()
 """End of a file; the digest is of all bytes before it."""
 LOCK, LOCK_DIGEST = "lock.json", "lock_sha256"
 """A file of each run's results, and the key of its digest in `report.json` beside it."""
-CHANGED = "is not as it was written: its content does not match its digest"
 log = logging.getLogger(__name__)
 
 
@@ -73,10 +73,6 @@ def parse_settings(
         raise ArtifactInvalid(f"{where}: {first_line(error)}") from error
 
 
-# A digest in a file reveals damage and careless edits. It is no signature: whoever edits a file can
-# compute it anew.
-
-
 def dump_sealed(content: BaseModel | Mapping[str, Any], indent: int | None = None) -> bytes:
     """Return a JSON object, not an empty one, with the digest of its own bytes as its last key."""
     if isinstance(content, BaseModel):
@@ -98,7 +94,7 @@ def is_sealed(raw: bytes) -> bool:
 def load_sealed(raw: bytes) -> dict[str, Any]:
     """Return what :func:`dump_sealed` wrote; raise ArtifactInvalid for any other bytes."""
     if not is_sealed(raw):
-        raise ArtifactInvalid(CHANGED)
+        raise ArtifactInvalid("is not as it was written: its content does not match its digest")
     try:
         content: dict[str, Any] = json.loads(raw)
         del content[SEAL]

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
 
     Tensors = tuple[torch.Tensor, ...]
+    StoredTensor = tuple[int, torch.dtype, tuple[int, ...]]
+    """Offset in a file, dtype and shape."""
 
 # A classifier's 50,000 samples of 1,000 classes take 0.2 GB; a decoder that scores 150,000 tokens
 # takes 0.6 GB for 16 texts of 64 tokens, and computes those of more texts again where they are
@@ -84,7 +86,11 @@ class KeptAnswers:
             finally:
                 for error in answers.errors.values():
                     error.__traceback__ = None  # its frames would keep the model in memory
-        self._drop_oldest()
+        total = sum(answers.bytes for answers in self._by_model.values())
+        while len(self._by_model) > 1 and (
+            total > MAX_TOTAL_BYTES or len(self._by_model) > MAX_MODELS
+        ):
+            total -= self._by_model.popitem(last=False)[1].bytes
 
     def has_room(self, artifact: Artifact, device: str, threads: int) -> bool:
         """Whether more outputs of an artifact would be kept."""
@@ -97,21 +103,6 @@ class KeptAnswers:
         self._by_model.move_to_end(key)
         return self._by_model[key]
 
-    def _drop_oldest(self) -> None:
-        total = sum(answers.bytes for answers in self._by_model.values())
-        while len(self._by_model) > 1 and (
-            total > MAX_TOTAL_BYTES or len(self._by_model) > MAX_MODELS
-        ):
-            total -= self._by_model.popitem(last=False)[1].bytes
-
-
-class _StoredTensor(NamedTuple):
-    """Where a tensor lies in a file."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
 
 class _Answers:
     """One artifact's outputs in a file, by the hashes of batches and of their rows."""
@@ -123,8 +114,8 @@ class _Answers:
         self._folder = folder
         self._file = -1
         self._lock = threading.Lock()
-        self._batches: dict[bytes, tuple[_StoredTensor, ...]] = {}
-        self._rows: dict[bytes, tuple[tuple[_StoredTensor, ...], int]] = {}
+        self._batches: dict[bytes, tuple[StoredTensor, ...]] = {}
+        self._rows: dict[bytes, tuple[tuple[StoredTensor, ...], int]] = {}
         """Of a row: its batch's outputs, and its number in the batch."""
         self.errors: dict[bytes, Exception] = {}
         self._recorded = Recording()
@@ -139,7 +130,11 @@ class _Answers:
     ) -> Tensors:
         """Return the outputs that are kept for inputs, else those that the loaded model returns."""
         rows = _row_hashes(inputs)
-        key = _joint_hash(inputs, rows)
+        batch = hashlib.sha256(b"".join(rows))
+        batch.update("".join(f"{x.dtype}{tuple(x.shape)}" for x in inputs).encode())
+        for x in () if rows else inputs:
+            batch.update(_as_bytes(x).numpy().data)
+        key = batch.digest()
         if keep_errors and key in self.errors:
             raise self.errors[key]
         outputs = None
@@ -181,9 +176,9 @@ class _Answers:
                     self._folder.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=self._folder) as file:
                     self._file = os.dup(file.fileno())
-            offset, stored = self.bytes, list[_StoredTensor]()
+            offset, stored = self.bytes, []
             for t in contents:
-                stored.append(_StoredTensor(offset, t.dtype, tuple(t.shape)))
+                stored.append((offset, t.dtype, tuple(t.shape)))
                 written = _as_bytes(t).numpy().data
                 while written:
                     done = os.pwrite(self._file, written, offset)
@@ -196,23 +191,18 @@ class _Answers:
     def _read_rows(self, rows: list[bytes]) -> Tensors | None:
         import torch
 
-        places = [self._rows.get(row) for row in rows]
+        if any(row not in self._rows for row in rows):
+            return None
         outputs: list[list[torch.Tensor]] = []
-        for place in places:
-            if place is None:
-                return None
-            tensors, i = place
-            outputs.append([self._read_row(tensor, i) for tensor in tensors])
+        for tensors, i in map(self._rows.__getitem__, rows):
+            outputs.append([])
+            for offset, dtype, (_, *shape) in tensors:
+                size = torch.Size(shape).numel() * dtype.itemsize
+                outputs[-1].append(self._read(offset + i * size, dtype, tuple(shape)))
         columns = [*zip(*outputs, strict=True)]
         if any(a.shape != b.shape for column in columns for a, b in pairwise(column)):
             return None  # padded to other lengths
         return tuple(map(torch.stack, columns)) or None
-
-    def _read_row(self, tensor: _StoredTensor, i: int) -> torch.Tensor:
-        import torch
-
-        size = torch.Size(tensor.shape[1:]).numel() * tensor.dtype.itemsize
-        return self._read(tensor.offset + i * size, tensor.dtype, tensor.shape[1:])
 
     def _read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         import torch
@@ -239,15 +229,6 @@ def _row_hashes(inputs: Tensors) -> list[bytes]:
             digest.update(part.numpy().data)
         hashes.append(digest.digest())
     return hashes
-
-
-def _joint_hash(inputs: Tensors, rows: list[bytes]) -> bytes:
-    """Hash a batch: of its rows' hashes, or of all values."""
-    digest = hashlib.sha256(b"".join(rows))
-    digest.update("".join(f"{x.dtype}{tuple(x.shape)}" for x in inputs).encode())
-    for x in () if rows else inputs:
-        digest.update(_as_bytes(x).numpy().data)
-    return digest.digest()
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:

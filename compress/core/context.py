@@ -10,18 +10,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from compress.common.atomic_files import remove, temporary_folder
+from compress.common.atomic_files import temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import CompressError, StageFailed
 from compress.core.answers import KeptAnswers
 from compress.core.metrics import Metric, evaluate
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.progress import Progress, silent
+from compress.profiling import benchmark
 from compress.profiling.output_summary import OutputSummarizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     import torch
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 
-TYPICAL_OF = 32
-"""Samples of `val` of whose sizes the median is typical: reading all may take long."""
 QUICK_SAMPLES = 16
 """Of `val`, on which a quick judgement compares two models."""
 COMPARED_BATCHES = 4
@@ -131,16 +129,9 @@ class Context:
     @property
     def work(self) -> Path:
         """A scratch directory for checkpoints, which outlives an interruption."""
-        self._work.mkdir(parents=True, exist_ok=True)
-        return self._work
-
-    def clear_work(self) -> None:
-        """Remove the scratch directory."""
-        remove(self._work)
-
-    @property
-    def _work(self) -> Path:
-        return self.scratch or self.root.with_name(f"{self.root.name}.work")
+        work = self.scratch or self.root.with_name(f"{self.root.name}.work")
+        work.mkdir(parents=True, exist_ok=True)
+        return work
 
     def need_data(self, why: str) -> Splits:
         """Return the data; raise StageFailed, naming what needs it, where there is none."""
@@ -205,20 +196,16 @@ class Context:
         asked = {a.digest: a for a in (*artifacts, *map(self.form_of, artifacts))}
         if not any(self.batch_dependence(artifact).depends for artifact in asked.values()):
             return None
-        sizes = [a.signature.inputs[0].shape[:1] for a in artifacts]
-        fixed = [size[0] for size in sizes if size and isinstance(size[0], int)]
-        return max(self.served_batch_size, *fixed, 1)
+        return max(self.served_batch_size, *(a.signature.smallest_batch for a in artifacts))
 
     def typical_sizes(self, signature: Signature) -> dict[str, int]:
-        """Return the sizes of a model's named axes in a sample of `val` of median size.
-
-        Empty where all sizes but the batch's are fixed, and without `val`.
-        """
+        """Return the sizes of a model's named axes in a sample of `val` of median size; or none."""
         axes = {*signature.dynamic_axes} - {signature.batch_axis}
         if not axes or self.data is None or "val" not in self.data.datasets:
             return {}
         samples = len(self.data.split("val"))  # type: ignore[arg-type]
-        count, found = min(TYPICAL_OF, samples), []
+        # 32 samples, spread over the split: reading all may take long.
+        count, found = min(32, samples), []
         for i in range(count):
             (sample,) = self.data.read("val", [i * samples // count], 1)  # alone, hence not padded
             sizes = {
@@ -231,10 +218,9 @@ class Context:
         return sorted(found, key=lambda pair: pair[0])[(count - 1) // 2][1]
 
     def macs(self, artifact: Artifact, sizes: Mapping[str, int]) -> int | None:
-        """Return the multiply-accumulates of an artifact for a sample of these sizes.
+        """Return the multiply-accumulates of an artifact for a sample of these sizes, if known.
 
-        Of a format that has not the operators, those of what it was made of; None where that is not
-        known either.
+        Of a format that has not the operators, those of what it was made of.
         """
         # Without sizes where there are none: artifacts of other packages need not take them.
         counted = artifact.macs(sizes) if sizes else artifact.macs()
@@ -254,12 +240,8 @@ class Context:
         from compress.common.forward import accept_any_batch
 
         artifact = self.form_of(artifact)
-        opened: AbstractContextManager[Predictor]
-        if kept:
-            opened = self.answers.predictor(artifact, self.device, self.threads)
-        else:
-            opened = artifact.open(self.device, self.threads)
-        with opened as predict:
+        open_model = partial(self.answers.predictor, artifact) if kept else artifact.open
+        with open_model(self.device, self.threads) as predict:
             yield accept_any_batch(predict, artifact.signature)
 
     def form_of(self, artifact: Artifact) -> Artifact:
@@ -277,11 +259,8 @@ class Context:
         """Measure two artifacts' latencies in turn, on samples of `val`.
 
         Both run on the device that runs the second, so that a file for the CPU is compared with its
-        source on the CPU. Reliable ones are measured once for each number of seconds; see
-        :func:`~compress.profiling.benchmark.compare_latencies`.
+        source on the CPU. Reliable ones are measured once for each number of seconds.
         """
-        from compress.profiling.benchmark import compare_latency
-
         conditions = (id(self.data), self.device, self.threads, self.seed)
         key = (before.digest, after.digest, batch, seconds, *conditions)
         if key not in self.comparisons:
@@ -290,7 +269,9 @@ class Context:
             second = partial(after.open_anew, device, self.threads)
             is_same = before.digest == after.digest
             first = second if is_same else partial(before.open_anew, device, self.threads)
-            measure = partial(compare_latency, first, second, batches, threads=self.threads)
+            measure = partial(
+                benchmark.compare_latency, first, second, batches, threads=self.threads
+            )
             with recording() as recorded:
                 compared = measure() if seconds is None else measure(seconds=seconds)
             if compared.unreliable_reason:  # the machine may have less to do next time
@@ -311,17 +292,16 @@ class Context:
 
     def measured_batches(self, signature: Signature, batch: int) -> list[tuple[torch.Tensor, ...]]:
         """Return batches to measure with, or raise StageFailed if the model's own size differs."""
-        from compress.profiling.benchmark import measured_batches
-
-        return measured_batches(self.data, signature, batch, self.seed)
+        return benchmark.measured_batches(self.data, signature, batch, self.seed)
 
     def comparison_inputs(
         self, signature: Signature, batch_size: int | None = None
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the inputs on which two models are compared: `val`, or seeded ones without it."""
         if self.data is not None and "val" in self.data.datasets:
-            limit = QUICK_SAMPLES if self.is_quick else None
-            for batch in self.data.batches("val", batch_size, limit=limit):
+            for batch in self.data.batches(
+                "val", batch_size, limit=QUICK_SAMPLES if self.is_quick else None
+            ):
                 yield batch.inputs
         else:
             for i in range(COMPARED_BATCHES):
@@ -333,16 +313,7 @@ class Context:
 
     @contextmanager
     def in_temporary_folder(self) -> Iterator[Context]:
-        """Provide the same context for a stage that is run again, of which nothing is kept.
-
-        Artifact, checkpoints and results are in a folder that is removed afterwards, so that those
-        of the run itself stay as they are.
-        """
+        """Provide the same context for a stage that is run again, of which nothing is kept."""
         with TemporaryDirectory(prefix="compress-rerun-") as name:
-            folder = Path(name)
-            yield replace(
-                self,
-                root=folder / "artifact",
-                scratch=folder / "work",
-                results=folder / "results",
-            )
+            root, scratch, results = (Path(name, x) for x in ("artifact", "work", "results"))
+            yield replace(self, root=root, scratch=scratch, results=results)

@@ -18,12 +18,13 @@ from typing import (
 from pydantic import Field
 
 from compress.artifacts.artifact import Artifact, Step
+from compress.common.atomic_files import remove
 from compress.common.config import Settings, StageName, Unmet
 from compress.common.errors import GateRefused, exits_refused
 from compress.common.process import gc_frozen
 from compress.common.requirements import Requirement, refuse_unmet, requirements_of, unmet_in
-from compress.core.gates.baselines import baseline_for, baseline_name
 from compress.core.gates.gate import AnyGate, Gate
+from compress.core.gates.runtime import baseline_for, baseline_name
 from compress.core.verdict import Verdict, explain
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def evaluate_gates(
 ) -> tuple[Verdict, ...]:
     """Evaluate a stage's gates on its input and its result, in their order.
 
-    A gate that could not be measured has failed, with the reason. ``evaluate`` gets a gate, the
-    artifact compared with and the result; a run looks up what it has measured before.
+    ``evaluate`` gets a gate, the artifact compared with and the result; a run looks up what it has
+    measured before.
     """
     with artifact.keep_loaded():
         return tuple(
@@ -74,20 +75,13 @@ def evaluate_gates(
 def refusal(
     stage: str, verdicts: Iterable[Verdict], kept_at: Path, run: Path | None = None
 ) -> GateRefused | None:
-    """Return the error that names the gates that refused a stage's result; None if all passed.
-
-    With the folder of a run it says how to learn why.
-    """
-    refused = [explain(verdict) for verdict in verdicts if not verdict.passed]
-    if not refused:
-        return None
+    """Return the error that names the gates that refused a stage's result; None if all passed."""
+    refused = "; ".join(explain(verdict) for verdict in verdicts if not verdict.passed)
     why = f"; why: compress explain {shlex.quote(str(run))}" if run else ""
-    return GateRefused(f"{stage}: {'; '.join(refused)} (artifact kept in {kept_at}{why})")
+    message = f"{stage}: {refused} (artifact kept in {kept_at}{why})"
+    return GateRefused(message) if refused else None
 
 
-ROUNDING = 1e-2
-"""Of float32: sums in another order differ by some 1e-6 of the norm, of which the spread between
-samples may be a small part. An error so large costs an R² 0.0001."""
 DEFAULT_CALIBRATION_SAMPLES = 512
 CalibrationSamples: TypeAlias = Annotated[int, Field(ge=1)] | None
 """Samples drawn from the calibration split: exactly so many, which it is an error not to have.
@@ -130,7 +124,9 @@ class Stage(Settings, Generic[Reads, Writes]):
 
     def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the error of outputs, relative to their spread, that rounding numbers explains."""
-        return ROUNDING
+        # Of float32: sums in another order differ by some 1e-6 of the norm, of which the spread
+        # between samples may be a small part. An error so large costs an R² 0.0001.
+        return 1e-2
 
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Raise StageFailed if a cached result computes other than its input; for exporters."""
@@ -142,9 +138,9 @@ class Stage(Settings, Generic[Reads, Writes]):
                 context.need_data(f"{self.title}: {gate.gate}")
             refuse_unmet(gate.unmet(context), f"{self.title}: {gate.gate}")
         artifact = self.run_checked(model, context)
-        context.clear_work()
-        refused = refusal(self.title, self.judge(model, artifact, context), artifact.path)
-        if refused:
+        remove(context.work)
+        verdicts = self.judge(model, artifact, context)
+        if refused := refusal(self.title, verdicts, artifact.path):
             raise refused
         return artifact
 
@@ -216,11 +212,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         return self.default_samples if samples is None else samples
 
     def available_samples(self, data: Splits) -> int:
-        """Return how many calibration samples to draw: those set, or of the default all there are.
-
-        Raises:
-            StageFailed: the data have no split for calibration.
-        """
+        """Return how many calibration samples to draw: those set, or of the default all there are."""
         available = len(data.split(data.calibration_split))  # type: ignore[arg-type]
         is_set = getattr(self, "calibration_samples", None) is not None
         return self.drawn_samples if is_set else min(self.drawn_samples, available)
@@ -258,11 +250,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         return tuple(requirements_of(self))
 
     def with_settings(self, changes: Mapping[str, Any]) -> Self:
-        """Return the stage without its gates and with other settings; None removes one.
-
-        Raises:
-            ValidationError: the settings do not fit together.
-        """
+        """Return the stage without its gates and with other, fitting settings; None removes one."""
         own = {name: value for name, value in self if name not in {"gates", *changes}}
         changed = {name: value for name, value in changes.items() if value is not None}
         return type(self).model_validate({**own, **changed})

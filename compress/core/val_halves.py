@@ -25,13 +25,10 @@ def halves_of_val(
     """Measure a model on every other sample of `val`, and on the others.
 
     The best of many models on some samples is worse on others, so those by which it was chosen do
-    not tell how good it is.
-
-    With `most`, of a long `val` each half has about so many samples.
+    not tell how good it is. With `most`, of a long `val` each half has about so many samples.
 
     Raises:
-        StageFailed: there is no data, one sample alone, or no metric; the message says that `why`
-            needs it.
+        StageFailed: there is no data, one sample alone, or no metric; `why` needs it.
     """
     data = context.need_data(why)
     samples = len(data.split("val"))  # type: ignore[arg-type]  # Splits admits none without

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -32,7 +33,14 @@ REMOVED_STAGES = {
 """Messages for stages that earlier versions had, with their replacements."""
 
 
-KEYS_AND_VALUES = ("model_type", "model_attributes_type", "dict_type")
+class _Problem(NamedTuple):
+    details: ErrorDetails
+    location: Location
+    """Place in the file."""
+    known: Iterable[str]
+    """Keys that are allowed there."""
+    members: tuple[ErrorPath, ...]
+    """Paths of the members of unions that pydantic tried on its way there."""
 
 
 def explain(
@@ -51,24 +59,22 @@ def explain(
         describe: names a place in the content.
         written: returns where the user wrote what is at a place of the content.
     """
-    found = _of_likely_members(error.errors(), content, model)
+    problems = _of_likely_members([_resolve(each, content, model) for each in error.errors()])
+    locs = [problem.details["loc"] for problem in problems]
     misspelt = {
-        (*e["loc"][:-1], closest(str(e["loc"][-1]), _known(e, content, model)))
-        for e in found
-        if e["type"] == "extra_forbidden"
+        (*loc[:-1], closest(str(loc[-1]), problem.known))
+        for loc, problem in zip(locs, problems, strict=True)
+        if problem.details["type"] == "extra_forbidden"
     }
-    places: dict[Location, list[ErrorDetails]] = {}
-    for details in found:
-        loc = details["loc"]
+    places: dict[Location, list[_Problem]] = {}
+    for loc, problem in zip(locs, problems, strict=True):
+        kind = problem.details["type"]
         # A misspelt key is missing too; a list whose only item is wrong counts as empty.
-        misspelling = details["type"] == "missing" and loc in misspelt
-        emptied = details["type"] == "too_short" and any(
-            len(e["loc"]) > len(loc) and e["loc"][: len(loc)] == loc for e in found
-        )
+        misspelling = kind == "missing" and loc in misspelt
+        emptied = kind == "too_short" and any(e[: len(loc)] == loc != e for e in locs)
         if not misspelling and not emptied:
-            place = written(_resolve(details, content, model).location)
-            places.setdefault(place, []).append(details)
-    return "\n".join(_line(each, content, model, describe) for each in places.values())
+            places.setdefault(written(problem.location), []).append(problem)
+    return "\n".join(_line(each, model, describe) for each in places.values())
 
 
 def dotted(location: Location) -> str:
@@ -86,29 +92,23 @@ def has_part(content: Any, part: str | int) -> bool:
     return isinstance(content, list | tuple) and isinstance(part, int) and part < len(content)
 
 
-def _of_likely_members(
-    found: list[ErrorDetails], content: Any, model: type[Settings]
-) -> list[ErrorDetails]:
-    """Drop errors of those members of a union that a value was hardly meant for.
+def _of_likely_members(problems: list[_Problem]) -> list[_Problem]:
+    """Drop problems of those members of a union that a value was hardly meant for.
 
     Where a value has the form of some members, and only parts of it are wrong, these are the others
-    and all but the one with the fewest errors.
+    and all but the one with the fewest problems.
     """
-    paths = [_resolve(details, content, model).members for details in found]
-    counts = Counter(member for members in paths for member in members)
-    fitting: dict[ErrorPath, list[ErrorPath]] = {}
-    for details, members in zip(found, paths, strict=True):
-        for member in members:
-            likely = fitting.setdefault(member[:-1], [])
-            if len(details["loc"]) > len(member) and member not in likely:
-                likely.append(member)
-    chosen = {
-        union: min(likely, key=counts.__getitem__) for union, likely in fitting.items() if likely
-    }
+    counts = Counter(member for problem in problems for member in problem.members)
+    chosen: dict[ErrorPath, ErrorPath] = {}
+    for problem in problems:
+        for member in problem.members:
+            is_part = len(problem.details["loc"]) > len(member)
+            if is_part and counts[member] < counts.get(chosen.get(member[:-1], ()), math.inf):
+                chosen[member[:-1]] = member
     return [
-        details
-        for details, members in zip(found, paths, strict=True)
-        if all(chosen.get(member[:-1], member) == member for member in members)
+        problem
+        for problem in problems
+        if all(chosen.get(member[:-1], member) == member for member in problem.members)
     ]
 
 
@@ -125,24 +125,20 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _line(
-    complaints: Sequence[ErrorDetails],
-    content: Any,
-    model: type[Settings],
-    describe: Callable[[Location], str],
+    complaints: Sequence[_Problem], model: type[Settings], describe: Callable[[Location], str]
 ) -> str:
     """Return the line of one place; each member of a union may complain about the same value."""
     mismatches = ("_type", "_parsing", "literal_error", "int_from_float")
-    others = [d for d in complaints if not d["type"].endswith(mismatches)]
-    details = (others or complaints)[0]
-    location = _resolve(details, content, model).location
+    others = [p for p in complaints if not p.details["type"].endswith(mismatches)]
+    details, location, known, _ = (others or complaints)[0]
     where = describe(location)
     kind, found = details["type"], details["input"]
     if not others:
-        *most, last = dict.fromkeys(map(_expected, complaints))
+        *most, last = dict.fromkeys(_expected(problem.details) for problem in complaints)
         expected = f"{', '.join(most)} or {last}" if most else last
         return f"{where}: expected {expected}, found {_short(found)}"
     if kind == "extra_forbidden":
-        key, known = str(location[-1]), _known(details, content, model)
+        key = str(location[-1])
         if location[0] == "stages" and key in model.model_fields and closest(key, known) is None:
             advice = f"it is set once for all stages, by `{key}:` at the beginning of a line"
             return f"{where}: unknown key; {advice}"
@@ -152,9 +148,9 @@ def _line(
     if kind == "union_tag_invalid":
         context = details["ctx"]
         key = context["discriminator"].strip("'")
-        known = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
         if context["tag"] in REMOVED_STAGES:
             return f"{where}: {REMOVED_STAGES[context['tag']]}"
+        known = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
         return f"{where}: unknown {key} {context['tag']!r}; {did_you_mean(context['tag'], known)}"
     if kind == "union_tag_not_found":
         key = details["ctx"]["discriminator"].strip("'")
@@ -168,7 +164,7 @@ def _line(
 
 def _expected(details: ErrorDetails) -> str:
     """Return what a value of another type should be, such as `a valid integer`."""
-    if details["type"] in KEYS_AND_VALUES:
+    if details["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return "keys and values"
     message = details["msg"].removeprefix("Input should be ").replace("valid tuple", "list")
     if details["type"] == "literal_error":
@@ -176,22 +172,7 @@ def _expected(details: ErrorDetails) -> str:
     return re.sub(r", (unable to|got a) .*", "", message)
 
 
-def _known(details: ErrorDetails, content: Any, model: type[Settings]) -> Iterable[str]:
-    """Return the keys that are allowed in the place of an unknown one."""
-    owner = _resolve(details, content, model).owner
-    return owner.model_fields if owner else ()
-
-
-class _Resolved(NamedTuple):
-    location: Location
-    """Place in the file."""
-    owner: type[Settings] | None
-    """Class of the settings there."""
-    members: tuple[ErrorPath, ...]
-    """Paths of the members of unions that pydantic tried on its way there."""
-
-
-def _resolve(details: ErrorDetails, content: Any, model: type[Settings]) -> _Resolved:
+def _resolve(details: ErrorDetails, content: Any, model: type[Settings]) -> _Problem:
     """Drop the members of unions that pydantic adds to a location: the file has no such keys."""
     loc = details["loc"]
     location: list[str | int] = []
@@ -216,7 +197,8 @@ def _resolve(details: ErrorDetails, content: Any, model: type[Settings]) -> _Res
             candidates = list(_settings_in(field.annotation)) if field else []
             if field is not None:
                 candidates += [c for m in field.metadata for c in _settings_in(m)]
-    return _Resolved(tuple(location), owner, tuple(members))
+    known = owner.model_fields if owner else ()
+    return _Problem(details, tuple(location), known, tuple(members))
 
 
 def _tags(model: type[Settings]) -> list[Any]:

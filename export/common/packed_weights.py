@@ -170,7 +170,7 @@ def _transformers_module(
     With it, the entries of its config that pruning changed; None where no config has its widths.
     """
     from compress.artifacts.libraries.transformers_folder import described_by_config
-    from compress.core.gates.baselines import nearest_float_model
+    from compress.core.gates.runtime import nearest_float_model
 
     source = nearest_float_model(model, context)
     if not isinstance(source, EagerModel):

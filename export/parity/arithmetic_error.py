@@ -20,7 +20,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, run_in_eval, torch_predictor
 from compress.common.tensor_difference import largest
-from compress.core.gates.baselines import nearest_float_model
+from compress.core.gates.runtime import nearest_float_model
 
 if TYPE_CHECKING:
     import torch

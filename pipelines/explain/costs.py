@@ -17,7 +17,7 @@ from compress.core.diagnosis.cause import (
     SPEED_GATES,
     RefusedStage,
 )
-from compress.core.gates.baselines import baseline_for, baseline_name, nearest_float_model
+from compress.core.gates.runtime import baseline_for, baseline_name, nearest_float_model
 from compress.export.diagnosis.causes import NOISE, WRONG_OPERATOR
 from compress.export.diagnosis.costs import (
     MacsDiagnosis,

@@ -19,8 +19,8 @@ from compress.common.errors import ArtifactInvalid, CompressError, PipelineInval
 from compress.common.requirements import require_all
 from compress.core.context import Context
 from compress.core.gates.accuracy import unlikely_points
-from compress.core.gates.baselines import BASELINES
 from compress.core.gates.gate import Gate
+from compress.core.gates.runtime import BASELINES
 from compress.core.metrics import Metric, default_metric, metric_class
 from compress.core.objectives.loss import Loss, loss_kinds
 from compress.core.objectives.task import TASKS

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from compress.common.printable import printable
 from compress.core.gates import rule_in_words, value_in_words
-from compress.core.gates.baselines import EAGER
+from compress.core.gates.runtime import EAGER
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting.stage_rows import (
     fidelity_of,

@@ -10,7 +10,7 @@ from pydantic import field_validator, model_validator
 from compress.artifacts.artifact import WEIGHTS_ON_DISK
 from compress.common.config import Settings
 from compress.common.errors import StageFailed, Unavailable
-from compress.core.gates.baselines import IN_PYTORCH, in_runtime_of, runtime_of
+from compress.core.gates.runtime import IN_PYTORCH, in_runtime_of, runtime_of
 from compress.core.metrics import metric_class
 from compress.core.verdict import Uncertainty
 from compress.profiling.batch_dependence import BatchDependence

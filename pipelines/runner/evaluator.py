@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import StageFailed
-from compress.core.gates.baselines import baseline_name
 from compress.core.gates.cost import MeasuredOnVal
+from compress.core.gates.runtime import baseline_name
 from compress.core.metrics.score import Score
 from compress.core.stage import evaluate_gates
 from compress.export.exporter import Exporter

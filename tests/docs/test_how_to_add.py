@@ -38,7 +38,7 @@ from compress.artifacts.recipe import Recipe
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.requirements import announcing_package
 from compress.common.signature import Signature, TensorSpec
-from compress.core.gates.baselines import BASELINES
+from compress.core.gates.runtime import BASELINES
 from compress.core.metrics import metric as metric_module
 from compress.core.objectives.loss import LossName, loss_kinds
 from compress.export.exporter import EXPORTERS

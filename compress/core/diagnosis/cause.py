@@ -30,16 +30,8 @@ MEMORY_GATES = ("max_memory",)
 PARAMETER_GATES = ("max_parameters",)
 MACS_GATES = ("min_integer_macs",)
 PARITY_GATES = ("parity",)
-EXPLAINED_GATES = (
-    *ACCURACY_GATES,
-    *SPEED_GATES,
-    *SIZE_GATES,
-    *MEMORY_GATES,
-    *PARAMETER_GATES,
-    *MACS_GATES,
-    *PARITY_GATES,
-)
-"""All of them."""
+EXPLAINED_GATES = ACCURACY_GATES + SPEED_GATES + SIZE_GATES + MEMORY_GATES + PARAMETER_GATES
+EXPLAINED_GATES += MACS_GATES + PARITY_GATES
 
 Measured = TypeVar("Measured")
 
@@ -117,14 +109,10 @@ class Cause:
     measure: Callable[[RefusedStage[Any], str], float | None]
     """Measures the value for a layer, or for the stage as a whole (the layer is empty); None where
     the test does not apply."""
-    recovered_share: Callable[[RefusedStage[Any], Sequence[str]], float | None] = (
-        lambda refused, layers: None
-    )
+    recovered_share: Callable[[RefusedStage[Any], Sequence[str]], float | None] = lambda *_: None
     """Returns the share of the loss that would return without the cause in some layers, of other
     gates the share of what the limit is missed by; None where unknown."""
-    repairs: Callable[[RefusedStage[Any], Sequence[str]], tuple[Repair, ...]] = (
-        lambda refused, layers: ()
-    )
+    repairs: Callable[[RefusedStage[Any], Sequence[str]], tuple[Repair, ...]] = lambda *_: ()
     """Returns changes that may mend the cause in the layers that have it."""
 
     def in_words(self, value: float) -> str:

@@ -33,17 +33,10 @@ WHY = "compress explain"
 # On 1024 samples an accuracy of 90 % is known to ±1.9 points (95 %); half of that takes 4096.
 MAX_SAMPLES = 1024
 """Samples that models are evaluated on."""
-MAX_GUILTY_SHARE = 0.25
-"""Of the layers: a loss to which more of them contribute is spread over the model."""
 LEAST_RECOVERED = 0.5
 """Share of the loss that the set must return."""
 SLACK = 0.05
 """Share of the loss within which two sets return the same."""
-LEAST_ALONE = 0.1
-"""Share of the loss that is enough for a layer to cost when it is rounded alone, all others in
-float; as much as the gate allows is enough too."""
-RESERVE = 8
-"""Evaluations that the search leaves for the causes."""
 
 
 def max_evaluations(layers: int) -> int:
@@ -81,7 +74,7 @@ class GuiltSearch:
         """How many more may be evaluated."""
         if time.monotonic() > self.deadline:
             return 0
-        return max_evaluations(len(self.ranking)) - RESERVE - self.evaluations
+        return max_evaluations(len(self.ranking)) - 8 - self.evaluations  # 8 are for the causes
 
     def points(self, layers: frozenset[str]) -> float:
         """Return the points lost with some layers in float, measured once."""
@@ -133,7 +126,8 @@ class GuiltSearch:
 
     def guilty(self) -> tuple[str, ...]:
         """Return the smallest set that was found, worst first; empty where the loss is spread."""
-        most = max(1, math.ceil(MAX_GUILTY_SHARE * len(self.ranking)))
+        # A loss to which more than a quarter of the layers contribute is spread over the model.
+        most = math.ceil(len(self.ranking) / 4) or 1
         all_of_these = self.recovered(self.ranking[:most])
         if all_of_these < LEAST_RECOVERED:
             return ()
@@ -151,9 +145,9 @@ class GuiltSearch:
                 start -= size
             size //= 2
         # Not by what returns with one layer in float: beside another one that spoils all answers,
-        # that is nothing.
+        # that is nothing. A tenth of the loss, or what the gate allows, is enough for a layer.
         costs = {layer: self.alone(layer) for layer in found if self.budget > 0}
-        least = min(LEAST_ALONE, self.least_points / self.lost)
+        least = min(0.1, self.least_points / self.lost)
         kept = [layer for layer in found if costs.get(layer, 1.0) >= least]
         # Layers whose errors only add up each cost little alone; together they are the cause.
         if kept and len(kept) < len(found) and self.recovered(kept) < wanted - SLACK:

@@ -17,13 +17,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.verdict import Uncertainty, Verdict
 
-FEWEST_POINTS, MOST_POINTS = 0.01, 50
-"""Of an accuracy: who writes 0.005 means half a point, and nobody means more than half of it."""
-
 
 class _MetricGate(Gate):
-    """A gate on the pipeline's metric."""
-
     needs_data: ClassVar[bool] = True
     judges_quality: ClassVar[bool] = True
     depends_on_batch: ClassVar[bool] = True
@@ -31,15 +26,13 @@ class _MetricGate(Gate):
     def uncertainty(
         self, before: Artifact, after: Artifact, context: Context
     ) -> Uncertainty | None:
-        """Return the interval of the drop, in points, from the scores that were measured."""
         return context.drop_uncertainty(before, after)
 
     def measurement_key(self) -> dict[str, JsonValue]:
-        """Return what changes the value, apart from values of versions without such intervals."""
+        # Apart from values of earlier versions, without such intervals.
         return {**super().measurement_key(), "measured": "by part"}
 
     def unsuitable_metric(self, metric: str) -> str:
-        """Return that there is no metric."""
         is_measured = metric_class(metric).is_measured
         return "" if is_measured else "the pipeline has no metric; add `metric:`"
 
@@ -148,14 +141,15 @@ class MinMetric(_MetricGate):
 
 def unlikely_points(points: float) -> str:
     """Return why so many points of an accuracy cannot be meant, and what to write; or nothing."""
-    if 0 < points < FEWEST_POINTS:
+    # Who writes 0.005 means half a point.
+    if 0 < points < 0.01:
         return (
             f"{points:g} is less than a hundredth of a percentage point; points are "
             f"percentage points, so for {100 * points:g} % write {100 * points:g}"
         )
-    if points > MOST_POINTS:
+    if points > 50:
         return (
             f"{points:g} would let more than half of all answers become wrong; points "
-            f"are percentage points, expected at most {MOST_POINTS:g}"
+            "are percentage points, expected at most 50"
         )
     return ""

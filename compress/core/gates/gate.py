@@ -85,12 +85,9 @@ class Gate(Settings):
         return float(getattr(self, self.limit_field))
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Measure the value; raise CompressError where it cannot be measured.
+        """Measure the value of a stage's result, `after`; raise CompressError where that fails.
 
-        Args:
-            before: the artifact compared with.
-            after: the stage's result.
-            context: data, device, threads and seed of the run.
+        `before` is the artifact that it is compared with.
         """
         raise NotImplementedError
 
@@ -178,11 +175,8 @@ class Gate(Settings):
     @classmethod
     def rule_in_words(cls, verdict: Verdict, metric: str) -> str:
         """Return the rule of a verdict for the table and the page."""
-        if not cls.report_template:
-            return verdict.rule
-        return cls.report_template.format(
-            limit=verdict.limit, percent=100 * verdict.limit, metric=metric
-        )
+        values = {"limit": verdict.limit, "percent": 100 * verdict.limit, "metric": metric}
+        return cls.report_template.format_map(values) or verdict.rule
 
     @classmethod
     def value_in_words(cls, verdict: Verdict, metric: str) -> str:
@@ -195,10 +189,7 @@ class Gate(Settings):
 
 
 def describe_value(verdict: Verdict, unit: str, factor: float = 1.0) -> str:
-    """Return a verdict's value, times a factor, with its unit and basis, or why it has none.
-
-    The unit begins with a space, if there is one.
-    """
+    """Return a verdict's value, times a factor, with its unit and basis, or why it has none."""
     if verdict.value is None:
         return verdict.reason
     basis = verdict.basis(unit if unit == " %" else "", factor)

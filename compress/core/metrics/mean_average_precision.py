@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 BoxFormat: TypeAlias = Literal["xyxy", "xywh", "cxcywh"]
 Scores: TypeAlias = Literal["softmax", "sigmoid"]
-LABEL_NAMES = ("labels", "class_labels")
-"""Names under which targets have the classes; the second is that of transformers."""
 
 
 class MeanAveragePrecision(Metric):
@@ -153,7 +151,6 @@ def mean_precision(evaluation: Any, images: torch.Tensor | None = None) -> float
 def _predictions(
     outputs: torch.Tensor | Mapping[str, torch.Tensor], scores_of_logits: Scores
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return boxes, scores and labels; raise StageFailed where outputs have other names."""
     if isinstance(outputs, dict) and {"boxes", "scores", "labels"} <= outputs.keys():
         return outputs["boxes"], outputs["scores"], outputs["labels"].long()
     if isinstance(outputs, dict) and {"logits", "pred_boxes"} <= outputs.keys():
@@ -171,7 +168,6 @@ def _predictions(
 
 
 def _ground_truth(targets: Targets) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return boxes and labels of each sample, none for a sample without a target."""
     import torch
 
     pairs = []
@@ -180,14 +176,14 @@ def _ground_truth(targets: Targets) -> list[tuple[torch.Tensor, torch.Tensor]]:
             pairs.append((torch.zeros(0, 4), torch.zeros(0)))
             continue
         parts = target if isinstance(target, dict) and target is not targets else {}
-        name = next((name for name in LABEL_NAMES if name in parts), None)
-        if name is None or "boxes" not in parts:
+        labels = parts.get("labels", parts.get("class_labels"))  # transformers' name
+        if labels is None or "boxes" not in parts:
             raise StageFailed(
                 "metric map takes a mapping of boxes and labels for each sample as its target, "
                 f"found {describe_targets(targets)}"
             )
         # A list without boxes is a tensor of shape [0].
-        pairs.append((parts["boxes"].reshape(-1, 4), parts[name].reshape(-1)))
+        pairs.append((parts["boxes"].reshape(-1, 4), labels.reshape(-1)))
     return pairs
 
 

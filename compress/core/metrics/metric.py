@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from pathlib import Path  # noqa: TC003 - a dataclass field
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 JACKKNIFE_GROUPS = 20
 """Of metrics that are computed anew without each group: more cost time, and would narrow intervals
 by 6 % at most (Student's t of 19 degrees of freedom)."""
+GROUPS = 200
+"""Groups of a split at most, of other metrics: their variance is then known to some 5 %."""
 
 
 @cache
@@ -181,10 +184,9 @@ class Metric:
         return 100 * (before - after if self.higher_is_better else after - before)
 
     def targets_of(self, batch: Batch, split: str, reference: Predictor | None = None) -> Targets:
-        """Return what a batch's outputs are compared with; `reference` is for `fidelity`.
+        """Return what a batch's outputs are compared with, or raise StageFailed without it.
 
-        Raises:
-            StageFailed: the batch has no targets, or there is no reference model, or no metric.
+        `reference` is the model that `fidelity` compares with.
         """
         if batch.target is None:
             raise StageFailed(
@@ -335,16 +337,13 @@ class MetricMeter:
         if not self.groups:
             return None
         groups = [self.groups[number] for number in sorted(self.groups)]
-        return pseudo_values(self.compute(), groups, self._added, self._function_of_sums())
+        rest = copy.deepcopy(self, {id(self.metric): self.metric, id(self.groups): {}})
+        return pseudo_values(self.compute(), groups, self._added, rest._compute_of)
 
-    def _function_of_sums(self) -> Callable[[torch.Tensor], float]:
-        rest = copy.copy(self)
-
-        def compute(sums: torch.Tensor) -> float:
-            rest.sums = sums
-            return rest.compute()
-
-        return compute
+    def _compute_of(self, sums: torch.Tensor) -> float:
+        """Return the metric of other sums, which replace the meter's own."""
+        self.sums = sums
+        return self.compute()
 
     def state(self) -> Any:
         """Return all that was added, to be sent to another process; None where that is nothing."""
@@ -380,9 +379,8 @@ class MetricMeter:
         except Exception as error:
             forms = ""
             if arguments:
-                outputs, targets = arguments
-                forms = f" for outputs {describe_outputs(outputs)} and targets "
-                forms += describe_targets(targets)
+                found = describe_outputs(arguments[0]), describe_targets(arguments[1])
+                forms = " for outputs {} and targets {}".format(*found)
             raise StageFailed(
                 f"metric {self.metric.name!r} fails{forms}: {type(error).__name__}: "
                 f"{first_line(error)}"
@@ -401,16 +399,12 @@ class FunctionMeter(MetricMeter):
         settings: dict[str, Any] | None = None,
         jackknife_groups: int = 0,
     ) -> None:
-        """Create it; `jackknife_groups` of samples give an interval, none for any function.
-
-        The users' own may not be smooth: a maximum without some samples tells nothing of how sure
-        it is.
-        """
         super().__init__(metric)
         self.function, self.settings = function, settings or {}
+        # None for the users' own, which may not be smooth: a maximum without some samples tells
+        # nothing of how sure it is.
         self.jackknife_groups = jackknife_groups
         self.batches: list[tuple[Any, Targets]] = []
-        """Outputs and targets."""
 
     def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> None:
         self.batches.append((output_argument(outputs, self.metric.outputs), targets))
@@ -437,11 +431,10 @@ class FunctionMeter(MetricMeter):
             return None
         group_of = torch.arange(samples) * groups // samples
         value = self._value(added)
-        try:
+        with suppress(StageFailed):  # not defined without one group
             without = self._values_of(added, [group_of != group for group in range(groups)])
-        except StageFailed:  # not defined without one group
-            return None
-        return jackknifed(value, without)
+            return jackknifed(value, without)
+        return None
 
     def _values_of(self, added: Any, parts: Sequence[torch.Tensor]) -> list[float]:
         """Return the function of each part of the samples, by a mask of these."""
@@ -490,10 +483,6 @@ def default_metric(loss: Loss) -> Metric:
     if loss.task is not None:
         return Metric(loss.task.metric, loss=loss)
     return Metric("loss" if loss.targets == "nested" else "accuracy", loss=loss)
-
-
-GROUPS = 200
-"""Groups of a split at most, for the jackknife: their variance is then known to some 5 %."""
 
 
 def evaluate(
@@ -548,11 +537,9 @@ def evaluate(
 def _by_group(
     metric: Metric, outputs: Outputs, targets: Targets, first: int, samples: int
 ) -> Iterator[tuple[int | None, int, Outputs, Targets]]:
-    """Yield a batch in parts of one group of samples each: the group, its first row, and the rows.
-
-    The batch begins with sample `first` of a split's `samples`. It stays whole, without a group, if
-    the metric needs no groups, or its outputs have other rows than the targets.
-    """
+    # Parts of one group of samples each: the group, its first row, and the rows. The batch begins
+    # with sample `first` of a split's `samples`. It stays whole, without a group, if the metric
+    # needs no groups, or its outputs have other rows than the targets.
     from compress.data.targets import select
 
     rows = len(first_output(outputs)) if metric.adds_states else 0
@@ -564,12 +551,9 @@ def _by_group(
 
 
 def groups_of_batch(first: int, rows: int, samples: int) -> Iterator[tuple[int, slice]]:
-    """Yield the groups that a batch has rows of, and these rows.
+    """Yield the groups that a batch of some rows has, and which of its rows.
 
-    Args:
-        first: number of the batch's first sample in the split.
-        rows: samples of the batch.
-        samples: samples of the split.
+    `first` is the number of its first sample in the split of so many samples.
     """
     count, start = min(GROUPS, samples), 0
     while start < rows:

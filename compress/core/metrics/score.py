@@ -6,6 +6,7 @@ import base64
 import math
 import zlib
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-HALVINGS = 60
-"""Of an interval, until its width is below a float's rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +62,11 @@ class Score:
 
     def uncertainty(self) -> Uncertainty:
         """Return the interval of the value itself."""
-        interval = None if self.parts is None else _mean_interval(self.value, self.parts)
+        interval = None
         if self.parts is not None and self.are_hits:
             interval = proportion_interval(int(self.parts.sum()), self.samples)
+        elif self.parts is not None:
+            interval = _mean_interval(self.value, self.parts)
         return Uncertainty(samples=self.samples, interval=interval)
 
     def change_to(self, after: Score) -> Uncertainty:
@@ -76,10 +77,10 @@ class Score:
         change = second - first
         if self.are_hits and after.are_hits:
             lost, gained = int((change < 0).sum()), int((change > 0).sum())
-            interval = paired_interval(gained, lost, samples)
-            return Uncertainty(samples=samples, interval=interval, lost=lost, gained=gained)
-        interval_of_mean = _mean_interval(after.value - self.value, change)
-        return Uncertainty(samples=samples, interval=interval_of_mean)
+            paired = paired_interval(gained, lost, samples)
+            return Uncertainty(samples=samples, interval=paired, lost=lost, gained=gained)
+        interval = _mean_interval(after.value - self.value, change)
+        return Uncertainty(samples=samples, interval=interval)
 
     def to_json(self) -> JsonValue:
         """Return it in a form that JSON can hold."""
@@ -120,7 +121,7 @@ def paired_interval(gained: int, lost: int, samples: int) -> tuple[float, float]
     """
 
     def distance(difference: float) -> float:
-        """Return the score statistic of a supposed difference."""
+        # The score statistic of a supposed difference.
         b = (2 * samples - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)
         # The likeliest share of samples that are lost, given the difference.
@@ -130,7 +131,7 @@ def paired_interval(gained: int, lost: int, samples: int) -> tuple[float, float]
         return found / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, found)
 
     def end(inside: float, outside: float) -> float:
-        for _ in range(HALVINGS):
+        for _ in range(60):  # until the interval's width is below a float's rounding
             middle = (inside + outside) / 2
             if abs(distance(middle)) <= Z:
                 inside = middle
@@ -164,28 +165,17 @@ def pseudo_values(
 
     The jackknife: samples are divided into groups, and the metric is computed without each of them
     (Miller, "The jackknife: a review", 1974). None where it is not defined without one.
-
-    Args:
-        value: the metric of all groups.
-        sums: the sums of each group.
-        add: returns the sums of the samples of both.
-        compute: returns the metric of some sums.
+    `value` is that of all groups; `compute` returns the metric of some sums.
     """
     if len(sums) < 2:
         return None
-    after = [sums[-1]]
-    for own in reversed(sums[1:-1]):
-        after.append(add(own, after[-1]))
-    before: torch.Tensor | None = None
-    values = []
     try:
-        for own in sums:
-            rest = [part for part in (before, after.pop() if after else None) if part is not None]
-            values.append(compute(add(*rest) if len(rest) > 1 else rest[0]))
-            before = own if before is None else add(before, own)
+        before = list(accumulate(sums[:-1], add))
+        after = list(accumulate(sums[:0:-1], lambda later, own: add(own, later)))[::-1]
+        inner = map(add, before[:-1], after[1:])
+        return jackknifed(value, [*map(compute, (after[0], *inner, before[-1]))])
     except StageFailed:
         return None
-    return jackknifed(value, values)
 
 
 def jackknifed(value: float, without: Sequence[float]) -> NDArray[np.float64] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,15 +20,12 @@ from compress.core.objectives.loss import loss_kind
 from compress.core.objectives.task import need_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from compress.common.forward import Outputs
     from compress.data.targets import Targets
-
-LARGEST_STATE = 2**15
-"""Numbers of a metric's state at most that are kept for each group of samples."""
 
 
 class Torchmetrics(Metric):
@@ -102,25 +98,21 @@ class UserMetric(Torchmetrics):
 
 
 class _LabelMetric(Torchmetrics):
-    """A mean over classes, by a class of torchmetrics whose arguments follow from the data."""
-
+    # A mean over classes, by a class of torchmetrics whose arguments follow from the data.
     pattern = form = ""
     higher = True
     is_fraction = in_points = reads_loss = True
     labels = "any"
 
     def meter(self) -> MetricMeter:
-        """Return what makes the object when the first batch shows its arguments."""
-        return TorchmetricsMeter(self)
+        return TorchmetricsMeter(self)  # makes the object when the first batch shows its arguments
 
     def check_settings(self) -> None:
-        """Raise Unavailable if the library is not installed."""
         import_torchmetrics(self.name)
 
     def compared(
         self, outputs: Outputs, targets: Targets
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return predicted and true labels."""
         import torch
 
         from compress.data.batch import IGNORED_LABEL
@@ -189,15 +181,16 @@ class TorchmetricsMeter(MetricMeter):
         if before is not None and (now := summed_state(self.own)) is not None:
             self._add_group(group, now - before)
 
-    def _function_of_sums(self) -> Callable[[torch.Tensor], float]:
-        rest = copy.copy(self)
-        rest.own = copy.deepcopy(self.own)
-
-        def compute(sums: torch.Tensor) -> float:
-            set_summed_state_(rest.own, sums)
-            return rest.compute()
-
-        return compute
+    def _compute_of(self, sums: torch.Tensor) -> float:
+        start = 0
+        for module in metrics_in(self.own):
+            for name in module._reductions:
+                value = getattr(module, name)
+                part = sums[start : start + value.numel()].reshape(value.shape).to(value.dtype)
+                setattr(module, name, part)
+                start += value.numel()
+            module._computed = None
+        return self.compute()
 
     def state(self) -> Any:
         """Return the object's state, with the arguments that it was made with."""
@@ -207,10 +200,25 @@ class TorchmetricsMeter(MetricMeter):
 
     def add_shares_(self, states: Sequence[Any]) -> None:
         """Merge the states of all processes."""
+        import torch
+
         known = [state for state in states if state is not None]
-        if known:
-            self.own = self.own or self.metric.implementation(known[0][0])
-            merge_states_(self.own, [state for _, state in known])
+        if not known:
+            return
+        self.own = self.own or self.metric.implementation(known[0][0])
+        # As `Metric.sync` does. But that exchanges tensor by tensor, so that processes with lists
+        # of different lengths wait for ever, and counts the initial state of one without samples;
+        # and `Metric.merge_state` refuses some metrics.
+        shares = (state for _, state in known)
+        for module, *parts in zip(metrics_in(self.own), *shares, strict=True):
+            module._update_count = module._update_count or 1  # this process may have no samples
+            for name, reduce in module._reductions.items():
+                values = [part[name] for part in parts]
+                if isinstance(values[0], list):
+                    setattr(module, name, [tensor for value in values for tensor in value])
+                else:
+                    stacked = torch.stack(values)
+                    setattr(module, name, stacked if reduce is None else reduce(stacked))
 
     def _value(self, added: Any) -> float:
         return one_number(self.metric.name, self._call(self.own.compute))
@@ -253,10 +261,7 @@ def metrics_in(metric: Any) -> list[Any]:
 
 
 def summed_state(metric: Any) -> torch.Tensor | None:
-    """Return the state of an object of torchmetrics as float64 numbers, if all of it is sums.
-
-    None, too, where these are more than :data:`LARGEST_STATE`.
-    """
+    """Return the state of an object of torchmetrics as float64 numbers, if all of it is sums."""
     import torch
     from torchmetrics.utilities import dim_zero_sum
 
@@ -266,34 +271,5 @@ def summed_state(metric: Any) -> torch.Tensor | None:
             if reduce is not dim_zero_sum:
                 return None
             values.append(getattr(module, name).double().flatten())
-    return torch.cat(values) if 0 < sum(map(len, values)) <= LARGEST_STATE else None
-
-
-def set_summed_state_(metric: Any, state: torch.Tensor) -> None:
-    """Overwrite the state of an object of torchmetrics by what :func:`summed_state` returned."""
-    start = 0
-    for module in metrics_in(metric):
-        for name in module._reductions:
-            value = getattr(module, name)
-            part = state[start : start + value.numel()].reshape(value.shape).to(value.dtype)
-            setattr(module, name, part)
-            start += value.numel()
-        module._computed = None
-
-
-def merge_states_(metric: Any, shares: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Overwrite the state of an object of torchmetrics by that of several shares of the samples."""
-    import torch
-
-    # As `Metric.sync` does. But that exchanges tensor by tensor, so that processes with lists of
-    # different lengths wait for ever, and counts the initial state of one without samples; and
-    # `Metric.merge_state` refuses some metrics.
-    for module, *states in zip(metrics_in(metric), *shares, strict=True):
-        module._update_count = module._update_count or 1  # this process may have no samples
-        for name, reduce in module._reductions.items():
-            values = [state[name] for state in states]
-            if isinstance(values[0], list):
-                setattr(module, name, [tensor for value in values for tensor in value])
-            else:
-                stacked = torch.stack(values)
-                setattr(module, name, stacked if reduce is None else reduce(stacked))
+    # A larger state is not kept for each group of samples.
+    return torch.cat(values) if 0 < sum(map(len, values)) <= 2**15 else None

@@ -364,9 +364,7 @@ class Loss:
         Whole numbers are labels: `cross_entropy`, or `binary_cross_entropy` where the model gives
         one output for each. Floats that are all 0 or 1 are `binary_cross_entropy`, probabilities
         `cross_entropy`, other floats `mse`; what does not fit the task is its first loss instead.
-
-        Raises:
-            StageFailed: nothing fits, or the task has no default.
+        StageFailed says where nothing fits, or the task has no default.
         """
         if self.name is not None:
             return self.name

@@ -240,11 +240,7 @@ class Task:
     def align(
         self, outputs: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs with classes on axis 1, each beside its own target.
-
-        Raises:
-            StageFailed: the task has a label for each position, and the shapes do not.
-        """
+        """Return outputs with classes on axis 1, each beside its own target, or raise StageFailed."""
         if not self.classes_last:
             return outputs, targets
         if outputs.dim() < 3 or outputs.shape[:-1] != targets.shape:

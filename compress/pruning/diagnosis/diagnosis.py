@@ -17,14 +17,14 @@ import torch
 
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.forward import copy_module
-from compress.core.diagnosis.input_ranges import (
+from compress.core.diagnosis.layer_diagnosis import WHY, LayerDiagnosis
+from compress.core.diagnosis.rerun import (
     SAMPLES,
     UNLIKE,
     input_ranges,
     unlikeness,
     with_ranges,
 )
-from compress.core.diagnosis.layer_diagnosis import WHY, LayerDiagnosis
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import FROM_DATA

@@ -13,8 +13,8 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.common.forward import flatten_outputs
 from compress.core.diagnosis.cause import Cause, RefusedStage, Repair
-from compress.core.diagnosis.input_ranges import UNLIKE
 from compress.core.diagnosis.layer_diagnosis import WHY
+from compress.core.diagnosis.rerun import UNLIKE
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train

@@ -12,7 +12,7 @@ from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.core.context import Context
 from compress.core.gates import MaxSize, MinSpeedup
-from compress.core.gates.baselines import BASELINES, baseline_for
+from compress.core.gates.runtime import BASELINES, baseline_for
 from compress.core.stage import Stage, evaluate_gates
 from compress.export.onnx.stage import ExportOnnx
 from compress.pruning.prune_channels import PruneChannels
@@ -123,15 +123,15 @@ def test_a_missing_compiler_is_named_in_the_error(mlp, graph, context, monkeypat
 @pytest.mark.parametrize(
     "found",
     [
-        "baselines.runtime_named('onnxruntime').title == 'ONNX Runtime'",
-        "baselines.runtime_named('a_stage') is None",
+        "runtime.runtime_named('onnxruntime').title == 'ONNX Runtime'",
+        "runtime.runtime_named('a_stage') is None",
         "RunsIn(atol=1).requirements",
     ],
 )
 def test_a_runtime_is_found_where_no_exporter_was_imported(found: str) -> None:
     code = (
-        "from compress.core.gates import RunsIn, baselines\n"
-        "assert 'onnxruntime' not in baselines.BASELINES\n"
+        "from compress.core.gates import RunsIn, runtime\n"
+        "assert 'onnxruntime' not in runtime.BASELINES\n"
         f"assert {found}"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
