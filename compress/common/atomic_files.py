@@ -69,8 +69,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 def partial_folder(path: Path) -> Iterator[Path]:
     """Yield a new hidden folder, to be renamed to a path beside it; else it is removed in the end.
 
-    Those that killed processes left for the same path are removed. A folder that is created to hold
-    it does not stay empty.
+    Those that killed processes left for the same path are removed.
     """
     is_new = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -259,9 +258,7 @@ def sha256_while_unchanged(path: Path) -> str:
 def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
     """Open a regular file for reading; ``follow_link`` is about the last part of its path.
 
-    Raises:
-        ArtifactInvalid: it is a pipe or a device, or a link that is not followed.
-        OSError: it is missing or a directory, or may not be read.
+    ArtifactInvalid for a pipe or a device, or a link that is not followed; else OSError.
     """
     if not follow_link and path.is_symlink():
         raise ArtifactInvalid(f"{path}: is a symbolic link, expected a regular file")

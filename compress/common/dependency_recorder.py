@@ -35,14 +35,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field
 
 from compress.common.atomic_files import sha256_while_unchanged
-from compress.common.code_origin import (
-    identify,
-    is_below,
-    is_installed,
-    locate,
-    name_of,
-    origin_of,
-)
+from compress.common.code_origin import identify, is_below, is_installed, locate, name_of, origin_of
 from compress.common.config import Settings
 from compress.common.requirements import DISTRIBUTION
 

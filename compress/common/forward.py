@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, cast
 
 from compress.common.counts import count
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    Tensors: TypeAlias = tuple[torch.Tensor, ...]
     Outputs: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
     """A model's flattened outputs, or its only one."""
 
 Arguments = ParamSpec("Arguments")
-Self = TypeVar("Self", bound="KeepsModels")
 
 IMAGE_CHANNELS = (1, 3, 4)
 OUTPUT = "output"
@@ -39,15 +39,9 @@ OUTPUT = "output"
 class Predictor(Protocol):
     """A loaded model that can be called, whatever its format."""
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *inputs: torch.Tensor) -> Tensors:
         """Return the flattened outputs for inputs in the signature's order."""
         ...
-
-
-class KeepsModels(Protocol):
-    """What :func:`opened_model` needs of the class whose method it decorates."""
-
-    kept_models: KeptModels | None
 
 
 class OpenedModel:
@@ -68,7 +62,7 @@ class OpenedModel:
     def __exit__(self, *error: object) -> bool | None:
         return self._stack.__exit__(*error)  # type: ignore[arg-type]
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *inputs: torch.Tensor) -> Tensors:
         """Return the flattened outputs for inputs in the signature's order."""
         import torch
 
@@ -119,8 +113,8 @@ class KeptModels(ExitStack):
 
 
 def opened_model(
-    open_model: Callable[Concatenate[Self, Arguments], Iterator[Predictor]],
-) -> Callable[Concatenate[Self, Arguments], OpenedModel]:
+    open_model: Callable[Concatenate[Any, Arguments], Iterator[Predictor]],
+) -> Callable[Concatenate[Any, Arguments], OpenedModel]:
     """Decorate an artifact's generator method that yields a predictor, as ``contextmanager`` does.
 
     Within :meth:`~compress.artifacts.artifact.Artifact.keep_loaded` it is opened once.
@@ -128,7 +122,7 @@ def opened_model(
     manager = contextmanager(open_model)
 
     @wraps(open_model)
-    def opened(artifact: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> OpenedModel:
+    def opened(artifact: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> OpenedModel:
         model, kept = manager(artifact, *args, **kwargs), artifact.kept_models
         kind = getattr(artifact, "kind", "")  # without one, it opens another artifact
         if kept is None:
@@ -146,7 +140,7 @@ def count_forwards(predict: Predictor, kind: str) -> Predictor:
     """
     calls, rows = f"forwards.{kind}.calls", f"forwards.{kind}.rows"
 
-    def predict_and_count(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def predict_and_count(*inputs: torch.Tensor) -> Tensors:
         count(calls)
         count(rows, len(inputs[0]) if inputs[0].dim() else 1)
         return predict(*inputs)
@@ -162,7 +156,7 @@ def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predicto
     previous = torch.get_num_threads()
     torch.set_num_threads(threads)
 
-    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def predict(*inputs: torch.Tensor) -> Tensors:
         with torch.inference_mode():
             outputs = flatten_outputs(module(*(x.to(device) for x in inputs)))
         if device.startswith("cuda"):
@@ -219,7 +213,7 @@ def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:
 def split_batches(predict: Predictor, size: int) -> Predictor:
     """Let a predictor get batches of one size, whatever number of samples it is called with."""
 
-    def predict_in_batches(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def predict_in_batches(*inputs: torch.Tensor) -> Tensors:
         import torch
 
         rows = len(inputs[0])
@@ -233,9 +227,7 @@ def split_batches(predict: Predictor, size: int) -> Predictor:
     return predict_in_batches
 
 
-def run_in_eval(
-    module: torch.nn.Module, inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+def run_in_eval(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Tensors:
     """Run a module in eval mode without gradients, then restore each submodule's own mode."""
     import torch
 
@@ -245,11 +237,10 @@ def run_in_eval(
 
 def answer_one_row(
     module: torch.nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+) -> Tensors:
     """Return the outputs for the first row of inputs; for all where the batch has a fixed size.
 
-    Raises:
-        ArtifactInvalid: the module takes no batch of one row, which others are measured by.
+    ArtifactInvalid where the module takes no batch of one row, which others are measured by.
     """
     axis = signature.batch_axis
     has_rows = [axis is not None and spec.shape[:1] == (axis,) for spec in signature.inputs]
@@ -274,10 +265,7 @@ def copy_module(
 
     ``copy.deepcopy`` raises for these: weights that hooks of ``weight_norm``, ``spectral_norm`` and
     ``prune`` compute before each call, or results that forward keeps. They are detached.
-
-    Args:
-        module: a module.
-        replacements: by the ``id`` of a tensor, what the copy has in its place.
+    `replacements` has by the ``id`` of a tensor what the copy has in its place.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -300,11 +288,10 @@ def preserve_modes(module: torch.nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
+def flatten_outputs(output: Any) -> Tensors:
     """Return the tensors of nested sequences, mappings, dataclasses or ``.logits``.
 
-    Raises:
-        ArtifactInvalid: there is anything else, or no tensor.
+    ArtifactInvalid where there is anything else, or no tensor.
     """
     return tuple(tensor for _, tensor in _named_tensors(output))
 
@@ -397,20 +384,10 @@ def match_outputs(output: Any, signature: Signature) -> tuple[tuple[str, ...], S
     if not declared:
         outputs = tuple(OutputSpec(name=name) for name in names)
         return (), signature.model_copy(update={"outputs": outputs})
-    if len(names) != len(wanted) and entries:
-        raise PipelineInvalid(f"model.outputs names {wanted}, and the model returns {[*entries]}")
-    return (), name_outputs(signature, len(names))
-
-
-def name_outputs(signature: Signature, count: int) -> Signature:
-    """Name as many outputs as the model has; raise PipelineInvalid where others are declared."""
-    if len(signature.outputs) == count:
-        return signature
-    if "outputs" in signature.model_fields_set:
-        names = [spec.name for spec in signature.outputs]
-        raise PipelineInvalid(f"model.outputs names {names}, and the model returns {count} tensors")
-    outputs = tuple(OutputSpec(name=f"{OUTPUT}_{i}") for i in range(count))
-    return signature.model_copy(update={"outputs": outputs})
+    if len(names) != len(wanted):
+        returned = [*entries] or f"{len(names)} tensors"
+        raise PipelineInvalid(f"model.outputs names {wanted}, and the model returns {returned}")
+    return (), signature
 
 
 def _as_mapping(output: Any) -> Any:

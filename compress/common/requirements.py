@@ -115,11 +115,7 @@ def undisturbed(settings: Settings) -> bool:
 
 
 def announced_entries(group: str, kind: str) -> list[EntryPoint]:
-    """Return a group's entry points in alphabetical order, this toolkit's first.
-
-    Raises:
-        Unavailable: this toolkit was installed before it announced anything in the group.
-    """
+    """Return a group's entry points in alphabetical order, this toolkit's first."""
     # This toolkit's first, so that of two with one name the other package's is refused.
     entries = sorted(entry_points(group=group), key=lambda entry: (is_foreign(entry), entry.name))
     if not entries or is_foreign(entries[0]):
@@ -133,10 +129,8 @@ def announced_entries(group: str, kind: str) -> list[EntryPoint]:
 def announced(group: str, kind: str, key: str = "") -> dict[str, Any]:
     """Import what installed packages announce in a group of entry points, this toolkit's first.
 
-    By the entry point's name, or the default of the setting `key` of the class.
-
-    Raises:
-        Unavailable: a package's is broken or its name is taken, or as :func:`announced_entries`.
+    By the entry point's name, or the default of the setting `key` of the class. Unavailable where
+    a package's is broken or its name is taken.
     """
     found: dict[str, Any] = {}
     for entry in announced_entries(group, kind):

@@ -111,9 +111,7 @@ def write_sealed(file: Path, content: BaseModel | Mapping[str, Any]) -> None:
 def read_sealed(file: Path, kind: type[T]) -> T:
     """Return what :func:`write_sealed` wrote, as a type that pydantic knows.
 
-    Raises:
-        ArtifactInvalid: it was changed since, or is of another version; the message names it.
-        OSError: it is missing, or may not be read.
+    ArtifactInvalid, which names it, where it was changed since, or is of another version.
     """
     with open_regular(file) as stream:
         raw = stream.read()
@@ -171,9 +169,7 @@ def write_report(file: Path, report: Mapping[str, Any], lock: Mapping[str, Any])
 def read_report(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the content of a run's `report.json`, and of `lock.json` beside it if it is there.
 
-    Raises:
-        ArtifactInvalid: one of them was changed since the run wrote them; the message names it.
-        OSError: there is no report, or it may not be read.
+    ArtifactInvalid, which names the file, where one was changed since the run wrote them.
     """
     report = read_sealed(file, dict[str, Any])
     digest, lock = report.pop(LOCK_DIGEST, None), file.with_name(LOCK)

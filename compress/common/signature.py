@@ -8,13 +8,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 
 from compress.common.config import Count, Settings
 from compress.common.errors import ArtifactInvalid
@@ -27,7 +21,6 @@ if TYPE_CHECKING:
 Dtype = Literal[
     "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
-NotFinite = Literal["nan", "infinities"]
 TABLE_ROWS = "table_rows"
 """Fact of an artifact: input of ids → rows of the embedding table that they look up. PyTorch
 refuses others; ONNX counts negative ones from the end, and AOTInductor's code ends the process."""
@@ -40,6 +33,8 @@ def _dimension(value: int | str) -> int | str:
 
 
 Dimension = Annotated[int | str, AfterValidator(_dimension)]
+# Left out of manifests, so that those from before these fields keep their digests.
+OMITTED = Field(exclude_if=lambda value: value in (None, {}))
 
 
 class TensorSpec(Settings):
@@ -51,13 +46,13 @@ class TensorSpec(Settings):
     """Sizes; a name instead of a number makes that axis dynamic. The first axis is the batch."""
     dtype: Dtype = "float32"
     """Element type."""
-    values: tuple[int, int] | None = None
+    values: Annotated[tuple[int, int] | None, OMITTED] = None
     """Smallest and largest integer of the input, where 0 is not one, as in lengths: inputs that are
     made up to trace and to compare models stay within it."""
-    unmasked: Literal[0, 1] | None = None
+    unmasked: Annotated[Literal[0, 1] | None, OMITTED] = None
     """Of a mask, its value where elements count: 1 in an attention mask, 0 where true is padding.
     Samples of the data show it."""
-    not_finite: tuple[NotFinite, ...] | None = None
+    not_finite: Annotated[tuple[Literal["nan", "infinities"], ...] | None, OMITTED] = None
     """Which of `nan` and `infinities` requests to a server may hold, as attention masks of floats
     hold infinities; when left out, those that samples of the data hold."""
 
@@ -69,12 +64,6 @@ class TensorSpec(Settings):
                 f"or more, found {self.dtype} {list(self.shape)}"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _omit_values(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is not there, so that manifests from before keep their digests."""
-        dumped: dict[str, Any] = dump(self)
-        return {k: v for k, v in dumped.items() if v is not None}
 
     @property
     def invented_integers(self) -> tuple[int, int]:
@@ -216,16 +205,10 @@ class Signature(Settings):
     """Inputs in the order in which the model's forward takes them."""
     outputs: tuple[OutputSpec, ...] = (OutputSpec(name="output"),)
     """Outputs, flattened, in order."""
-    axes: dict[str, AxisBounds] = {}
+    axes: Annotated[dict[str, AxisBounds], OMITTED] = {}
     """Named axis → smallest and largest size, where not every size is allowed."""
-    state: CallState | None = None
+    state: Annotated[CallState | None, OMITTED] = None
     """What calls of the model as it was given change in it; an artifact's calls change nothing."""
-
-    @model_serializer(mode="wrap")
-    def _omit_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out empty fields, so that manifests from before them keep their digests."""
-        dumped: dict[str, Any] = dump(self)
-        return {k: v for k, v in dumped.items() if v or k not in ("axes", "state")}
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -236,14 +219,12 @@ class Signature(Settings):
     @property
     def batch_axis(self) -> str | None:
         """Name of the dynamic batch axis, or None when the batch size is fixed."""
-        first = self.inputs[0].shape[0] if self.inputs[0].shape else None
-        return first if isinstance(first, str) else None
+        return next((axis for axis in self.inputs[0].shape[:1] if isinstance(axis, str)), None)
 
     @property
     def smallest_batch(self) -> int:
         """Smallest batch size of a call: 1, or the fixed batch size."""
-        first = self.inputs[0].shape[0] if self.inputs[0].shape else 1
-        return 1 if isinstance(first, str) else first
+        return next((size for size in self.inputs[0].shape[:1] if isinstance(size, int)), 1)
 
     @property
     def dynamic_axes(self) -> tuple[str, ...]:
@@ -291,19 +272,14 @@ class Signature(Settings):
     ) -> tuple[torch.Tensor, ...]:
         """Return seeded inputs: standard normal for floats, 0 or 1 for integers, or seen ones.
 
-        Rows of masks end in masked elements.
-
-        Named axes get their number in ``sizes``, the batch axis ``batch`` and others 8 elements, or
-        the nearest number that is allowed.
-
-        Raises:
-            ArtifactInvalid: they would not fit into memory.
+        Rows of masks end in masked elements. Named axes get their number in ``sizes``, the batch
+        axis ``batch`` and others 8 elements, or the nearest number that is allowed; ArtifactInvalid
+        is raised where they would not fit into memory.
         """
         import torch
 
         axes = {axis: self.bounds(axis).nearest(EXAMPLE_LENGTH) for axis in self.dynamic_axes}
-        axes |= {self.batch_axis or "": batch}
-        axes |= sizes or {}
+        axes |= {self.batch_axis or "": batch, **(sizes or {})}
         self.refuse_too_large(axes)
         generator = torch.Generator().manual_seed(seed)
         tensors = []
@@ -337,9 +313,7 @@ class Signature(Settings):
             rest = tuple(tensor.shape[1:])
             head = (batch_axis or tensor.shape[0],) if tensor.dim() else ()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            spec = TensorSpec.model_validate(
-                {"name": name, "shape": (*head, *rest), "dtype": dtype}
-            )
+            spec = TensorSpec(name=name, shape=(*head, *rest), dtype=dtype)
             specs.append(spec.with_seen([tensor if tensor.dim() else tensor[None]]))
         return cls(inputs=tuple(specs))
 

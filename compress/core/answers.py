@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
+    from compress.common.forward import Predictor, Tensors
 
-    Tensors = tuple[torch.Tensor, ...]
     StoredTensor = tuple[int, torch.dtype, tuple[int, ...]]
     """Offset in a file, dtype and shape."""
 

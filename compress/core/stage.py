@@ -212,7 +212,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         return self.default_samples if samples is None else samples
 
     def available_samples(self, data: Splits) -> int:
-        """Return how many calibration samples to draw: those set, or of the default all there are."""
+        """Return how many calibration samples to draw: those set, or all up to the default."""
         available = len(data.split(data.calibration_split))  # type: ignore[arg-type]
         is_set = getattr(self, "calibration_samples", None) is not None
         return self.drawn_samples if is_set else min(self.drawn_samples, available)

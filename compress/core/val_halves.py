@@ -26,9 +26,7 @@ def halves_of_val(
 
     The best of many models on some samples is worse on others, so those by which it was chosen do
     not tell how good it is. With `most`, of a long `val` each half has about so many samples.
-
-    Raises:
-        StageFailed: there is no data, one sample alone, or no metric; `why` needs it.
+    `why` is what needs them, for the error where there is no data, or one sample alone.
     """
     data = context.need_data(why)
     samples = len(data.split("val"))  # type: ignore[arg-type]  # Splits admits none without

@@ -28,7 +28,7 @@ REMOVED_STAGES = {
     "quantize_native": "stage 'quantize_native' was removed, as torch deprecates the modes of "
     "torch.ao that it used; write 'quantize_static' (method: static), 'quantize_dynamic' (method: "
     "dynamic) or 'quantize_aware_training' (method: qat), whose graphs export_torchscript turns "
-    "into torch's own integer kernels",
+    "into torch's own integer kernels"
 }
 """Messages for stages that earlier versions had, with their replacements."""
 
@@ -52,12 +52,8 @@ def explain(
 ) -> str:
     """Return one line per problem: place, what was found, what was expected.
 
-    Args:
-        error: pydantic's.
-        content: what was validated, by keys and indices.
-        model: the settings that it should be.
-        describe: names a place in the content.
-        written: returns where the user wrote what is at a place of the content.
+    `content` was validated as `model`; `describe` names a place in it, and `written` returns where
+    the user wrote what is at a place.
     """
     problems = _of_likely_members([_resolve(each, content, model) for each in error.errors()])
     locs = [problem.details["loc"] for problem in problems]

@@ -9,7 +9,7 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
-from compress.core.gates.outputs import token_input, unmasked_inputs
+from compress.core.gates.quality import token_input, unmasked_inputs
 from compress.export.genai.runtime import GreedyText
 from compress.export.parity.sample_parity import tolerance_for
 

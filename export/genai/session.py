@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from compress.core.gates.outputs import token_input
+from compress.core.gates.quality import token_input
 from compress.export.genai.decoder import INPUT_IDS, MASK
 from compress.export.onnx.session import exact_session
 

@@ -18,8 +18,8 @@ from compress.artifacts.hf_folder import read_json
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import require_all
 from compress.core.context import Context
-from compress.core.gates.accuracy import unlikely_points
 from compress.core.gates.gate import Gate
+from compress.core.gates.quality import unlikely_points
 from compress.core.gates.runtime import BASELINES
 from compress.core.metrics import Metric, default_metric, metric_class
 from compress.core.objectives.loss import Loss, loss_kinds

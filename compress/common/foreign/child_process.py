@@ -49,17 +49,13 @@ def read_in_child(name: str, read: Callable[[], T], *stored: Path, inputs: int =
     """Return what a function returns in a forked process, within limits of memory and time.
 
     It raises what the function raises. Nothing else of it reaches this process: no log, no output,
-    no imported module.
-
-    Args:
-        name: begins the message, such as "checkpoint model.pt".
-        read: reads the files; its result must be small, as it is pickled.
-        stored: the files, or folders of files, whose size gives the limits.
-        inputs: bytes of the inputs with which a model is called.
+    no imported module. The limits follow from the size of the `stored` files, or folders of files,
+    and the bytes of the `inputs` with which a model is called. The result must be small, as it is
+    pickled.
 
     Raises:
         ArtifactInvalid: it takes more memory or time than files of this size explain, is nested too
-            deeply, or ends the process.
+            deeply, or ends the process; the message begins with `name`.
     """
     if _is_child or sys.platform != "linux":  # elsewhere a process's memory is read in other ways
         return read()

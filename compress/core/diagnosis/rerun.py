@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from compress.common.errors import CompressError, StageFailed
 from compress.core.diagnosis.layer_diagnosis import MAX_SAMPLES, WHY
 from compress.core.metrics import evaluate
-from compress.data.batch import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.stage import Stage
+    from compress.data.batch import Batch
 
 SAMPLES = 512
 """Samples of which ranges are measured, at most."""
@@ -120,7 +120,12 @@ class RerunStage:
             # The other half is for the repairs, each of which is a run of its own.
             if self.missing <= 0 or self.seconds * times > left / 2:
                 return None
-            self.known[key] = self._run(settings)
+            with self.context.in_temporary_folder() as context:
+                try:
+                    made = self.stage.with_settings(settings).run(self.before, context)
+                    self.known[key] = self.share_of(context.score(made))
+                except CompressError:  # such as a loss that is not finite
+                    self.known[key] = 0.0
         return self.known[key]
 
     def share_of(self, score: float) -> float:
@@ -158,6 +163,8 @@ class RerunStage:
 
     def share_in_range(self) -> float:
         """Return the share of the missing points that return on `val` in the range of `train`."""
+        from compress.data.batch import Batch
+
         train, val = self._ranges
         data = self.context.need_data(WHY)
         metric = self.context.metric.for_model(self.after.signature)
@@ -176,11 +183,3 @@ class RerunStage:
         data = self.context.need_data(WHY)
         train, val = (input_ranges(data.batches(name, limit=SAMPLES)) for name in ("train", "val"))
         return train, val
-
-    def _run(self, settings: dict[str, Any]) -> float | None:
-        with self.context.in_temporary_folder() as context:
-            try:
-                stage = self.stage.with_settings(settings)
-                return self.share_of(context.score(stage.run(self.before, context)))
-            except CompressError:  # such as a loss that is not finite
-                return 0.0

@@ -1,6 +1,5 @@
 """Gates: what must be true of a stage's result. A gate that cannot be measured fails."""
 
-from compress.core.gates.accuracy import MaxDrop, MaxRelativeDrop, MinMetric
 from compress.core.gates.cost import (
     MaxFileSize,
     MaxFirstToken,
@@ -12,11 +11,14 @@ from compress.core.gates.cost import (
     MinTokensPerSecond,
 )
 from compress.core.gates.gate import AnyGate, Gate, gate_class, rule_in_words, value_in_words
-from compress.core.gates.outputs import (
+from compress.core.gates.quality import (
     LabelAgreement,
     MaxDivergence,
+    MaxDrop,
+    MaxRelativeDrop,
     MinCosine,
     MinEqualTokens,
+    MinMetric,
     Parity,
 )
 from compress.core.gates.runtime import MinDelegated, MinIntegerMacs, RunsIn

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from compress.core.objectives.task import Task
 
 
+Measured = tuple[float, dict[str, float]]
+"""A value, and that of each output by name; empty where it has none by output."""
+
+
 class Gate(Settings):
     """A rule with a limit: it measures one number of a stage's result."""
 
@@ -91,10 +95,8 @@ class Gate(Settings):
         """
         raise NotImplementedError
 
-    def measure_by_output(
-        self, before: Artifact, after: Artifact, context: Context
-    ) -> tuple[float, dict[str, float]]:
-        """Measure the value, and by name that of each output; empty where it has none by output."""
+    def measure_by_output(self, before: Artifact, after: Artifact, context: Context) -> Measured:
+        """Measure the value, and that of each output."""
         return self.measure(before, after, context), {}
 
     def uncertainty(

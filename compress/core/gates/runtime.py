@@ -213,12 +213,7 @@ class BaselineArtifact(Artifact):
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Open the model in the runtime.
-
-        Raises:
-            StageFailed: the runtime cannot execute the model.
-            Unavailable: something for it is not installed.
-        """
+        """Open the model in the runtime; StageFailed where that cannot execute it."""
         runtime, model, write = self.runtime, self.model, self.runtime.write
         require_all(runtime.requirements, f"against {runtime.name}")
         if model.kind not in runtime.kinds:
@@ -343,11 +338,7 @@ IN_PYTORCH = frozenset({"eager", "graph"})
 BASELINES: dict[str, BaselineRuntime] = {
     "eager": BaselineRuntime("eager", EAGER, IN_PYTORCH),
     "compiled": BaselineRuntime(
-        "compiled",
-        "torch.compile",
-        IN_PYTORCH,
-        open=_compiled,
-        requirements=(COMPILER,),
+        "compiled", "torch.compile", IN_PYTORCH, open=_compiled, requirements=(COMPILER,)
     ),
 }
 """Every runtime by its name in a gate's ``against``."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.common.forward import Outputs, Predictor
-    from compress.core.objectives.task import Task
+    from compress.common.forward import Outputs, Predictor, Tensors
+    from compress.core.objectives.task import Pair, Task
     from compress.data.batch import Batch
     from compress.data.targets import Targets
 
@@ -187,9 +187,7 @@ class SlidingWindow(Settings):
             )
         return self
 
-    def of(
-        self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor
-    ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    def of(self, inputs: Tensors, targets: torch.Tensor) -> Iterator[tuple[Tensors, torch.Tensor]]:
         """Yield the windows of a batch: inputs, and targets with -100 for those counted before.
 
         Every input with the targets' length on axis 1 is cut.
@@ -218,11 +216,7 @@ class Perplexity(Metric):
 
     @property
     def window(self) -> SlidingWindow | None:
-        """The windows that it is measured in; None where samples are read as they are.
-
-        Raises:
-            PipelineInvalid: the metric's arguments are no windows.
-        """
+        """The windows that it is measured in; None where samples are read as they are."""
         if not self.arguments:
             return None
         try:
@@ -236,9 +230,7 @@ class Perplexity(Metric):
                 f"{problem.replace('Value error, ', '')}"
             ) from None
 
-    def parts(
-        self, inputs: tuple[torch.Tensor, ...], targets: Targets
-    ) -> Iterator[tuple[tuple[torch.Tensor, ...], Targets]]:
+    def parts(self, inputs: Tensors, targets: Targets) -> Iterator[tuple[Tensors, Targets]]:
         """Yield the batch, or its windows."""
         if window := self.window:
             yield from window.of(inputs, need_tensor("metric perplexity", targets))
@@ -258,9 +250,7 @@ class Perplexity(Metric):
         _ = self.window
 
 
-def label_decisions(
-    name: str, outputs: torch.Tensor, targets: torch.Tensor, loss: Loss
-) -> tuple[torch.Tensor, torch.Tensor]:
+def label_decisions(name: str, outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> Pair:
     """Return predicted and true labels of classes, or booleans of binary logits."""
     from compress.data.batch import IGNORED_LABEL
 

@@ -80,9 +80,6 @@ def matched_boxes(
 ) -> Any:
     """Match boxes by COCO's evaluator, and return it; None where the model found none.
 
-    Raises:
-        StageFailed: outputs or targets are of another form.
-
     Args:
         outputs: `boxes` (samples, boxes, 4), `scores` and `labels` (samples, boxes), where a label
             below 0 marks padding; or `pred_boxes` (samples, boxes, 4) and `logits` (samples,

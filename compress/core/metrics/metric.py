@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pydantic import JsonValue
 
-    from compress.common.forward import Outputs, Predictor
+    from compress.common.forward import Outputs, Predictor, Tensors
     from compress.common.signature import Signature
     from compress.data.batch import Batch
     from compress.data.splits import Splits
@@ -194,9 +194,7 @@ class Metric:
             )
         return batch.target
 
-    def parts(
-        self, inputs: tuple[torch.Tensor, ...], targets: Targets
-    ) -> Iterator[tuple[tuple[torch.Tensor, ...], Targets]]:
+    def parts(self, inputs: Tensors, targets: Targets) -> Iterator[tuple[Tensors, Targets]]:
         """Yield what a model is called with for a batch, and its targets: the batch, or windows."""
         yield inputs, targets
 
@@ -302,9 +300,7 @@ class MetricMeter:
         """Add a batch, which may be empty: the outputs that the metric reads, and targets.
 
         `group` is the number of the group of samples that it belongs to, if its sums are wanted.
-
-        Returns:
-            What :meth:`Metric.sums_and_counts` does; None for metrics that are no means.
+        Returned is what :meth:`Metric.sums_and_counts` does; None for metrics that are no means.
 
         Raises:
             StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Outputs
     from compress.common.signature import Signature
-    from compress.core.objectives.task import Task
+    from compress.core.objectives.task import Pair, Task
     from compress.data.splits import Splits
     from compress.data.targets import Targets
 
@@ -65,9 +65,7 @@ class LossKind:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def match(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
         """Cast and reshape outputs and targets to what the loss takes, or raise StageFailed."""
         import torch
 
@@ -76,9 +74,7 @@ class LossKind:
             outputs = outputs.float()
         return self._match(outputs, targets)
 
-    def _match(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
         if not same_shape(outputs, targets):
             raise StageFailed(
                 f"{self.name} takes targets of the outputs' shape, found outputs "
@@ -109,9 +105,7 @@ class ClassLoss(LossKind):
     takes_class_weights = True
     takes_probabilities: ClassVar[bool] = False
 
-    def _match(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
         classes = outputs.shape[1] if outputs.dim() > 1 else 1
         if classes < 2:
             raise StageFailed(
@@ -170,9 +164,7 @@ class NegativeLogLikelihood(ClassLoss):
 
     torch_function = "nll_loss"
 
-    def _match(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
         outputs, targets = super()._match(outputs, targets)
         largest = float(outputs.detach().max())
         if largest > 1e-3:  # rounding may lift the logarithm of a probability of 1 above 0
@@ -188,9 +180,7 @@ class BinaryCrossEntropy(LossKind):
 
     torch_function = "binary_cross_entropy_with_logits"
 
-    def _match(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
         from compress.data.batch import IGNORED_LABEL
 
         outputs, targets = super()._match(outputs, targets)
@@ -212,9 +202,7 @@ class NumberLoss(LossKind):
 
     of_numbers = True
 
-    def _match(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
         outputs, matched = super()._match(outputs, targets)
         if not targets.is_floating_point():
             raise StageFailed(
@@ -255,9 +243,7 @@ def loss_kind(name: str) -> LossKind:
     return loss_kinds()[name]
 
 
-def refuse_class_settings(
-    name: str, class_weights: object | None, label_smoothing: float | None
-) -> None:
+def refuse_class_settings(name: str, class_weights: object, label_smoothing: float | None) -> None:
     """Raise PipelineInvalid if class weights or label smoothing are set for a loss without them."""
     settings = {"class_weights": class_weights, "label_smoothing": label_smoothing}
     for setting, value in settings.items():
@@ -389,9 +375,7 @@ class Loss:
             "loss: module:callable"
         )
 
-    def align(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def align(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
         """Return outputs and targets as built-in losses and metrics take them, by the task."""
         return (outputs, targets) if self.task is None else self.task.align(outputs, targets)
 
@@ -470,7 +454,7 @@ class LossFunction:
         name = self.loss.name_for(first_output(outputs), targets)
         refuse_class_settings(name, class_weights is not None, label_smoothing)
         if self.custom is not None:
-            return self._mean_of_custom(outputs, targets, over_all=over_all)
+            return self._mean_of_custom(outputs, targets, over_all)
         first, targets = self.loss.align(
             first_output(outputs), need_tensor(f"loss {name}", targets)
         )
@@ -505,9 +489,7 @@ class LossFunction:
         # classes doubles the loss.
         return kind.compute(first, matched, "sum", **settings) / known
 
-    def _mean_of_custom(
-        self, outputs: Outputs, targets: Targets, *, over_all: bool
-    ) -> torch.Tensor:
+    def _mean_of_custom(self, outputs: Outputs, targets: Targets, over_all: bool) -> torch.Tensor:
         # With `over_all` on the samples that have a target.
         import torch
 

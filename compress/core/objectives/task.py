@@ -6,18 +6,20 @@ torch, or on the last one for tokens, as in transformers: `(batch, length, class
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from compress.common.errors import PipelineInvalid, StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from compress.data.splits import Splits
     from compress.data.targets import Targets
+
+    Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+    """Outputs, or their labels, and targets."""
 
 TargetKind: TypeAlias = Literal["labels", "binary", "probabilities", "numbers", "nested"]
 """Whole numbers; floats that are all 0 or 1; floats that sum to 1 over axis 1; other floats; lists
@@ -77,23 +79,19 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 def describe_outputs(outputs: torch.Tensor | Mapping[str, torch.Tensor]) -> str:
     """Describe a model's outputs, several by name: ``boxes float32 [n, 5, 4]``."""
-    import torch
-
-    if isinstance(outputs, torch.Tensor):
-        return describe_tensor(outputs)
-    return ", ".join(f"{name} {describe_tensor(x)}" for name, x in outputs.items())
+    if isinstance(outputs, Mapping):
+        return ", ".join(f"{name} {describe_tensor(x)}" for name, x in outputs.items())
+    return describe_tensor(outputs)
 
 
 def describe_targets(targets: Targets) -> str:
     """Describe a batch's targets: ``a list of [{boxes: float32 [2, 4]}, …]``."""
-    import torch
-
-    if isinstance(targets, torch.Tensor):
-        return describe_tensor(targets)
     if isinstance(targets, dict):
         return f"{{{', '.join(f'{name}: {describe_targets(y)}' for name, y in targets.items())}}}"
-    first = next((y for y in targets if y is not None), None)
-    return f"a list of [{_describe_entry(first)}, …]"
+    if isinstance(targets, list):
+        first = next((y for y in targets if y is not None), None)
+        return f"a list of [{_describe_entry(first)}, …]"
+    return describe_tensor(targets)
 
 
 def _describe_entry(entry: Targets | None) -> str:
@@ -108,9 +106,7 @@ def _describe_entry(entry: Targets | None) -> str:
 
 def need_tensor(what: str, targets: Targets) -> torch.Tensor:
     """Return targets that are one tensor; raise StageFailed for lists and mappings of them."""
-    import torch
-
-    if isinstance(targets, torch.Tensor):
+    if not isinstance(targets, list | dict):
         return targets
     kind = what.partition(" ")[0]
     raise StageFailed(
@@ -237,10 +233,8 @@ class Task:
         """Return outputs with the classes on axis 1, where losses and metrics expect them."""
         return outputs.movedim(-1, 1) if self.classes_last and outputs.dim() > 2 else outputs
 
-    def align(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs with classes on axis 1, each beside its own target, or raise StageFailed."""
+    def align(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
+        """Return outputs with classes on axis 1, each beside its target, or raise StageFailed."""
         if not self.classes_last:
             return outputs, targets
         if outputs.dim() < 3 or outputs.shape[:-1] != targets.shape:

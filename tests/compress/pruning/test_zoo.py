@@ -14,11 +14,11 @@ from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from compress.common.forward import name_outputs, run_in_eval
+from compress.common.forward import run_in_eval
 from compress.core.context import Context
 from compress.export.onnx.stage import ExportOnnx
 from compress.pruning.prune_channels import PruneChannels
-from tests.compress.pruning.zoo.registry import CASES, Case
+from tests.compress.pruning.zoo.registry import CASES, Case, name_outputs
 
 ROUND_TO = {0.25: 1, 0.5: 16}
 CUT_UNEVENLY = (

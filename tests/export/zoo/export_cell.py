@@ -10,7 +10,7 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import CompressError
-from compress.common.forward import name_outputs, run_in_eval
+from compress.common.forward import run_in_eval
 from compress.common.signature import AxisBounds
 from compress.core.context import Context
 from compress.export.aotinductor.stage import ExportAot
@@ -19,6 +19,7 @@ from compress.export.exported_program import ExportProgram
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
+from tests.compress.pruning.zoo.registry import name_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,7 +23,7 @@ from torch import nn
 
 from compress.artifacts.recipe import Recipe
 from compress.common.factories import resolve
-from compress.common.signature import Signature, TensorSpec
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 
 ZOO = Path(__file__).parent
 PRUNING = ZOO.parent
@@ -258,3 +258,10 @@ HAND += (
 )
 
 CASES = {case.name: case for case in HAND}
+
+
+def name_outputs(signature: Signature, count: int) -> Signature:
+    if len(signature.outputs) == count:
+        return signature
+    outputs = tuple(OutputSpec(name=f"output_{i}") for i in range(count))
+    return signature.model_copy(update={"outputs": outputs})
