@@ -109,16 +109,12 @@ def _refuse_boolean(value: Any) -> Any:
 
 Ratio = Annotated[float, Field(gt=0, lt=1)]
 """A fraction strictly between 0 and 1."""
-
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """A fraction from 0 to 1, both included."""
-
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A finite number above 0."""
-
 Count = Annotated[int, Field(gt=0)]
 """A whole number from 1."""
-
 LONGEST_NAME = 200
 """Bytes of a folder's name; file systems take 255, and temporary names have a suffix."""
 

@@ -1,8 +1,4 @@
-"""Counts of what a process did: traces, forwards, bytes hashed; for `--profile` and for tests.
-
-Times vary with the machine, counts do not: a test can hold a pipeline to the number of forwards it
-makes. Names are dotted, the kind of work first: `traces`, `forwards.onnx.calls`, `hashed.bytes`.
-"""
+"""Counts of what a process did: `traces`, `forwards.onnx.calls`, `hashed.bytes`; see --profile."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Times vary with the machine, counts do not: a test can hold a pipeline to the forwards it makes.
 # `+=` on a Counter's entry reads and writes in two steps, so threads would lose counts.
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()

@@ -45,10 +45,7 @@ class Predictor(Protocol):
 
 
 class OpenedModel:
-    """A model that was opened: a context manager of its predictor, or called directly.
-
-    Called directly it is loaded by the first call, and unloaded by :meth:`close`.
-    """
+    """A model that was opened: a context manager of its predictor, or called until it is closed."""
 
     def __init__(self, manager: AbstractContextManager[Predictor], kind: str = "") -> None:
         self._manager, self._kind = manager, kind
@@ -70,8 +67,7 @@ class OpenedModel:
         own_threads = torch.get_num_threads()
         try:
             if self._predict is None:
-                predict = self._stack.enter_context(self._manager)
-                self._predict = count_forwards(predict, self._kind)
+                self._predict = self.__enter__()
                 self._threads = torch.get_num_threads()
             torch.set_num_threads(self._threads)
             return self._predict(*inputs)
@@ -100,10 +96,7 @@ class KeptModels(ExitStack):
     def predictor(
         self, opened: AbstractContextManager[Predictor], arguments: tuple[Any, ...]
     ) -> Iterator[Predictor]:
-        """Give the predictor of these arguments; the first time it is opened.
-
-        Whoever gets it records the files that were read to open it.
-        """
+        """Give the predictor of these arguments, and record what was read to open it."""
         if arguments not in self._opened:
             with recording() as recorded:
                 self._opened[arguments] = self.enter_context(opened), recorded
@@ -186,9 +179,7 @@ def plain_attention() -> Iterator[None]:
     import torch
     from torch.nn import modules
 
-    def is_causal(
-        mask: torch.Tensor | None, hint: bool | None = None, _: int | None = None
-    ) -> bool:
+    def is_causal(mask: Any, hint: bool | None = None, _: int | None = None) -> bool:
         return bool(hint)
 
     fused, transformer = torch.backends.mha, cast("Any", modules.transformer)

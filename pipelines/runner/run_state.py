@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import CompressError, GateRefused, lines_of
-from compress.core.answers import KeptAnswers
-from compress.core.context import Context
+from compress.core.context import Context, KeptAnswers
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.results.measurements import JUDGED_QUICKLY
 from compress.pipelines.results.schema import FailureReport, SkippedReport

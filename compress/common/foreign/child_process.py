@@ -1,7 +1,4 @@
-"""Reads foreign files in a child process with limits of memory and time.
-
-A file of some bytes can ask for any memory, never end when it is called, or crash a native library.
-"""
+"""Reads foreign files in a child process: a few bytes can ask for any memory, or never end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Causes of a refusal: a test with a number and a threshold, a sentence, and what may mend it.
-
-`compress explain` runs the tests on a stage whose result a gate refused, and `compress repair`
-tries what they name. Each technique has a table of its causes, announced by an entry point of the
-group ``compress.causes``, so that a stage of another package brings its own in the same way.
-"""
+"""Causes of a refusal: a test with a number and a threshold, a sentence, and what may mend it."""
 
 from __future__ import annotations
 

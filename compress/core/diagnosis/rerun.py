@@ -1,7 +1,4 @@
-"""A stage that is run again with other settings, or asked in another range of its inputs.
-
-How much of the missing points returns tells what they are missing for.
-"""
+"""A stage that is run again with other settings, and the ranges of what models read."""
 
 from __future__ import annotations
 

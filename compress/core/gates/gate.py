@@ -1,8 +1,4 @@
-"""The base class of gates: a rule with a limit, and everything that a run has to know of it.
-
-A gate is a subclass that declares these attributes, and an entry point of the group
-``compress.gates``, whether it is of this package or of another. One that cannot be measured fails.
-"""
+"""The base class of gates: a rule with a limit, and everything that a run has to know of it."""
 
 from __future__ import annotations
 
@@ -35,7 +31,10 @@ Measured = tuple[float, dict[str, float]]
 
 
 class Gate(Settings):
-    """A rule with a limit: it measures one number of a stage's result."""
+    """A rule with a limit: it measures one number of a stage's result.
+
+    A subclass is an entry point of the group ``compress.gates``. One that cannot be measured fails.
+    """
 
     gate: str
     against: str | None = None

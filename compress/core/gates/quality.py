@@ -272,7 +272,7 @@ class MinEqualTokens(_NextTokenGate):
         with next(opened) as expected, next(opened) as got:
             for inputs in context.comparison_inputs(signature, 1):
                 prompt = inputs[place][:, : self.prompt_tokens]
-                if not prompt.shape[1]:
+                if not prompt.shape[1] or len(equal) == self.prompts:
                     continue
                 one, other = (
                     continue_greedily(predict, signature, prompt, self.tokens)
@@ -280,8 +280,6 @@ class MinEqualTokens(_NextTokenGate):
                 )
                 differs = (one != other).flatten().nonzero()
                 equal.append(int(differs[0]) if len(differs) else one.numel())
-                if len(equal) == self.prompts:
-                    break
         if not equal:
             raise StageFailed("the samples of `val` have no tokens to continue")
         return math.fsum(equal) / len(equal)

@@ -206,7 +206,6 @@ class BaselineArtifact(Artifact):
     # digest and ``open`` of the baseline, and then treat it as any other.
 
     def __init__(self, runtime: BaselineRuntime, model: Artifact, context: Context) -> None:
-        """Wrap a model for a runtime, on the context's device."""
         digest = f"{model.digest} in {runtime.name} on {context.device}"
         super().__init__(model.path, model.manifest, digest)
         self.runtime, self.model, self.context = runtime, model, context
@@ -242,7 +241,7 @@ def baseline_for(gate: Gate, model: Artifact, result: Artifact, context: Context
         if gate.against is None:
             return in_runtime_of(result, context) or model
         if runtime := runtime_named(gate.against):
-            return _in_runtime(runtime, uncompressed_model(result, context), context)
+            return _in_runtime(runtime, result, context)
     return model if gate.against is None else context.artifact(gate.against)
 
 
@@ -278,20 +277,17 @@ def in_runtime_of(result: Artifact, context: Context) -> Artifact | None:
         return None
     # A file that was compiled for one device is compared with another for the same.
     context = replace(context, device=result.runs_on(context.device))
-    return _in_runtime(runtime, uncompressed_model(result, context), context)
+    return _in_runtime(runtime, result, context)
 
 
-def _in_runtime(runtime: BaselineRuntime, model: Artifact, context: Context) -> Artifact:
+def _in_runtime(runtime: BaselineRuntime, result: Artifact, context: Context) -> Artifact:
+    # The model that a run compresses, else the first one that the result's lineage shows.
+    model = context.artifacts.get(context.baseline)
+    if model is None:
+        model = nearest_float_model(result, context)
     if model.kind in runtime.kinds and runtime.open is None:
         return model
     return BaselineArtifact(runtime, model, context)
-
-
-def uncompressed_model(result: Artifact, context: Context) -> Artifact:
-    """Return the model that a run compresses, else the first one that a result's lineage shows."""
-    if context.baseline in context.artifacts:
-        return context.artifacts[context.baseline]
-    return nearest_float_model(result, context)
 
 
 def nearest_float_model(model: Artifact, context: Context) -> Artifact:

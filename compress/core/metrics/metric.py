@@ -1,8 +1,4 @@
-"""The base class of metrics: one number for a model on a split, and what a run has to know of it.
-
-A metric is a subclass that declares these attributes, and an entry point of the group
-``compress.metrics`` under its name, whether it is of this package or of another.
-"""
+"""Metrics: one number for a model on a split, what a run has to know of it, and its evaluation."""
 
 from __future__ import annotations
 
@@ -73,8 +69,8 @@ def _announcement(name: str) -> tuple[str, type[Metric]]:
 class Metric:
     """A metric by name, resolved where it is needed: ``Metric("f1")`` is one of that name's class.
 
-    The user's own get several outputs of a model as a mapping by name, and one as a tensor; others
-    get the first.
+    A subclass is an entry point of ``compress.metrics``. The user's own get several outputs of a
+    model as a mapping by name, and one as a tensor; others get the first.
     """
 
     name: str = "accuracy"

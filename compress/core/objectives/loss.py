@@ -1,8 +1,4 @@
-"""Losses: the built-in ones, one class each, and the loss of a task as a value with a name.
-
-A built-in loss, or one of another package, is a subclass of :class:`LossKind` and an entry point of
-the group ``compress.losses`` under its name. :class:`Loss` is what training minimizes and what the
-metric `loss` measures.
+"""Losses: :class:`LossKind`, the built-in ones, and :class:`Loss`, that of a task by its name.
 
 Shapes: axis 0 of outputs and targets is the batch, and axis 1 of the outputs has the classes, as in
 torch. A loss is a mean over samples, or over the labels that are not ignored: weighted by the
@@ -51,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class LossKind:
-    """A loss of the first output, element by element, with what it takes."""
+    """A loss of the first output, element by element: an entry point of ``compress.losses``."""
 
     torch_function: ClassVar[str]
     """Name of the function in ``torch.nn.functional`` that computes it."""

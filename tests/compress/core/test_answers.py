@@ -16,8 +16,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.counts import counted
 from compress.common.dependency_recorder import recording
 from compress.common.signature import Signature, TensorSpec
-from compress.core import answers
-from compress.core.answers import KeptAnswers
+from compress.core import context as context_module
+from compress.core.context import KeptAnswers
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
 
@@ -123,14 +123,14 @@ def test_the_oldest_answers_go_and_large_ones_are_not_kept(
 ) -> None:
     first, second = model_of(nn.Linear(6, 4)), model_of(nn.Linear(6, 4))
     size = 50 * 4 * 4
-    monkeypatch.setattr(answers, "MAX_TOTAL_BYTES", size)
+    monkeypatch.setattr(context_module, "MAX_TOTAL_BYTES", size)
     for model in (first, second):
         context.batch_dependence(model)
     context.score(first)
     assert rows_of(lambda: Parity(atol=1).evaluate(first, first, context)) == 0
     context.score(second)
     assert rows_of(lambda: Parity(atol=1).evaluate(first, first, context)) >= 50
-    monkeypatch.setattr(answers, "MAX_BYTES", size - 1)
+    monkeypatch.setattr(context_module, "MAX_BYTES", size - 1)
     small = replace(context, answers=KeptAnswers(), scores={})
     small.score(first)
     assert not small.answers.has_room(first, "cpu", 1)

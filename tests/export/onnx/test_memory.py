@@ -19,7 +19,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
-from compress.core import answers
+from compress.core import context as context_module
 from compress.core.context import Context
 from compress.export.onnx import proto_io
 from compress.export.onnx.lowering import lower
@@ -174,7 +174,7 @@ def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.M
         answer(two)
         answer(two)
         assert (len(opened), asked) == (2, [1, -1, 2])
-    monkeypatch.setattr(answers, "MAX_BYTES", 1)
+    monkeypatch.setattr(context_module, "MAX_BYTES", 1)
     asked.clear()
     with recorded_outputs(model, [(one,), (two,)], Context(root=tmp_path)) as answer:
         assert asked == [1]  # there is no room for more
