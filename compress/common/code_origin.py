@@ -50,9 +50,8 @@ def origin_of(filename: str) -> Literal["user", "own", "other"]:
 def is_installed(path: str) -> bool:
     """Whether a file is the standard library's, or that of an installed package, wherever it lies.
 
-    That is a file in a `site-packages` folder, of this environment or another one, or one that
-    the metadata beside it name, as in a folder of `pip install --target`. The sources of editable
-    installs are not installed.
+    That is a file in a `site-packages` folder, of any environment, or one that the metadata beside
+    it name, as in a folder of `pip install --target`; not the sources of editable installs.
     """
     return is_below(path, _STANDARD_LIBRARY) or _folder_of_packages(path) is not None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError, core_schema
 
 from compress.common.errors import CompressError, PipelineInvalid
@@ -37,9 +37,7 @@ class Settings(BaseModel):
     )
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
         # pydantic takes true as 1, and 1 and "no" as booleans.
         schema: core_schema.CoreSchema = _keep_booleans_apart(handler(source), cls)
         return schema

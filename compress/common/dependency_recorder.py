@@ -6,8 +6,7 @@ Only reads by user code count: code that is neither of the standard library, nor
 package, nor of this toolkit. Of the packages that it imports the versions are recorded. An
 installed package counts, too, if the pipeline file names a function of it.
 
-Not recorded: reads by other C extensions and other processes, the network, listings of folders and
-checks whether a file exists.
+Not recorded: reads by other C extensions and processes, the network, listings, looks for a file.
 """
 
 from __future__ import annotations
@@ -234,10 +233,7 @@ class Recording:
     modules: set[str] = field(default_factory=set)
     """Dotted names of the modules that the code imported, of installed packages or its own."""
     untracked: set[str] = field(default_factory=set)
-    """Reads of which no digest is kept: listings, looks whether a file exists, processes, network.
-
-    Not passed on to other processes.
-    """
+    """Reads without a digest: listings, looks for a file, network; unknown to other processes."""
 
     def add(self, other: Recording) -> None:
         """Merge another recording into this one."""
@@ -496,8 +492,7 @@ def _note_open(path: Any, mode: Any, flags: int) -> None:
     """Add a file that user code opens to the active recordings."""
     if isinstance(path, int):
         return
-    # The innermost user file on the stack before a frame of this toolkit: libraries open files for
-    # whoever calls them.
+    # The innermost user file before one of this toolkit: libraries open files for their callers.
     frame: FrameType | None = sys._getframe(2)
     is_referenced = False
     while frame is not None and origin_of(frame.f_code.co_filename) == "other":

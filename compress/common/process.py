@@ -100,8 +100,7 @@ def import_modules(names: Iterable[str]) -> None:
 @contextmanager
 def gc_frozen() -> Iterator[None]:
     """Exempt existing objects from garbage collection for a block; collect its own at the end."""
-    # One collection over all objects of torch and its exporters takes a third of a second, and an
-    # export triggers several.
+    # A collection over all objects of torch takes a third of a second, an export triggers several.
     gc.freeze()
     try:
         yield

@@ -41,8 +41,7 @@ def canonical_json(value: Any) -> str:
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object from pairs for ``json.loads``; raise ValueError if a key stands twice."""
-    # Of two equal keys some readers take the first and others the last, so that two programs could
-    # see two different files.
+    # Of two equal keys readers take the first or the last: two programs could see two files.
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -22,8 +22,7 @@ AT_ONCE = 2**20
 def relative_error(expected: torch.Tensor, got: torch.Tensor, least_norm: float = 0.0) -> float:
     """Return ‖got - expected‖ / ‖expected‖; equal infinities count as equal.
 
-    The norm counts as `least_norm` where it is smaller. Infinite if shapes differ, or an element is
-    finite in one tensor alone.
+    The norm is at least `least_norm`. Infinite if shapes or the places of finite elements differ.
     """
     return relative_error_of_batches([(expected, got)], least_norm)
 
@@ -47,8 +46,7 @@ def relative_error_of_batches(batches: Iterable[Pair], least_norm: float = 0.0) 
 def largest_difference(expected: torch.Tensor, got: torch.Tensor) -> float:
     """Return the largest absolute difference of two elements; 0 for empty tensors.
 
-    Equal infinities, as in masked scores, count as equal. NaN if either tensor holds a NaN;
-    infinite if shapes differ.
+    Equal infinities count as equal. NaN if either tensor holds a NaN; infinite if shapes differ.
     """
     if expected.shape != got.shape:
         return math.inf

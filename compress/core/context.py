@@ -48,8 +48,7 @@ COMPARED_BATCHES = 4
 """Seeded batches compared where there is no data."""
 
 # A classifier's 50,000 samples of 1,000 classes take 0.2 GB; a decoder that scores 150,000 tokens
-# takes 0.6 GB for 16 texts of 64 tokens, and computes those of more texts again where they are
-# needed twice.
+# takes 0.6 GB for 16 texts of 64 tokens, and computes those of more texts again where needed.
 MAX_BYTES = 2**30
 """Bytes of outputs kept of one artifact."""
 MAX_TOTAL_BYTES = 2**32
@@ -281,8 +280,7 @@ class Context:
     """Directory that the stage's artifact is written to."""
     data: Splits | None = None
     loss: Loss = INFERRED_LOSS
-    """What training minimizes and the metric `loss` measures; by default inferred from the
-    targets."""
+    """What training minimizes and the metric `loss` measures; inferred from the targets."""
     metric: Metric = field(default_factory=Metric)
     device: str = "cpu"
     threads: int = 1
@@ -294,8 +292,7 @@ class Context:
     """Name of the uncompressed model among them."""
     progress: Progress = silent
     scratch: Path | None = None
-    """Folder for a stage's checkpoints, with which it resumes after an interruption; by default
-    beside ``root``."""
+    """Folder for checkpoints, with which a stage resumes; by default beside ``root``."""
     results: Path | None = None
     """Folder for results that are no artifacts, such as traces; by default ``root``'s parent."""
     scores: dict[tuple[Any, ...], tuple[Score, Recording]] = field(
@@ -305,8 +302,7 @@ class Context:
     history: History | None = None
     """The stages that led to the input, for a stage that records them; None outside of a run."""
     served_batch_size: int = 1
-    """Rows of one call in deployment, at which models whose outputs depend on the batch are
-    evaluated."""
+    """Rows of a deployed call, at which models whose outputs depend on the batch are evaluated."""
     is_quick: bool = False
     """Whether little is measured: comparisons see 16 samples of `val`."""
     dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)

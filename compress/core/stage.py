@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Self,
-    TypeAlias,
-    TypeVar,
-    get_args,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, get_args
 
 from pydantic import Field
 
@@ -62,8 +52,7 @@ def evaluate_gates(
 ) -> tuple[Verdict, ...]:
     """Evaluate a stage's gates on its input and its result, in their order.
 
-    ``evaluate`` gets a gate, the artifact compared with and the result; a run looks up what it has
-    measured before.
+    ``evaluate`` gets a gate, what it compares with and the result; a run looks up known values.
     """
     with artifact.keep_loaded():
         return tuple(
@@ -83,7 +72,7 @@ def refusal(
 
 
 DEFAULT_CALIBRATION_SAMPLES = 512
-CalibrationSamples: TypeAlias = Annotated[int, Field(ge=1)] | None
+CalibrationSamples = Annotated[int, Field(ge=1)] | None
 """Samples drawn from the calibration split: exactly so many, which it is an error not to have.
 
 None, the default of every stage, is as many as there are up to :attr:`Stage.default_samples`."""

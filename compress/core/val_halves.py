@@ -80,8 +80,7 @@ class HalfOfVal:
     def drop_with_interval(self, predict: Predictor) -> tuple[float, tuple[float, float] | None]:
         """Return by how many points a predictor's metric is worse, and the 95 % interval of that.
 
-        The drop is infinite where there is no metric; the interval is None for metrics that no
-        sums over samples give.
+        Infinite where there is no metric; the interval is None where no sums over samples give it.
         """
         try:
             score = self.score(predict)

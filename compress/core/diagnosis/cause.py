@@ -25,8 +25,8 @@ MEMORY_GATES = ("max_memory",)
 PARAMETER_GATES = ("max_parameters",)
 MACS_GATES = ("min_integer_macs",)
 PARITY_GATES = ("parity",)
-EXPLAINED_GATES = ACCURACY_GATES + SPEED_GATES + SIZE_GATES + MEMORY_GATES + PARAMETER_GATES
-EXPLAINED_GATES += MACS_GATES + PARITY_GATES
+EXPLAINED_GATES: tuple[str, ...] = ACCURACY_GATES + SPEED_GATES + SIZE_GATES + MEMORY_GATES
+EXPLAINED_GATES += PARAMETER_GATES + MACS_GATES + PARITY_GATES
 
 Measured = TypeVar("Measured")
 
@@ -83,8 +83,7 @@ class RefusedStage(Generic[Measured]):
     max_points: float
     """What the refused gate allows; 0 for gates that are not about points of a metric."""
     rerun: RerunStage | None = None
-    """The same stage with other settings, and the metric on `train`; None for stages that have no
-    metric."""
+    """The same stage with other settings, and the metric on `train`; None without a metric."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from compress.common.config import Count, Positive
 from compress.common.errors import StageFailed
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _RatioGate(Gate):
-    limit_field: ClassVar[str] = "ratio"
+    limit_field = "ratio"
 
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
         # Who writes 25 means 25 %, not that the result may become 25 times as large.
@@ -36,8 +36,8 @@ class MaxSize(_RatioGate):
     ratio: Positive
     """Largest ratio of the deployed file's bytes to those of the artifact compared with."""
 
-    rule_template: ClassVar[str] = "size ratio <= {ratio:.4g}"
-    report_template: ClassVar[str] = "the file has at most {percent:.4g} % of the bytes"
+    rule_template = "size ratio <= {ratio:.4g}"
+    report_template = "the file has at most {percent:.4g} % of the bytes"
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the ratio of bytes."""
@@ -51,10 +51,10 @@ class MaxFileSize(Gate):
     mebibytes: Positive
     """Largest size of the deployed file, in mebibytes (1,048,576 bytes)."""
 
-    limit_field: ClassVar[str] = "mebibytes"
-    rule_template: ClassVar[str] = "size <= {mebibytes:g} MiB"
-    report_template: ClassVar[str] = "the file has at most {limit:g} MiB"
-    compares: ClassVar[bool] = False
+    limit_field = "mebibytes"
+    rule_template = "size <= {mebibytes:g} MiB"
+    report_template = "the file has at most {limit:g} MiB"
+    compares = False
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the mebibytes of the deployed file."""
@@ -68,8 +68,8 @@ class MaxParameters(_RatioGate):
     ratio: Positive
     """Largest ratio of weights left."""
 
-    rule_template: ClassVar[str] = "parameter ratio <= {ratio:g}"
-    report_template: ClassVar[str] = "at most {percent:g} % of the weights are left"
+    rule_template = "parameter ratio <= {ratio:g}"
+    report_template = "at most {percent:g} % of the weights are left"
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the ratio of weights."""
@@ -82,7 +82,7 @@ class MaxParameters(_RatioGate):
 class MeasuredOnVal(Gate):
     """A gate on latency or memory: measured on samples of `val`, or seeded inputs without data."""
 
-    may_vary: ClassVar[bool] = True
+    may_vary = True
 
     def measurement_key(self) -> dict[str, JsonValue]:
         """Return what changes the value."""
@@ -104,10 +104,9 @@ class MinSpeedup(MeasuredOnVal):
     exports). By default the uncompressed model in the result's own runtime, so that the speedup is
     what compression gains, and not what the runtime does; for a package, its input."""
 
-    limit_field: ClassVar[str] = "ratio"
-    rule_template: ClassVar[str] = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"
-    higher_passes: ClassVar[bool] = True
-    allows_runtime: ClassVar[bool] = True
+    limit_field = "ratio"
+    rule_template = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"
+    higher_passes = allows_runtime = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the lower end of the interval in which the ratio of median latencies lies."""
@@ -126,9 +125,9 @@ class MaxLatency(MeasuredOnVal):
     batch: Count = 1
     """Samples per call."""
 
-    limit_field: ClassVar[str] = "p95_ms"
-    rule_template: ClassVar[str] = "p95 at batch {batch} <= {p95_ms:g} ms"
-    compares: ClassVar[bool] = False
+    limit_field = "p95_ms"
+    rule_template = "p95 at batch {batch} <= {p95_ms:g} ms"
+    compares = False
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the p95 latency in milliseconds."""
@@ -150,9 +149,9 @@ class MaxMemory(MeasuredOnVal):
     batch: Count = 1
     """Samples per call."""
 
-    limit_field: ClassVar[str] = "mebibytes"
-    rule_template: ClassVar[str] = "peak memory at batch {batch} <= {mebibytes:g} MiB"
-    compares: ClassVar[bool] = False
+    limit_field = "mebibytes"
+    rule_template = "peak memory at batch {batch} <= {mebibytes:g} MiB"
+    compares = False
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the peak memory in mebibytes."""
@@ -172,8 +171,8 @@ class _GenerationGate(Gate):
     tokens: Count = 64
     """Tokens generated after it."""
 
-    compares: ClassVar[bool] = False
-    may_vary: ClassVar[bool] = True
+    compares = False
+    may_vary = True
 
     def _speed(self, after: Artifact, context: Context) -> tuple[float, float]:
         if problem := self.unsuitable_artifact(type(after)):
@@ -191,9 +190,9 @@ class MinTokensPerSecond(_GenerationGate):
     at: Positive
     """Least tokens a second, by the median time of a token."""
 
-    limit_field: ClassVar[str] = "at"
-    rule_template: ClassVar[str] = "tokens a second after {prompt_tokens} >= {at:g}"
-    higher_passes: ClassVar[bool] = True
+    limit_field = "at"
+    rule_template = "tokens a second after {prompt_tokens} >= {at:g}"
+    higher_passes = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the tokens a second after the first."""
@@ -207,8 +206,8 @@ class MaxFirstToken(_GenerationGate):
     ms: Positive
     """Largest median time from the prompt to the first token, in milliseconds."""
 
-    limit_field: ClassVar[str] = "ms"
-    rule_template: ClassVar[str] = "first token after {prompt_tokens} <= {ms:g} ms"
+    limit_field = "ms"
+    rule_template = "first token after {prompt_tokens} <= {ms:g} ms"
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the milliseconds to the first token."""

@@ -18,7 +18,7 @@ from compress.core.verdict import Uncertainty, Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue
+    from pydantic import GetJsonSchemaHandler, JsonValue
 
     from compress.artifacts.artifact import Artifact
     from compress.common.requirements import Requirement
@@ -214,9 +214,7 @@ class AnnouncedGates:
 
     # Not where the class of a stage is made: the modules of gates import this one.
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
             lambda gate: gate if isinstance(gate, Gate) else _every_gate().validate_python(gate),
             # By the gate's own class; that of the annotation knows no limits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,12 +50,10 @@ class Parity(Gate):
     atol: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Largest absolute difference allowed."""
 
-    limit_field: ClassVar[str] = "atol"
-    rule_template: ClassVar[str] = "max |difference| <= {atol:g}"
-    report_template: ClassVar[str] = "outputs differ by at most {limit:g}"
-    reads_all_outputs: ClassVar[bool] = True
-    judges_quality: ClassVar[bool] = True
-    depends_on_batch: ClassVar[bool] = True
+    limit_field = "atol"
+    rule_template = "max |difference| <= {atol:g}"
+    report_template = "outputs differ by at most {limit:g}"
+    reads_all_outputs = judges_quality = depends_on_batch = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference."""
@@ -80,9 +78,7 @@ class Parity(Gate):
 
 class _OutputsGate(Gate):
     # On a number of each output, of which the worst decides.
-    judges_quality: ClassVar[bool] = True
-    depends_on_batch: ClassVar[bool] = True
-    higher_passes: ClassVar[bool] = True
+    judges_quality = depends_on_batch = higher_passes = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         return self.measure_by_output(before, after, context)[0]
@@ -115,9 +111,9 @@ class LabelAgreement(_OutputsGate):
     minimum: Fraction = 1.0
     """Fraction of samples with equal labels; 1.0 means every one."""
 
-    limit_field: ClassVar[str] = "minimum"
-    rule_template: ClassVar[str] = "equal labels >= {minimum:g}"
-    report_template: ClassVar[str] = "at least {percent:g} % of the labels are equal"
+    limit_field = "minimum"
+    rule_template = "equal labels >= {minimum:g}"
+    report_template = "at least {percent:g} % of the labels are equal"
 
     def measure_by_output(self, before: Artifact, after: Artifact, context: Context) -> Measured:
         """Return the fraction of equal labels, of the worst output and of each."""
@@ -155,8 +151,8 @@ class MinCosine(_OutputsGate):
     minimum: Annotated[float, Field(ge=-1, le=1)]
     """Least cosine between the vectors of a sample; 1 means the same direction."""
 
-    limit_field: ClassVar[str] = "minimum"
-    rule_template: ClassVar[str] = "cosine of outputs >= {minimum:g}"
+    limit_field = "minimum"
+    rule_template = "cosine of outputs >= {minimum:g}"
 
     def measure_by_output(self, before: Artifact, after: Artifact, context: Context) -> Measured:
         """Return the least cosine of all samples of `val`, of the worst output and of each."""
@@ -183,8 +179,7 @@ class MinCosine(_OutputsGate):
 
 
 class _NextTokenGate(Gate):
-    judges_quality: ClassVar[bool] = True
-    depends_on_batch: ClassVar[bool] = True
+    judges_quality = depends_on_batch = True
 
     def unsuitable_task(self, task: Task) -> str:
         if task.next_token:
@@ -206,11 +201,12 @@ class MaxDivergence(_NextTokenGate):
     nats: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Largest mean KL divergence, in nats a token."""
 
-    limit_field: ClassVar[str] = "nats"
-    rule_template: ClassVar[str] = "KL divergence of next tokens <= {nats:g} nats"
+    limit_field = "nats"
+    rule_template = "KL divergence of next tokens <= {nats:g} nats"
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the mean KL divergence from the model before to the one after."""
+        import torch
         from torch.nn.functional import kl_div, log_softmax
 
         total, positions = 0.0, 0
@@ -222,7 +218,7 @@ class MaxDivergence(_NextTokenGate):
                     f"and {tuple(b.shape)}"
                 )
             # In parts: float64 scores of a whole batch would take much memory.
-            parts = (x.flatten(0, 1).split(256) for x in (a, b))
+            parts = (torch.split(x.flatten(0, 1), 256) for x in (a, b))
             for one, other in zip(*parts, strict=True):
                 p, q = (log_softmax(x.double(), -1) for x in (one, other))
                 total += float(kl_div(q, p, reduction="sum", log_target=True))
@@ -251,11 +247,10 @@ class MinEqualTokens(_NextTokenGate):
     prompt_tokens: Count = 16
     """Tokens of each beginning."""
 
-    limit_field: ClassVar[str] = "at"
-    rule_template: ClassVar[str] = "equal tokens of {tokens} >= {at:g}"
-    report_template: ClassVar[str] = "the first differing token comes after at least {limit:g}"
-    higher_passes: ClassVar[bool] = True
-    needs_data: ClassVar[bool] = True
+    limit_field = "at"
+    rule_template = "equal tokens of {tokens} >= {at:g}"
+    report_template = "the first differing token comes after at least {limit:g}"
+    higher_passes = needs_data = True
 
     @model_validator(mode="after")
     def _limit_is_reachable(self) -> MinEqualTokens:
@@ -325,9 +320,7 @@ def continue_greedily(
 
 
 class _MetricGate(Gate):
-    needs_data: ClassVar[bool] = True
-    judges_quality: ClassVar[bool] = True
-    depends_on_batch: ClassVar[bool] = True
+    needs_data = judges_quality = depends_on_batch = True
 
     def uncertainty(self, before: Artifact, after: Artifact, context: Context) -> Uncertainty:
         return context.drop_uncertainty(before, after)
@@ -348,8 +341,8 @@ class MaxDrop(_MetricGate):
     points: Annotated[float, Field(allow_inf_nan=False)]
     """Largest loss allowed, in hundredths of the metric (percentage points for accuracy)."""
 
-    limit_field: ClassVar[str] = "points"
-    rule_template: ClassVar[str] = "drop <= {points:g} hundredths of the metric"
+    limit_field = "points"
+    rule_template = "drop <= {points:g} hundredths of the metric"
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the loss in points, negative when the result is better."""
@@ -387,9 +380,9 @@ class MaxRelativeDrop(_MetricGate):
     """Largest loss allowed, in percent of the metric before: 2 lets a perplexity of 20 become 20.4,
     and an accuracy of 0.90 become 0.882."""
 
-    limit_field: ClassVar[str] = "percent"
-    rule_template: ClassVar[str] = "drop <= {percent:g} % of the metric"
-    report_template: ClassVar[str] = "{metric} gets worse by at most {limit:g} %"
+    limit_field = "percent"
+    rule_template = "drop <= {percent:g} % of the metric"
+    report_template = "{metric} gets worse by at most {limit:g} %"
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the loss in percent, negative when the result is better."""
@@ -410,11 +403,11 @@ class MinMetric(_MetricGate):
     at: Annotated[float, Field(allow_inf_nan=False)]
     """The value to reach, in the metric's own unit (0.975 for an accuracy of 97.5 %)."""
 
-    limit_field: ClassVar[str] = "at"
-    rule_template: ClassVar[str] = "metric >= {at:g}"
-    report_template: ClassVar[str] = "{metric} >= {limit:g}"
-    higher_passes: ClassVar[bool] = True
-    compares: ClassVar[bool] = False
+    limit_field = "at"
+    rule_template = "metric >= {at:g}"
+    report_template = "{metric} >= {limit:g}"
+    higher_passes = True
+    compares = False
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the metric on `val`."""

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 class _ShareGate(Gate):
     # On a share of the work that the exporter counted.
-    limit_field: ClassVar[str] = "share"
-    higher_passes: ClassVar[bool] = True
-    compares: ClassVar[bool] = False
+    limit_field = "share"
+    higher_passes = True
+    compares = False
     fact: ClassVar[str]
     """The artifact's fact that has the share."""
     counted_where: ClassVar[str]
@@ -67,13 +67,11 @@ class MinDelegated(_ShareGate):
     """Least share of the multiply-accumulates that is in the backend's own kernels; of the
     operators where nothing is multiplied."""
 
-    rule_template: ClassVar[str] = "delegated share >= {share:g}"
-    report_template: ClassVar[str] = (
-        "the backend computes at least {percent:g} % of the multiply-accumulates"
-    )
-    fact: ClassVar[str] = "delegated_share"
-    counted_where: ClassVar[str] = "reports_delegation"
-    not_counted: ClassVar[str] = (
+    rule_template = "delegated share >= {share:g}"
+    report_template = "the backend computes at least {percent:g} % of the multiply-accumulates"
+    fact = "delegated_share"
+    counted_where = "reports_delegation"
+    not_counted = (
         "is for the results of export_executorch, found {kind}: its runtime has kernels of its own "
         "alone, and leaves nothing to others; how much of it is computed in integers is judged by "
         "min_integer_macs"
@@ -88,13 +86,11 @@ class MinIntegerMacs(_ShareGate):
     """Least share of the multiply-accumulates that integer kernels do, of those of convolutions,
     matrix products and recurrent layers, the products of attention included."""
 
-    rule_template: ClassVar[str] = "share of integer multiply-accumulates >= {share:g}"
-    report_template: ClassVar[str] = (
-        "integer kernels do at least {percent:g} % of the multiply-accumulates"
-    )
-    fact: ClassVar[str] = "integer_share"
-    counted_where: ClassVar[str] = "reports_integer_share"
-    not_counted: ClassVar[str] = (
+    rule_template = "share of integer multiply-accumulates >= {share:g}"
+    report_template = "integer kernels do at least {percent:g} % of the multiply-accumulates"
+    fact = "integer_share"
+    counted_where = "reports_integer_share"
+    not_counted = (
         "is for the results of export_onnx, export_aot and export_executorch, found {kind}: what "
         "its kernels multiply is not counted"
     )
@@ -147,9 +143,9 @@ class RunsIn(Gate):
     batch: Count = 1
     """Samples per call."""
 
-    limit_field: ClassVar[str] = "atol"
-    rule_template: ClassVar[str] = "max |difference| in runtime {runtime} <= {atol:g}"
-    compares: ClassVar[bool] = False
+    limit_field = "atol"
+    rule_template = "max |difference| in runtime {runtime} <= {atol:g}"
+    compares = False
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:

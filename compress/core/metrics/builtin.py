@@ -48,8 +48,7 @@ class Accuracy(Metric):
 class Fidelity(Metric):
     """The fraction of labels equal to the reference model's.
 
-    A sample of several outputs counts where they are equal in all that have as many labels as the
-    first.
+    A sample of several outputs counts where all with as many labels as the first are equal.
     """
 
     is_fraction = in_points = needs_reference = True
@@ -278,10 +277,7 @@ def label_decisions(name: str, outputs: torch.Tensor, targets: torch.Tensor, los
 
 
 def count_equal(name: str, labels: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return how many labels equal their targets, and how many targets are not ignored.
-
-    By sample, `(2, samples)`, in float64.
-    """
+    """Count labels equal to their targets, and targets not ignored: `(2, samples)`, float64."""
     import torch
 
     from compress.data.batch import IGNORED_LABEL

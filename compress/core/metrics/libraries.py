@@ -14,13 +14,7 @@ from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, fi
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import pip_install
 from compress.core.metrics.builtin import label_decisions
-from compress.core.metrics.metric import (
-    JACKKNIFE_GROUPS,
-    FunctionMeter,
-    Metric,
-    MetricMeter,
-    one_number,
-)
+from compress.core.metrics.metric import FunctionMeter, Metric, MetricMeter, one_number
 from compress.core.objectives.loss import loss_kind
 from compress.core.objectives.task import describe_outputs, describe_targets, need_tensor
 
@@ -153,7 +147,7 @@ class Spearman(Metric):
 
     def meter(self) -> FunctionMeter:
         """Return what keeps the numbers: a rank depends on all of them."""
-        return FunctionMeter(self, self._correlation, jackknife_groups=JACKKNIFE_GROUPS)
+        return FunctionMeter(self, self._correlation, is_smooth=True)
 
     def _correlation(self, outputs: torch.Tensor, targets: Targets) -> torch.Tensor:
         from torchmetrics.functional.regression import spearman_corrcoef
@@ -291,8 +285,7 @@ class MeanAveragePrecision(Metric):
     def meter(self) -> FunctionMeter:
         """Return what keeps the boxes for COCO's evaluator."""
         self.check_settings()
-        settings = dict(self.arguments)
-        return _BoxMeter(self, matched_boxes, settings, JACKKNIFE_GROUPS)
+        return _BoxMeter(self, matched_boxes, dict(self.arguments), is_smooth=True)
 
     def check_settings(self) -> None:
         """Raise PipelineInvalid for another setting or value, Unavailable without pycocotools."""

@@ -16,12 +16,7 @@ from compress.common.forward import first_output, output_argument
 from compress.common.requirements import announced, announcing_package
 from compress.core.metrics.score import Score, jackknifed, pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
-from compress.core.objectives.task import (
-    LabelOutOfRange,
-    describe_outputs,
-    describe_targets,
-    has_target,
-)
+from compress.core.objectives.task import LabelOutOfRange, describe_pair, has_target
 from compress.core.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -105,8 +100,7 @@ class Metric:
     of_numbers: ClassVar[bool] = False
     """Whether the model predicts numbers; its name then tells the task."""
     reads_loss: ClassVar[bool] = False
-    """Whether its computation depends on the loss, or the kind of targets that this was inferred
-    from."""
+    """Whether it depends on the loss, or the kind of targets that this was inferred from."""
     needs_reference: ClassVar[bool] = False
     """Whether it compares with another model's answers instead of targets."""
     takes_all_outputs: ClassVar[bool] = False
@@ -213,8 +207,7 @@ class Metric:
     def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
         """Return a mean over samples, or over the labels in them, as sums and counts by sample.
 
-        `(2, samples)`; of the user's own loss sums over all samples, `(2, 1)`. Metrics with a meter
-        of their own need none.
+        `(2, samples)`, of the user's own loss `(2, 1)`. Metrics with their own meter need none.
         """
         raise NotImplementedError
 
@@ -263,8 +256,7 @@ class NoMetric(Metric):
 
 def not_finite(outputs: torch.Tensor) -> str:
     """Return why no metric can be computed from outputs; empty where one can."""
-    # A class whose score is -inf is masked: the largest output and the softmax are defined, as long
-    # as another class is left.
+    # A class whose score is -inf is masked: softmax is defined as long as another class is left.
     is_finite = outputs.isfinite()
     if bool(is_finite.all()):
         return ""
@@ -369,10 +361,7 @@ class MetricMeter:
         except CompressError:
             raise
         except Exception as error:
-            forms = ""
-            if arguments:
-                found = describe_outputs(arguments[0]), describe_targets(arguments[1])
-                forms = " for outputs {} and targets {}".format(*found)
+            forms = f" for {describe_pair(*arguments)}" if arguments else ""
             raise StageFailed(
                 f"metric {self.metric.name!r} fails{forms}: {type(error).__name__}: "
                 f"{first_line(error)}"
@@ -389,13 +378,13 @@ class FunctionMeter(MetricMeter):
         metric: Metric,
         function: Callable[..., Any],
         settings: dict[str, Any] | None = None,
-        jackknife_groups: int = 0,
+        *,
+        is_smooth: bool = False,
     ) -> None:
         super().__init__(metric)
         self.function, self.settings = function, settings or {}
-        # None for the users' own, which may not be smooth: a maximum without some samples tells
-        # nothing of how sure it is.
-        self.jackknife_groups = jackknife_groups
+        # Users' own may not be: a maximum without some samples tells nothing of how sure it is.
+        self.is_smooth = is_smooth
         self.batches: list[tuple[Any, Targets]] = []
 
     def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> None:
@@ -417,9 +406,9 @@ class FunctionMeter(MetricMeter):
         """Return what each group adds to the metric; None for functions without groups."""
         import torch
 
-        added, groups = self.state(), self.jackknife_groups
+        added, groups = self.state(), JACKKNIFE_GROUPS
         samples = 0 if added is None else len(has_target(added[1]))
-        if not groups or samples < 2 * groups:
+        if not self.is_smooth or samples < 2 * groups:
             return None
         group_of = torch.arange(samples) * groups // samples
         value = self._value(added)

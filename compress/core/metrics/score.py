@@ -47,8 +47,7 @@ class Score:
     ) -> Score:
         """Create the score of a mean from each sample's sum and its divisor, `(2, samples)`.
 
-        The divisor is one, or a text's labels. With `is_exponential` the value is the exponential
-        of the mean.
+        The divisor is one, or a text's labels; with `is_exponential` the value is exp of the mean.
         """
         import numpy as np
 

@@ -20,7 +20,7 @@ from compress.core.objectives.task import (
     TargetKind,
     are_class_labels,
     are_probabilities,
-    describe_outputs,
+    describe_pair,
     describe_targets,
     describe_tensor,
     has_target,
@@ -73,9 +73,8 @@ class LossKind:
     def _match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
         if not same_shape(outputs, targets):
             raise StageFailed(
-                f"{self.name} takes targets of the outputs' shape, found outputs "
-                f"{describe_tensor(outputs)} and targets {describe_tensor(targets)}; "
-                f"{suggest_targets(outputs, targets)}"
+                f"{self.name} takes targets of the outputs' shape, found "
+                f"{describe_pair(outputs, targets)}; {suggest_targets(outputs, targets)}"
             )
         return outputs, targets.reshape(outputs.shape)
 
@@ -263,8 +262,7 @@ class Loss:
     log-probabilities, ``mse``, ``l1``, ``smooth_l1``; they read the first output.
     ``module:callable`` takes outputs and targets of a batch, and returns the mean over its samples,
     or over as many items as the callable's attribute ``count``, a function of the targets, returns.
-    Several outputs are a mapping by name, one is a tensor. Without a name the loss follows from the
-    targets: see :meth:`name_for`.
+    Several outputs are a mapping by name. Without a name it follows from the targets: `name_for`.
     """
 
     name: str | None = None
@@ -366,9 +364,8 @@ class Loss:
         if name and (is_of_task or name == "cross_entropy" or same_shape(outputs, targets)):
             return name
         raise StageFailed(
-            f"no loss fits outputs {describe_tensor(outputs)} and targets "
-            f"{describe_tensor(targets)}; {suggest_targets(outputs, targets)}, or write "
-            "loss: module:callable"
+            f"no loss fits {describe_pair(outputs, targets)}; "
+            f"{suggest_targets(outputs, targets)}, or write loss: module:callable"
         )
 
     def align(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
@@ -481,8 +478,7 @@ class LossFunction:
             known = targets[0].numel() // (targets.shape[1] if is_soft else 1) * samples
         elif class_weights is None:
             return kind.compute(first, matched, "mean", **settings)
-        # Not torch's weighted mean, which divides by the sum of the weights: a weight of 2 for all
-        # classes doubles the loss.
+        # Not torch's mean, over the sum of the weights: a weight of 2 for all doubles the loss.
         return kind.compute(first, matched, "sum", **settings) / known
 
     def _mean_of_custom(self, outputs: Outputs, targets: Targets, over_all: bool) -> torch.Tensor:
@@ -515,8 +511,8 @@ class LossFunction:
             raise
         except Exception as error:
             raise StageFailed(
-                f"loss {self.loss.name!r} fails for outputs {describe_outputs(argument)} and "
-                f"targets {describe_targets(targets)}: {type(error).__name__}: {first_line(error)}"
+                f"loss {self.loss.name!r} fails for {describe_pair(argument, targets)}: "
+                f"{type(error).__name__}: {first_line(error)}"
             ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             is_tensor = isinstance(value, torch.Tensor)

@@ -94,6 +94,11 @@ def describe_targets(targets: Targets) -> str:
     return describe_tensor(targets)
 
 
+def describe_pair(outputs: torch.Tensor | Mapping[str, torch.Tensor], targets: Targets) -> str:
+    """Describe what a loss or metric is called with: ``outputs float32 [n, 4] and targets …``."""
+    return f"outputs {describe_outputs(outputs)} and targets {describe_targets(targets)}"
+
+
 def _describe_entry(entry: Targets | None) -> str:
     # One sample's part of a list of targets, whose tensors have no axis of samples.
     if isinstance(entry, dict):
@@ -212,8 +217,7 @@ class Task:
     metric: str
     """Name of the default metric; `none` where there is none."""
     gates: tuple[dict[str, Any], ...] = field(compare=False)
-    """Settings of the gates on quality that a drafted pipeline gets, without `against`; the first
-    decides what compression may cost."""
+    """Settings of a drafted pipeline's gates on quality; the first decides what may be lost."""
     answer: str = field(compare=False)
     """What the first output of a deployed model holds, for people."""
     labels: Literal["class", "each output"] | None = None
