@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import ACCURACY_GATES, RefusedStage, Repair
-from compress.core.diagnosis.layer_diagnosis import LEAST_RECOVERED
-from compress.core.diagnosis.rerun import RerunStage
+from compress.core.diagnosis.layer_diagnosis import LEAST_RECOVERED, RerunStage
 from compress.pipelines.explain.causes import (
     NO_CAUSE,
     Explained,

@@ -7,7 +7,7 @@ import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from compress.core.diagnosis.rerun import SAMPLES, UNLIKE, input_ranges, unlikeness
+from compress.core.diagnosis.layer_diagnosis import SAMPLES, UNLIKE, input_ranges, unlikeness
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.planning.plan import accuracy_drops
 from compress.pipelines.results.schema import Report, measurement_warnings, rerun_command

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.diagnosis.rerun import RerunStage
+    from compress.core.diagnosis.layer_diagnosis import RerunStage
     from compress.core.stage import Stage
 
 ENTRY_POINT_GROUP = "compress.causes"

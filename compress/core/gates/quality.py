@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Count, Fraction, Positive
 from compress.common.errors import StageFailed
+from compress.common.tensor_difference import largest, largest_difference, measured
 from compress.core.gates.gate import Gate, Measured, describe_value
 from compress.core.metrics.builtin import labelled_outputs, predicted_decisions
 from compress.core.metrics.metric import metric_class
@@ -57,8 +58,6 @@ class Parity(Gate):
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference."""
-        from compress.common.tensor_difference import largest, largest_difference, measured
-
         differences, elements, finite = [], 0, 0
         for expected, got in paired_outputs(before, after, context):
             for a, b in zip(expected, got, strict=True):

@@ -14,7 +14,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.kinds import import_announced
 from compress.common.config import Count
 from compress.common.errors import StageFailed
-from compress.common.forward import opened_model
+from compress.common.forward import opened_model, torch_predictor
 from compress.common.requirements import COMPILER, Requirement, require_all
 from compress.core.gates.gate import Gate
 
@@ -307,7 +307,6 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
 
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
-    from compress.common.forward import torch_predictor
 
     torch.compiler.reset()  # or earlier compilations count against torch's recompile limit
     if isinstance(model, EagerModel):

@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
+from compress.common.factories import local_sources, resolve, sources_digest
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import pip_install
 from compress.core.metrics.builtin import label_decisions
@@ -47,9 +48,7 @@ class Torchmetrics(Metric):
             target = getattr(target, part, None)
         return create(self.name, target, {**(inferred or {}), **dict(self.arguments)})
 
-    def compared(
-        self, outputs: Outputs, targets: Targets
-    ) -> tuple[Any, Targets, dict[str, Any] | None]:
+    def compared(self, outputs: Outputs, targets: Targets) -> tuple[Any, Targets, Any]:
         """Return what the object is updated with, and arguments of its class that fit it."""
         if self.takes_all_outputs:
             return output_argument(outputs, self.outputs), targets, None
@@ -75,18 +74,13 @@ class UserMetric(Torchmetrics):
 
     def code(self) -> str:
         """Return a hash of the module and of what it imports beside it."""
-        from compress.common.factories import local_sources, sources_digest
-
         return sources_digest(local_sources(self.name, self.folder))
 
     def implementation(self, inferred: Mapping[str, Any] | None = None) -> Any:
         """Import the function, or make the object of torchmetrics."""
-        from compress.common.factories import resolve
-
         target: Any = resolve(self.name, self.folder)
-        if not isinstance(target, type):
-            return target
-        return create(self.name, target, dict(self.arguments))
+        is_class = isinstance(target, type)
+        return create(self.name, target, dict(self.arguments)) if is_class else target
 
     def meter(self) -> MetricMeter:
         """Return what updates the object, or keeps the outputs for the function."""
@@ -109,9 +103,7 @@ class _LabelMetric(Torchmetrics):
     def check_settings(self) -> None:
         import_library(self.name)
 
-    def compared(
-        self, outputs: Outputs, targets: Targets
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def compared(self, outputs: Outputs, targets: Targets) -> tuple[Any, Targets, Any]:
         import torch
 
         from compress.data.batch import IGNORED_LABEL

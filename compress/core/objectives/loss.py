@@ -13,7 +13,7 @@ from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
-from compress.common.factories import NameOrReference
+from compress.common.factories import NameOrReference, local_sources, resolve, sources_digest
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import announced, announcing_package
 from compress.core.objectives.task import (
@@ -315,8 +315,6 @@ class Loss:
         """Return the loss's part of a cache key: its name, and a hash of the user's code."""
         code = announcing_package("compress.losses", self.name or "")
         if self.is_custom:
-            from compress.common.factories import local_sources, sources_digest
-
             code = sources_digest(local_sources(str(self.name), self.folder))
         task = {} if self.task is None else {"task": self.task.name}
         return {"name": self.name, "code": code, **task}
@@ -374,8 +372,6 @@ class Loss:
 
     def function(self) -> LossFunction:
         """Return the function, which raises StageFailed where outputs and targets do not fit it."""
-        from compress.common.factories import resolve
-
         return LossFunction(self, resolve(str(self.name), self.folder) if self.is_custom else None)
 
     def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:

@@ -20,7 +20,7 @@ from compress.distillation.teacher import OnnxFile
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from compress.core.diagnosis.rerun import RerunStage
+    from compress.core.diagnosis.layer_diagnosis import RerunStage
 
     Refused = RefusedStage[Any]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compress.core.diagnosis.cause import Cause, RefusedStage, Repair, changing, excluding
-from compress.core.diagnosis.rerun import UNLIKE
+from compress.core.diagnosis.layer_diagnosis import UNLIKE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -17,10 +17,11 @@ import torch
 
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.forward import copy_module
-from compress.core.diagnosis.layer_diagnosis import WHY, LayerDiagnosis
-from compress.core.diagnosis.rerun import (
+from compress.core.diagnosis.layer_diagnosis import (
     SAMPLES,
     UNLIKE,
+    WHY,
+    LayerDiagnosis,
     input_ranges,
     unlikeness,
     with_ranges,

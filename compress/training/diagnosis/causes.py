@@ -13,8 +13,7 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.common.forward import flatten_outputs
 from compress.core.diagnosis.cause import Cause, RefusedStage, Repair
-from compress.core.diagnosis.layer_diagnosis import WHY
-from compress.core.diagnosis.rerun import UNLIKE
+from compress.core.diagnosis.layer_diagnosis import UNLIKE, WHY
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.diagnosis.rerun import RerunStage
+    from compress.core.diagnosis.layer_diagnosis import RerunStage
     from compress.core.stage import Stage
 
     Refused = RefusedStage[Any]

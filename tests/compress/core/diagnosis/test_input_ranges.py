@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.core.diagnosis.rerun import input_ranges, unlikeness, with_ranges
+from compress.core.diagnosis.layer_diagnosis import input_ranges, unlikeness, with_ranges
 from compress.data.batch import Batch
 
 IMAGES = torch.randn(64, 1, 4, 4, generator=torch.Generator().manual_seed(0))
