@@ -168,7 +168,9 @@ def remove_unlocked(path: Path) -> None:
         lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            _remove_now(path)
+            # Its owner may have made it anew, and locked that, since it was opened.
+            if os.path.samestat(os.fstat(lock), path.lstat()):
+                _remove_now(path)
         os.close(lock)
 
 
