@@ -468,7 +468,9 @@ class Context:
         """
         conditions = (id(self.data), self.device, self.threads, self.seed)
         key = (before.digest, after.digest, batch, seconds, *conditions)
-        if key not in self.comparisons:
+        if key in self.comparisons:
+            compared, recorded = self.comparisons[key]
+        else:
             batches = self.measured_batches(before.signature, batch)
             device = after.runs_on(self.device)
             second = partial(after.open_anew, device, self.threads)
@@ -479,11 +481,8 @@ class Context:
             )
             with recording() as recorded:
                 compared = measure() if seconds is None else measure(seconds=seconds)
-            if compared.unreliable_reason:  # the machine may have less to do next time
-                add_to_recordings(recorded)
-                return compared
-            self.comparisons[key] = compared, recorded
-        compared, recorded = self.comparisons[key]
+            if not compared.unreliable_reason:  # else the machine may have less to do next time
+                self.comparisons[key] = compared, recorded
         add_to_recordings(recorded)
         return compared
 

@@ -63,10 +63,8 @@ class LossKind:
 
     def match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
         """Cast and reshape outputs and targets to what the loss takes, or raise StageFailed."""
-        import torch
-
         # 16 bits are too few for exponentials and sums.
-        if outputs.dtype in (torch.float16, torch.bfloat16):
+        if outputs.is_floating_point() and outputs.itemsize == 2:
             outputs = outputs.float()
         return self._match(outputs, targets)
 
