@@ -312,9 +312,7 @@ class Context:
     )
     """Cache of compared latencies, with what user code read for each."""
     exports: ExportCache = field(default_factory=ExportCache, compare=False)
-    """Exports of the uncompressed model."""
     answers: KeptAnswers = field(default_factory=KeptAnswers, compare=False)
-    """Outputs of the models that were called so far."""
     forms: Mapping[str, Artifact] = field(default_factory=dict, compare=False)
     """Digest of a graph → the file exported from it that answers in its place, where quality alone
     is measured: integers take torch ten times as long as the runtime that the file is for."""

@@ -183,13 +183,11 @@ class LayerDiagnosis(ABC):
     """How these parts are once they are put back, for messages."""
 
     stage: Any
-    """The stage with its settings."""
     model: Any
     """The model that the stage has read."""
     after: Artifact
     """What it made."""
     context: Context
-    """Data, metric and seed of the run."""
     allowed: float
     """Points that the refused gate allows."""
     evaluations: int = field(default=0, init=False)

@@ -11,12 +11,12 @@ from functools import cache, reduce
 from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
+from compress.common.errors import PipelineInvalid, StageFailed, first_line
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import announced, announcing_package
 from compress.core.metrics.score import Score, jackknifed, pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
-from compress.core.objectives.task import LabelOutOfRange, describe_pair, has_target
+from compress.core.objectives.task import LabelOutOfRange, has_target, user_errors
 from compress.core.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -354,18 +354,9 @@ class MetricMeter:
         """Call a part of the user's metric; StageFailed where that raises."""
         import torch
 
-        try:
-            # In the mode of the outputs, or torchmetrics' state could not change in place.
-            with torch.inference_mode():
-                return function(*arguments, **settings)
-        except CompressError:
-            raise
-        except Exception as error:
-            forms = f" for {describe_pair(*arguments)}" if arguments else ""
-            raise StageFailed(
-                f"metric {self.metric.name!r} fails{forms}: {type(error).__name__}: "
-                f"{first_line(error)}"
-            ) from error
+        # In the mode of the outputs, or torchmetrics' state could not change in place.
+        with user_errors(f"metric {self.metric.name!r}", *arguments), torch.inference_mode():
+            return function(*arguments, **settings)
 
 
 class FunctionMeter(MetricMeter):

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
+from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.factories import NameOrReference, local_sources, resolve, sources_digest
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import announced, announcing_package
@@ -33,6 +33,7 @@ from compress.core.objectives.task import (
     shape_of,
     suggest_targets,
     target_kind,
+    user_errors,
 )
 
 if TYPE_CHECKING:
@@ -499,15 +500,8 @@ class LossFunction:
         if count is not None and over_all and size is not None:
             share = float(count) / size
         argument = output_argument(tensors, self.loss.outputs)
-        try:
+        with user_errors(f"loss {self.loss.name!r}", argument, targets):
             value = self.custom(argument, targets)
-        except CompressError:
-            raise
-        except Exception as error:
-            raise StageFailed(
-                f"loss {self.loss.name!r} fails for {describe_pair(argument, targets)}: "
-                f"{type(error).__name__}: {first_line(error)}"
-            ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             is_tensor = isinstance(value, torch.Tensor)
             found = describe_tensor(value) if is_tensor else f"a {type(value).__name__}"
@@ -538,13 +532,8 @@ class LossFunction:
         count = getattr(self.custom, "count", None)
         if not callable(count):
             return None
-        try:
+        with user_errors(f"count of loss {self.loss.name!r}", None, targets):
             value = torch.as_tensor(count(targets))
-        except Exception as error:
-            raise StageFailed(
-                f"count of loss {self.loss.name!r} fails for targets {describe_targets(targets)}: "
-                f"{type(error).__name__}: {first_line(error)}"
-            ) from error
         if value.numel() != 1:
             raise StageFailed(
                 f"count of loss {self.loss.name!r} returned {describe_tensor(value)}, expected "

@@ -7,12 +7,15 @@ torch, or on the last one for tokens, as in transformers: `(batch, length, class
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from compress.common.errors import PipelineInvalid, StageFailed
+from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from compress.data.splits import Splits
@@ -97,6 +100,20 @@ def describe_targets(targets: Targets) -> str:
 def describe_pair(outputs: torch.Tensor | Mapping[str, torch.Tensor], targets: Targets) -> str:
     """Describe what a loss or metric is called with: ``outputs float32 [n, 4] and targets …``."""
     return f"outputs {describe_outputs(outputs)} and targets {describe_targets(targets)}"
+
+
+@contextmanager
+def user_errors(what: str, outputs: Any = None, targets: Any = None) -> Iterator[None]:
+    """Turn what user code raises in a block into StageFailed, with what it was called with."""
+    try:
+        yield
+    except CompressError:
+        raise
+    except Exception as error:
+        forms = "" if targets is None else f" for targets {describe_targets(targets)}"
+        forms = forms if outputs is None else f" for {describe_pair(outputs, targets)}"
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise StageFailed(f"{what} fails{forms}: {problem}") from error
 
 
 def _describe_entry(entry: Targets | None) -> str:
