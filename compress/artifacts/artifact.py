@@ -380,7 +380,7 @@ class Artifact:
         """Return a new module that computes as the artifact does, in whatever runtime."""
         import torch
 
-        from compress.artifacts.predictor_module import PredictorModule
+        from compress.artifacts.meta_init import PredictorModule
 
         return PredictorModule(self.open(device, torch.get_num_threads()))
 

@@ -247,14 +247,18 @@ class EagerModel(Artifact):
 
     @contextmanager
     def _fused_predictor(self, device: str, threads: int) -> Iterator[Predictor]:
-        if self.is_streamed:
-            from compress.checkpoint.streamed_module import streamed_predictor
-
-            with streamed_predictor(*self.stored_weights(), device, threads) as predict:
-                yield predict
-            return
-        with torch_predictor(self.load(device), device, threads) as predict:
+        with torch_predictor(self._callable_module(device), device, threads) as predict:
             yield predict
+
+    def _callable_module(self, device: str = "cpu") -> torch.nn.Module:
+        """Return the module with its weights, which it reads in each call if they are on disk."""
+        from compress.artifacts.meta_init import stream_weights_
+
+        if not self.is_streamed:
+            return self.load(device)
+        module, weights = self.stored_weights()
+        stream_weights_(module, weights, device)
+        return module
 
     def parameters(self) -> int:
         """Count the weights, tied ones once."""
@@ -265,11 +269,5 @@ class EagerModel(Artifact):
         """Count multiply-accumulates for one sample."""
         from compress.graph.flops import count_macs
 
-        if self.is_streamed:
-            from compress.checkpoint.streamed_module import stream_weights_
-
-            module, weights = self.stored_weights()
-            stream_weights_(module, weights)
-        else:
-            module = self.load()
-        return count_macs(module, self.signature.example(batch=1, sizes=sizes))
+        inputs = self.signature.example(batch=1, sizes=sizes)
+        return count_macs(self._callable_module(), inputs)

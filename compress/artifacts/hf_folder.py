@@ -5,14 +5,16 @@ The artifact holds the architecture's name, its config and the weights, not the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import sys
 from contextlib import contextmanager, suppress
-from functools import partial
+from contextvars import ContextVar
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
-from compress.artifacts.offline import offline, refuse_lookups
 from compress.common.atomic_files import (
     file_beside,
     open_regular,
@@ -81,7 +83,18 @@ ADAPTER = "adapter_config.json"
 FACTORY = "compress.artifacts.hf_folder:build"
 WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "auto_map")
 """Entries of a config that do not change the outputs of a float32 model."""
-
+LOOKUPS = ("socket.getaddrinfo", "socket.gethostbyname")
+"""Python's audit events whose first argument is another machine's name."""
+CONNECTIONS = ("socket.connect", "socket.sendto")
+"""Those whose second one is an address: a pair, or the path of a socket on this machine."""
+WEIGHTS_FILE = "checkpoint_path"
+"""Argument of timm's: weights to read, whatever their path looks like."""
+LOOKED_UP = (
+    *("architecture", "attn_implementation", "_attn_implementation", "backbone"),
+    *(WEIGHTS_FILE, "experts_implementation"),
+)
+"""Entries of a config, and of those in it, by which transformers and timm find code or weights."""
+_reading: ContextVar[object] = ContextVar("_reading", default=None)
 logger = logging.getLogger(__name__)
 
 
@@ -160,13 +173,8 @@ def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
             with offline_transformers(folder):
                 files |= read_in_child(str(folder), partial(read, folder, content), *processors)
         except Exception as error:  # noqa: BLE001 - of any library that the folder's class needs
-            logger.warning(
-                "%s: its %s is not carried: %s: %s",
-                folder,
-                kind,
-                type(error).__name__,
-                first_line(error),
-            )
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            logger.warning("%s: its %s is not carried: %s", folder, kind, reason)
     return files
 
 
@@ -334,8 +342,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def folder_digest(folder: Path) -> str | None:
     """Return a SHA-256 over a folder's config, weights and processors; None without a model."""
-    import hashlib
-
     from compress.checkpoint.loading import checkpoint_digest
 
     weights, config = checkpoint_digest(folder), folder / CONFIG
@@ -410,17 +416,63 @@ def offline_transformers(source: Path) -> Iterator[None]:
     Raises:
         ArtifactInvalid: it asked for a connection.
     """
-    import logging as levels
+    from transformers.utils import logging as verbosity
 
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(levels.CRITICAL)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
+    level, bars = verbosity.get_verbosity(), verbosity.is_progress_bar_enabled()
+    verbosity.set_verbosity(logging.CRITICAL)
+    verbosity.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
     try:
         with offline(source):
             yield
     finally:
-        logging.set_verbosity(level)
+        verbosity.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
+            verbosity.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
+
+
+@contextmanager
+def offline(source: object) -> Iterator[None]:
+    """Refuse connections to other machines in a block, by whatever library, in this thread.
+
+    Raises:
+        ArtifactInvalid: a library asked for one; the message begins with the source that is read.
+    """
+    _watch_connections()
+    token = _reading.set(source)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+@cache
+def _watch_connections() -> None:
+    # Each library reads variables such as HF_HUB_OFFLINE when it is imported, and some read none.
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in LOOKUPS + CONNECTIONS or _reading.get() is None:
+            return
+        address = arguments if event in LOOKUPS else arguments[1]
+        if isinstance(address, tuple):
+            raise ArtifactInvalid(
+                f"{_reading.get()}: asks for {address[0]}, and nothing is downloaded; save the "
+                "model with all that it needs (save_pretrained)"
+            )
+
+    sys.addaudithook(audit)
+
+
+def refuse_lookups(config: dict[str, Any], where: object) -> None:
+    """Raise ArtifactInvalid for an entry, at any depth, that names a path or a place on a hub."""
+    parts: list[Any] = [config]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        for key, value in part.items() if isinstance(part, dict) else ():
+            is_place = isinstance(value, str) and bool({*":/\\"} & {*value})
+            if key in LOOKED_UP and (is_place or (value and key == WEIGHTS_FILE)):
+                raise ArtifactInvalid(
+                    f"{where}: {key}: names {value!r}, which is not read: only names that the "
+                    "installed libraries know are; remove that entry"
+                )
+            parts.append(value)

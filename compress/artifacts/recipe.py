@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
+from compress.artifacts.carried_files import TIED
+from compress.artifacts.edits.named_sizes import NamedCall, NamedSize, name_sizes_
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.factories import Reference, resolve
@@ -49,23 +51,6 @@ class SplitAttention(Settings):
         split_attention_(module, self.modules)
 
 
-# It becomes part of code that is compiled.
-NamedSize = Annotated[str, Field(pattern=r"^[a-z]+_sizes?_[0-9]+$")]
-"""An attribute that holds a size, such as ``view_size_0``."""
-
-
-class NamedCall(Settings):
-    """A call in a method's source some of whose sizes become attributes of the module."""
-
-    method: str
-    source: str
-    """The call as ``ast.unparse`` writes it."""
-    occurrence: int = 0
-    """The number of calls before it in the method that read the same."""
-    attributes: dict[int, NamedSize]
-    """Index of a size among those that the call takes → attribute."""
-
-
 class NameSizes(Settings):
     """Sizes in the code of modules of one class that become attributes, so that they can change."""
 
@@ -76,10 +61,7 @@ class NameSizes(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Replace the modules' methods and set the attributes, in place."""
-        from compress.artifacts.edits.named_sizes import SizeNames, name_sizes_
-
-        calls = [SizeNames(c.method, c.source, c.occurrence, c.attributes) for c in self.calls]
-        name_sizes_(module, calls, self.sizes)
+        name_sizes_(module, self.calls, self.sizes)
 
 
 class KeepBlocks(Settings):
@@ -105,9 +87,16 @@ class UntieWeights(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Copy the parameters, and set `tie_word_embeddings` of a config to false, in place."""
-        from compress.artifacts.edits.untied_weights import untie_
+        from torch import nn
 
-        untie_(module, self.parameters)
+        for name in self.parameters:
+            owner, _, key = name.rpartition(".")
+            part = module.get_submodule(owner)
+            value = part.get_parameter(key)
+            part.register_parameter(key, nn.Parameter(value.detach().clone(), value.requires_grad))
+        config: Any = getattr(module, "config", None)
+        if getattr(config, TIED, False):
+            setattr(config, TIED, False)
 
 
 class CallByName(Settings):

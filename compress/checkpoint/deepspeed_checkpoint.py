@@ -7,7 +7,6 @@ with its optimizer's state, and the names and shapes beside them.
 from __future__ import annotations
 
 import re
-from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,6 @@ OPTIMIZER_FILES = "*_optim_states.pt"
 MODEL_PARALLEL = ("*mp_rank_01_*", "layer_*-model_states.pt", "*expert_*")
 """Files of tensor parallelism, of pipeline parallelism and of a mixture of experts."""
 
-Parts = list[torch.Tensor]
-"""One-dimensional tensors that follow one another."""
-
 
 def tag_folder(folder: Path) -> Path | None:
     """Return the folder with the files of the newest step; None for anything of others."""
@@ -54,8 +50,7 @@ def tag_folder(folder: Path) -> Path | None:
 def read_zero(folder: Path) -> Weights:
     """Return weights of ZeRO stages 0 to 3, put together from all processes' files.
 
-    Raises:
-        ArtifactInvalid: a process's file is missing or unreadable, or the model was split.
+    Raises ArtifactInvalid where a process's file is missing or unreadable, or the model was split.
     """
     if any(next(folder.glob(pattern), None) for pattern in MODEL_PARALLEL):
         raise ArtifactInvalid(
@@ -125,7 +120,7 @@ def _stage_3(
             start += length
 
 
-def _section(parts: Sequence[torch.Tensor], start: int, length: int) -> Parts:
+def _section(parts: Sequence[torch.Tensor], start: int, length: int) -> list[torch.Tensor]:
     """Return a range of tensors that follow one another, as views."""
     ends = accumulate(len(part) for part in parts)
     views = []
@@ -137,17 +132,15 @@ def _section(parts: Sequence[torch.Tensor], start: int, length: int) -> Parts:
     return views
 
 
-def _stored(parts: Parts, shape: Sequence[int]) -> StoredTensor:
+def _stored(parts: list[torch.Tensor], shape: Sequence[int]) -> StoredTensor:
     """Return a weight that is copied together when it is read; its padding is left out."""
     size = prod(shape)
     if sum(len(part) for part in parts) < size:
         raise ValueError(f"{sum(len(part) for part in parts)} of {size} entries of a weight")
-    parts = parts or [torch.empty(0)]  # of a weight without entries
-    return StoredTensor(tuple(shape), parts[0].dtype, partial(_join, parts, shape))
-
-
-def _join(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    return torch.cat(parts)[: prod(shape)].view(*shape)
+    joined = parts or [torch.empty(0)]  # of a weight without entries
+    return StoredTensor(
+        tuple(shape), joined[0].dtype, lambda: torch.cat(joined)[:size].view(*shape)
+    )
 
 
 def _by_rank(files: Iterator[Path]) -> list[Path]:

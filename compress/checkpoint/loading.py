@@ -6,6 +6,7 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from compress.checkpoint.state_dict import mismatches
 from compress.common.atomic_files import file_beside, refuse_irregular, sha256_while_unchanged
 from compress.common.errors import ArtifactInvalid
 from compress.common.foreign.child_process import read_in_child
@@ -104,24 +105,34 @@ def _read(entry: Path) -> dict[str, Any]:
         from compress.checkpoint.distributed_checkpoint import read_distributed as read
     elif entry.is_dir():
         from compress.checkpoint.deepspeed_checkpoint import read_zero as read
-    elif entry.name.endswith(INDEX):
-        from compress.checkpoint.safetensors_io import read_indexed as read
-    elif entry.suffix == ".safetensors":
+    elif entry.name.endswith((INDEX, ".safetensors")):
         from compress.checkpoint.safetensors_io import read_safetensors as read
-    elif entry.name.endswith(PICKLE_INDEX):
-        from compress.checkpoint.torch_pickle import read_indexed_pickles as read
     else:
         from compress.checkpoint.torch_pickle import read_pickle as read
+    is_index = entry.name.endswith((INDEX, PICKLE_INDEX))
+
+    def read_entry() -> dict[str, Any]:
+        return _read_shards(entry, read) if is_index else dict(read(entry))
 
     def read_all_but_bytes() -> None:
-        for tensor in _tensors_in(dict(read(entry))):
+        for tensor in _tensors_in(read_entry()):
             getattr(tensor, "read_headers", int)()
 
     # In a child process first: its pickles may ask for any memory. Tensors stay in their files, so
     # that reading twice costs little.
-    stored = entry.parent if entry.name.endswith((INDEX, PICKLE_INDEX)) else entry
-    read_in_child(f"checkpoint {entry}", read_all_but_bytes, stored)
-    return dict(read(entry))
+    read_in_child(f"checkpoint {entry}", read_all_but_bytes, entry.parent if is_index else entry)
+    return read_entry()
+
+
+def _read_shards(index: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+    from compress.checkpoint.safetensors_io import weight_map
+
+    files = weight_map(index)
+    shards = {file: read(file) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if not hasattr(shards[file].get(name), "shape"):
+            raise ArtifactInvalid(f"checkpoint {index}: {name} is not in {file.name}")
+    return {name: shards[file][name] for name, file in files.items()}
 
 
 def _tensors_in(value: Any) -> list[Any]:
@@ -150,15 +161,10 @@ def _shapes(tensors: list[Any]) -> list[tuple[int, ...]]:
 
 
 def consolidate(checkpoint: Path, file: Path) -> None:
-    """Write a checkpoint's weights as one safetensors file, a tensor at a time.
+    """Write the weights of any checkpoint that :func:`read_state_dict` takes as one file.
 
-    Args:
-        checkpoint: any that :func:`read_state_dict` takes, such as a directory of
-            torch.distributed.checkpoint.
-        file: the ``.safetensors`` file to write; its folder must exist.
-
-    Raises:
-        ArtifactInvalid: the checkpoint cannot be read.
+    ``file`` is a ``.safetensors`` file, in a folder that exists; it is written a tensor at a time.
+    Raises ArtifactInvalid where the checkpoint cannot be read.
     """
     from compress.checkpoint.safetensors_io import write_safetensors
 
@@ -175,8 +181,6 @@ def match_names(state: Weights, own: Mapping[str, torch.Tensor], source: str) ->
     Raises:
         ArtifactInvalid: several prefixes give weights that fit, such as a teacher's.
     """
-    from compress.checkpoint.state_dict import mismatches
-
     for wrapper in IN_NAMES:
         if not any(wrapper in name for name in own):
             state = {name.replace(wrapper, ""): tensor for name, tensor in state.items()}
@@ -201,13 +205,8 @@ def match_names(state: Weights, own: Mapping[str, torch.Tensor], source: str) ->
     prefix = chosen[0]
     others = [name for name in state if not name.startswith(prefix)]
     more = f"; {len(others)} others are left out, such as {others[0]!r}" if others else ""
-    log.info(
-        "%s: read without the prefix %r of %d names%s",
-        source,
-        prefix,
-        len(state) - len(others),
-        more,
-    )
+    count = len(state) - len(others)
+    log.info("%s: read without the prefix %r of %d names%s", source, prefix, count, more)
     return parts[prefix]
 
 

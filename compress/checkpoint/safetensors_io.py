@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 from pydantic import Field, ValidationError
 
 from compress.checkpoint.state_dict import StoredTensor, in_memory, storage_key
-from compress.checkpoint.storage_reader import bytes_of, read_exactly
 from compress.common.atomic_files import file_beside, open_atomically, open_regular
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
+    import io
     from collections.abc import Callable
     from io import BufferedReader, FileIO
     from pathlib import Path
@@ -76,8 +75,7 @@ class Entry(Settings):
     """Where its bytes begin and end, counted from the end of the header."""
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The checked header of a safetensors file."""
 
     size: int
@@ -106,13 +104,9 @@ def write_safetensors(file: Path, state: Weights) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt", **tied}}
     begin = 0
     for name in names:
-        tensor = state[name]
-        end = begin + tensor.nbytes
-        header[name] = {
-            "dtype": CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        end = begin + state[name].nbytes
+        shape, offsets = list(state[name].shape), [begin, end]
+        header[name] = {"dtype": CODES[state[name].dtype], "shape": shape, "data_offsets": offsets}
         begin = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
@@ -162,16 +156,6 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
 def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
     """Return the tensors of an open file without the tied names, each read when it is needed."""
     return _stored_tensors(read_header(stream), stream.name, partial(_read_tensor, stream))
-
-
-def read_indexed(index: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the files in a `….safetensors.index.json`, or raise ArtifactInvalid."""
-    files = weight_map(index)
-    shards = {file: read_safetensors(file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
-        if name not in shards[file]:
-            raise ArtifactInvalid(f"checkpoint {index}: {name} is not in {file.name}")
-    return {name: shards[file][name] for name, file in files.items()}
 
 
 def weight_map(index: Path) -> dict[str, Path]:
@@ -259,3 +243,17 @@ def _read_tensor(
     except EOFError as error:
         raise ArtifactInvalid(f"{stream.name}: truncated within {name}") from error
     return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
+
+
+def read_exactly(stream: io.RawIOBase | BufferedReader, buffer: memoryview) -> None:
+    """Fill a buffer from a stream; raise EOFError if that ends before."""
+    while buffer:
+        count = stream.readinto(buffer)
+        if not count:
+            raise EOFError(f"{len(buffer)} bytes are missing")
+        buffer = buffer[count:]

@@ -12,7 +12,6 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from compress.checkpoint.safe_zip import refuse_bomb
-from compress.checkpoint.safetensors_io import weight_map
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -40,34 +39,26 @@ class _PlaceholderType(type):
     __hash__ = type.__hash__
 
 
-class Placeholder(metaclass=_PlaceholderType):
+class _Placeholder(metaclass=_PlaceholderType):
     """Stands for an object of a class that is not loaded: it ignores whatever the pickle gives it.
 
     There is one subclass for each class that a file names, with the class's name.
     """
 
-    def __init__(self, *args: object, **keywords: object) -> None:
-        """Ignore the arguments."""
-
-    def __new__(cls, *args: object, **keywords: object) -> Placeholder:
-        """Ignore the arguments."""
+    def __init__(self, *args: object, **keywords: object) -> None: ...
+    def __new__(cls, *args: object, **keywords: object) -> _Placeholder:
         return super().__new__(cls)
 
-    def __setstate__(self, state: object) -> None:
-        """Ignore the state."""
-
-    def __setitem__(self, key: object, value: object) -> None:
-        """Ignore the item."""
+    def __setstate__(self, state: object) -> None: ...
+    def __setitem__(self, key: object, value: object) -> None: ...
 
 
 def read_pickle(file: Path) -> dict[Any, Any]:
     """Return the dictionary of a file, its tensors mapped into memory and read when they are used.
 
     Objects of other classes, such as hyperparameters, become placeholders: their classes are not
-    imported, and nothing of them is called.
-
-    Raises:
-        ArtifactInvalid: unreadable, no dictionary, or naming functions that run programs.
+    imported, and nothing of them is called. Raises ArtifactInvalid for a file that is unreadable,
+    is no dictionary, or names functions that run programs.
     """
     refuse_bomb(file)
     names: list[str] = []
@@ -85,7 +76,7 @@ def read_pickle(file: Path) -> dict[Any, Any]:
                 f"checkpoint {file}: names {planted} in pickled code, which is never executed "
                 f"here; {ADVICE}"
             )
-        placeholders: list[Any] = [(type(name, (Placeholder,), {}), name) for name in names]
+        placeholders: list[Any] = [(type(name, (_Placeholder,), {}), name) for name in names]
         with safe_globals(placeholders):
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except ArtifactInvalid:
@@ -110,16 +101,6 @@ def read_pickle(file: Path) -> dict[Any, Any]:
     if names:
         log.debug("checkpoint %s: objects%s are skipped", file, _of(names))
     return state
-
-
-def read_indexed_pickles(index: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the files in a `….bin.index.json`, or raise ArtifactInvalid."""
-    files = weight_map(index)
-    shards = {file: read_pickle(file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
-        if not isinstance(shards[file].get(name), torch.Tensor):
-            raise ArtifactInvalid(f"checkpoint {index}: {name} is not in {file.name}")
-    return {name: shards[file][name] for name, file in files.items()}
 
 
 def _of(names: list[str]) -> str:

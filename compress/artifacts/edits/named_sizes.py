@@ -14,8 +14,11 @@ import inspect
 import linecache
 import zlib
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+from pydantic import Field
+
+from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -34,18 +37,26 @@ SizedExpression: TypeAlias = ast.Call | ast.Subscript
 FUTURE_ANNOTATIONS = annotations.compiler_flag
 
 
-class SizeNames(NamedTuple):
-    """What sizes of one call are named; see :class:`~compress.artifacts.recipe.NamedCall`."""
+# It becomes part of code that is compiled.
+NamedSize = Annotated[str, Field(pattern=r"^[a-z]+_sizes?_[0-9]+$")]
+"""An attribute that holds a size, such as ``view_size_0``."""
+
+
+class NamedCall(Settings):
+    """A call in a method's source some of whose sizes become attributes of the module."""
 
     method: str
     source: str
-    occurrence: int
-    attributes: Mapping[int, str]
+    """The call as ``ast.unparse`` writes it."""
+    occurrence: int = 0
+    """The number of calls before it in the method that read the same."""
+    attributes: dict[int, NamedSize]
+    """Index of a size among those that the call takes → attribute."""
 
 
 def name_sizes_(
     module: nn.Module,
-    calls: Sequence[SizeNames],
+    calls: Sequence[NamedCall],
     sizes: Mapping[str, Mapping[str, int | tuple[int, ...]]],
 ) -> None:
     """Replace methods of some modules, and set the attributes, in place.
@@ -136,7 +147,7 @@ def occurrence_of(call: SizedExpression, tree: ast.AST) -> tuple[str, int]:
     return text, alike.index(call)
 
 
-def _with_names(kind: type, method: str, calls: Iterable[SizeNames]) -> FunctionType:
+def _with_names(kind: type, method: str, calls: Iterable[NamedCall]) -> FunctionType:
     """Return a copy of a method in which sizes are attributes."""
     function = inspect.getattr_static(kind, method, None)
     source = _definition(function) if isinstance(function, FunctionType) else None

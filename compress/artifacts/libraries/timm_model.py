@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compress.artifacts.offline import offline, refuse_lookups
+from compress.artifacts.hf_folder import offline, refuse_lookups
 from compress.common.errors import Unavailable, first_line
 
 FACTORY = "compress.artifacts.libraries.timm_model:build"
