@@ -193,9 +193,7 @@ class Artifact:
         """Yield a temporary directory, which becomes the artifact; ``facts`` may still be filled.
 
         ``carried`` are files beside the model, as :meth:`carried_files` of the stage's input.
-
-        Raises:
-            PipelineInvalid: the path holds files that are no artifact.
+        Raises PipelineInvalid: the path holds files that are no artifact.
         """
         # It is synced and renamed, and the manifest comes last: a directory without a manifest is
         # not an artifact, so a half-written one does not exist.
@@ -255,8 +253,7 @@ class Artifact:
     def carried_json(self, name: str) -> Any:
         """Return the content of a carried file, or None where the artifact has no such file.
 
-        Raises:
-            ArtifactInvalid: the file was changed after sealing, or holds no JSON.
+        Raises ArtifactInvalid: the file was changed after sealing, or holds no JSON.
         """
         if name not in self.manifest.files:
             return None
@@ -371,8 +368,7 @@ class Artifact:
     ) -> tuple[float, float]:
         """Return milliseconds to the first generated token, and tokens a second after it.
 
-        Raises:
-            Unavailable: the runtime that generates is not installed.
+        Raises Unavailable: the runtime that generates is not installed.
         """
         raise NotImplementedError(f"{self.kind} artifacts cannot generate")
 
@@ -503,8 +499,7 @@ def protect(folder: Path) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder, which gets the name `out` at the end of the block.
 
-    Raises:
-        PipelineInvalid: `out` holds files, or lies in an artifact.
+    Raises PipelineInvalid: `out` holds files, or lies in an artifact.
     """
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -219,8 +219,7 @@ class EagerModel(Artifact):
     def stored_weights(self) -> tuple[torch.nn.Module, Weights]:
         """Return the module on the meta device, and its weights, still on disk.
 
-        Raises:
-            ArtifactInvalid: the module cannot be built without its weights.
+        Raises ArtifactInvalid: the module cannot be built without its weights.
         """
         from compress.artifacts.meta_init import match_state_dict
         from compress.checkpoint.safetensors_io import read_safetensors

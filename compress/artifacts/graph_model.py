@@ -64,10 +64,8 @@ class GraphModel(Artifact):
         """Trace an eager model to one `.pt2` file, which loads without the model's class.
 
         Pruned and distilled models are written with their edits. The graph is compared with the
-        model at two sizes of every named axis.
-
-        Raises:
-            StageFailed: the model cannot be traced, or its graph has other outputs.
+        model at two sizes of every named axis. Raises StageFailed: the model cannot be traced, or
+        its graph has other outputs.
         """
         from compress.graph.torch_export import export_program
 

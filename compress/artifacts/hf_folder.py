@@ -118,11 +118,9 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
     """Return the recipe of a folder's model, and the model with the folder's weights in float32.
 
     Without a task the model's class is the one that its config names. With ``untrained_head``
-    weights may be missing, as training follows: torch's generator draws them.
-
-    Raises:
-        ArtifactInvalid: files are missing, the folder needs code of its own or is quantized, it
-            has no model for the task, or weights are missing.
+    weights may be missing, as training follows: torch's generator draws them. Raises
+    ArtifactInvalid: files are missing, the folder needs code of its own or is quantized, it has no
+    model for the task, or weights are missing.
     """
     content = refuse_foreign_folder(folder)
     with reading_by_transformers(folder):
@@ -413,8 +411,7 @@ def reading_by_transformers(source: Path) -> Iterator[None]:
 def offline_transformers(source: Path) -> Iterator[None]:
     """Let transformers read a folder or file without network, progress bars and warnings.
 
-    Raises:
-        ArtifactInvalid: it asked for a connection.
+    Raises ArtifactInvalid: it asked for a connection.
     """
     from transformers.utils import logging as verbosity
 

@@ -77,11 +77,9 @@ def import_module(
     """Create an artifact from a module that its recipe built and that has its weights.
 
     The module may be changed so that it takes its inputs by name, and that its calls leave it and
-    them as they are. ``inputs`` are an example, and ``carried`` are files beside the model.
-
-    Raises:
-        PipelineInvalid: the names of inputs or outputs contradict the model.
-        ArtifactInvalid: the model takes other inputs, or has other outputs when loaded again.
+    them as they are. ``inputs`` are an example, and ``carried`` are files beside the model. Raises
+    PipelineInvalid: the names of inputs or outputs contradict the model; ArtifactInvalid: the model
+    takes other inputs, or has other outputs when loaded again.
     """
     inputs = signature.example() if inputs is None else inputs
     edits, signature = fit_call(module, signature, inputs, repr(recipe.factory))
@@ -108,10 +106,8 @@ def import_streamed(
     """Create an artifact from a folder of save_pretrained; one forward pass checks the signature.
 
     Its weights are float32, as of any imported model, and those of the folder may have any type.
-
-    Raises:
-        PipelineInvalid: the names of inputs or outputs contradict the model.
-        ArtifactInvalid: files are missing, or hold other names or shapes than the model has.
+    Raises PipelineInvalid: the names of inputs or outputs contradict the model; ArtifactInvalid:
+    files are missing, or hold other names or shapes than the model has.
     """
     recipe = recipe_from(read_architecture(folder, task))
     module = build_skeleton(recipe, None)

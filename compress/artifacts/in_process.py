@@ -33,8 +33,7 @@ def register(function: Callable[..., Any], name: str) -> str:
 def register_module(module: torch.nn.Module) -> str:
     """Return a reference to a factory that returns copies of a module as it is now.
 
-    Raises:
-        ArtifactInvalid: the module cannot be copied.
+    Raises ArtifactInvalid: the module cannot be copied.
     """
     kind = type(module)
     try:

@@ -16,8 +16,7 @@ LOADED: dict[str, type[Any]] = {}
 def artifact_class(kind: str) -> type[Any] | None:
     """Return the class of a kind, imported if need be; None where no package here has it.
 
-    Raises:
-        Unavailable: the package that has it cannot be imported.
+    Raises Unavailable: the package that has it cannot be imported.
     """
     # By name and not by an import: the formats lie above this package, in `export` and `serve`.
     if kind not in LOADED:

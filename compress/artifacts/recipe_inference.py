@@ -63,11 +63,9 @@ def rebuilding_recipe(
     """Return a recipe that is known to rebuild a module, and the completed signature.
 
     Where neither a factory nor arguments are given and the class alone does not rebuild the module,
-    the recipe is one of this process. Hooks that change no output are left out.
-
-    Raises:
-        PipelineInvalid: names contradict the model, or the factory cannot be imported.
-        ArtifactInvalid: the factory builds another architecture, or one with other outputs.
+    the recipe is one of this process. Hooks that change no output are left out. Raises
+    PipelineInvalid: names contradict the model, or the factory cannot be imported; ArtifactInvalid:
+    the factory builds another architecture, or one with other outputs.
     """
     call, _ = _by_signature(module, signature)
     with needed_hooks_alone(module, call, inputs):
@@ -87,8 +85,7 @@ def check_rebuild(
 ) -> tuple[Recipe, Signature]:
     """Return the recipe with the edits of :func:`fit_call`, and the signature with output names.
 
-    Raises:
-        ArtifactInvalid: the factory builds another architecture, or one with other outputs.
+    Raises ArtifactInvalid: the factory builds another architecture, or one with other outputs.
     """
 
     def rebuild() -> torch.nn.Module:

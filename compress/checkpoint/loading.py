@@ -55,10 +55,8 @@ def read_state_dict(checkpoint: Path) -> Weights:
 
     Of several sets of weights that under a trainer's usual key is taken, and a warning names the
     others; where one of these has tensors of the same shapes, such as a moving average, the
-    checkpoint is refused.
-
-    Raises:
-        ArtifactInvalid: missing, truncated, holding code, no tensors, or several sets of weights.
+    checkpoint is refused. Raises ArtifactInvalid: missing, truncated, holding code, no tensors, or
+    several sets of weights.
     """
     state = _read(_entry_point(checkpoint))
     average = state.get("average")
@@ -176,10 +174,7 @@ def match_names(state: Weights, own: Mapping[str, torch.Tensor], source: str) ->
 
     A prefix is whatever comes before the names in the module's own state dict, such as Lightning's
     ``model.``, DistributedDataParallel's ``module.`` or both. Names that match none are returned as
-    they are.
-
-    Raises:
-        ArtifactInvalid: several prefixes give weights that fit, such as a teacher's.
+    they are. Raises ArtifactInvalid: several prefixes give weights that fit, such as a teacher's.
     """
     for wrapper in IN_NAMES:
         if not any(wrapper in name for name in own):

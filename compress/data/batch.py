@@ -100,10 +100,8 @@ def collate(
 
     Inputs of mappings are padded with 0 by default and ``labels`` with -100; their order is that of
     the first sample by default. Samples without a target get -100 or NaN, unless all have none.
-    Targets that are mappings, lists or tuples become a list with one entry for each sample.
-
-    Raises:
-        PipelineInvalid: a sample has none of the accepted forms, or shapes differ.
+    Targets that are mappings, lists or tuples become a list with one entry for each sample. Raises
+    PipelineInvalid: a sample has none of the accepted forms, or shapes differ.
     """
     if isinstance(samples[0], SampleWithTeacher):
         batch = collate([s.sample for s in samples], pad_values, input_names)

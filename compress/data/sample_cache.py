@@ -149,9 +149,7 @@ def cache_folder(cache: Path, split: str, origin: str, probes: Sequence[Probe]) 
     """Create and return the folder for a split's samples; changed data get another folder.
 
     ``origin`` is what else the samples depend on: their number, the source code that makes them.
-
-    Raises:
-        PipelineInvalid: samples are drawn at random, or the folder cannot be made.
+    Raises PipelineInvalid: samples are drawn at random, or the folder cannot be made.
     """
     drawn = next((p.index for p in probes if p.first != p.again), None)
     if drawn is not None:

@@ -43,8 +43,7 @@ class Explained:
 def announced_causes() -> dict[str, tuple[Cause, bool]]:
     """Return key → cause, and whether another package adds it; this toolkit's come first.
 
-    Raises:
-        Unavailable: an installed package announces one that cannot be imported or clashes.
+    Raises Unavailable: an installed package announces one that cannot be imported or clashes.
     """
     known: dict[str, tuple[Cause, bool]] = {}
     for entry in announced_entries(ENTRY_POINT_GROUP, "cause"):

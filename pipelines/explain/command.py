@@ -28,9 +28,8 @@ def explain_and_print(
 ) -> None:
     """Explain a run's refusals, or the gates that are named, and print what was found.
 
-    Raises:
-        PipelineInvalid: nothing refused and no gate is named, or the time has no unit.
-        GateRefused: no cause was found.
+    Raises PipelineInvalid: nothing refused and no gate is named, or the time has no unit;
+    GateRefused: no cause was found.
     """
     from compress.pipelines.explain.function import explain
 
@@ -52,9 +51,8 @@ def repair_and_print(
 ) -> None:
     """Try repairs of a run's refusals, and print what was tried unless that is not wanted.
 
-    Raises:
-        PipelineInvalid: nothing refused, or the time has no unit.
-        GateRefused: no repair that was tried passes; the message names the nearest.
+    Raises PipelineInvalid: nothing refused, or the time has no unit; GateRefused: no repair that
+    was tried passes; the message names the nearest.
     """
     from compress.pipelines.explain.function import repair
     from compress.pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED

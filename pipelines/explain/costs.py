@@ -76,8 +76,7 @@ class RefusedBranch:
     def of_verdict(cls, run: FinishedRun, judged: JudgedStage) -> Self:
         """Return the branch of a verdict.
 
-        Raises:
-            ArtifactInvalid: the run's artifacts are not in the store any more.
+        Raises ArtifactInvalid: the run's artifacts are not in the store any more.
         """
         names = [*judged.report.branch[1:], judged.report.name]
         root = temporary_folder() / "explain"
@@ -177,10 +176,8 @@ class RefusedBranch:
 def explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Found:
     """Explain a verdict on what a file costs, or on its outputs.
 
-    A wrong layer is searched for until the deadline, on the clock of :func:`time.monotonic`.
-
-    Raises:
-        ArtifactInvalid: the run's artifacts are not in the store any more.
+    A wrong layer is searched for until the deadline, on the clock of :func:`time.monotonic`. Raises
+    ArtifactInvalid: the run's artifacts are not in the store any more.
     """
     branch, gate = RefusedBranch.of_verdict(run, judged), judged.verdict.gate
     explain = _explain_size

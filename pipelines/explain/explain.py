@@ -40,10 +40,8 @@ def explain_run(
 ) -> list[Explained]:
     """Explain the verdicts that are named, else all that refused; stop early at the deadline.
 
-    Raises:
-        PipelineInvalid: there is no verdict to explain.
-        ArtifactInvalid: the run's artifacts are not in the store any more.
-        StageFailed: there is no data to judge by.
+    Raises PipelineInvalid: there is no verdict to explain; ArtifactInvalid: the run's artifacts are
+    not in the store any more; StageFailed: there is no data to judge by.
     """
     return [explain_verdict(run, judged, deadline) for judged in run.judged(stage, gate)]
 

@@ -57,8 +57,7 @@ class Record(Settings):
     def from_bytes(cls, raw: bytes, key: str) -> Record:
         """Return the record of a key.
 
-        Raises:
-            ArtifactInvalid: it was changed since it was written, or belongs to another key.
+        Raises ArtifactInvalid: it was changed since it was written, or belongs to another key.
         """
         try:
             record = cls.model_validate(load_sealed(raw))
@@ -124,8 +123,7 @@ class Entry:
     def load(self) -> tuple[Artifact, Record] | None:
         """Return the artifact and its record, or None where there is no record.
 
-        Raises:
-            ArtifactInvalid: the record or the artifact is not as it was written.
+        Raises ArtifactInvalid: the record or the artifact is not as it was written.
         """
         try:
             raw = self._record_path.read_bytes()

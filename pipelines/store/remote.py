@@ -265,10 +265,8 @@ class StoredFile(NamedTuple):
 class Objects:
     """The files below a URL, by names such as ``files/1f…``.
 
-    Raises:
-        PipelineInvalid: no URL that fsspec knows, or one that holds credentials.
-        Unavailable: the package for its protocol is not installed.
-        Failed: from any method: its request failed.
+    Raises PipelineInvalid: no URL that fsspec knows, or one that holds credentials; Unavailable:
+    the package for its protocol is not installed; Failed: from any method: its request failed.
     """
 
     def __init__(self, url: str) -> None:

@@ -23,9 +23,8 @@ PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 def readable_disk_errors(out: Path) -> Iterator[None]:
     """Turn OSErrors within a block into the toolkit's errors.
 
-    Raises:
-        PipelineInvalid: the directory of the results cannot be written.
-        StageFailed: the disk is full, or fails otherwise.
+    Raises PipelineInvalid: the directory of the results cannot be written; StageFailed: the disk is
+    full, or fails otherwise.
     """
     try:
         yield

@@ -54,9 +54,7 @@ def keep_blocks_(module: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:
     Attributes that count the entries are updated: ``depth`` and the like of the module around the
     container, ``num_hidden_layers`` and lists such as ``layer_types`` of the nearest configuration,
     and ``layer_idx`` and the like in the blocks that stay. Entries with names keep their names.
-
-    Raises:
-        KeyError, IndexError: a name is no ModuleList or Sequential, or indices do not fit it.
+    Raises KeyError, IndexError: a name is no ModuleList or Sequential, or indices do not fit it.
     """
     for name, indices in kept.items():
         _check(module, name, indices)

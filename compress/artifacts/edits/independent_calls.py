@@ -271,10 +271,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def script_attributes(module: torch.jit.ScriptModule) -> dict[str, str]:
     """Return what forward reads of a TorchScript module's parts: dotted names → TorchScript types.
 
-    Of other attributes nothing depends that forward returns.
-
-    Raises:
-        ArtifactInvalid: forward writes to an object that is no module, which cannot be restored.
+    Of other attributes nothing depends that forward returns. Raises ArtifactInvalid: forward writes
+    to an object that is no module, which cannot be restored.
     """
     graph: Any = module.inlined_graph  # the nodes live as long as this name does
     parts = {name for name, _ in module.named_modules(remove_duplicate=False)}

@@ -61,10 +61,8 @@ def name_sizes_(
 ) -> None:
     """Replace methods of some modules, and set the attributes, in place.
 
-    ``sizes`` has module → attribute → value; the modules are of one class.
-
-    Raises:
-        ArtifactInvalid: the code is not that for which the edit was made.
+    ``sizes`` has module → attribute → value; the modules are of one class. Raises ArtifactInvalid:
+    the code is not that for which the edit was made.
     """
     classes: dict[type, type] = {}
     for name, values in sizes.items():
