@@ -106,9 +106,7 @@ def collate(
     if isinstance(samples[0], SampleWithTeacher):
         batch = collate([s.sample for s in samples], pad_values, input_names)
         outputs = zip(*(s.teacher_outputs for s in samples), strict=True)
-        return replace(
-            batch, teacher_outputs=tuple(torch.stack(list(column)) for column in outputs)
-        )
+        return replace(batch, teacher_outputs=tuple(torch.stack(column) for column in outputs))
     names: list[str] = []
     if isinstance(samples[0], Mapping):
         names = list(input_names) or [key for key in samples[0] if key != LABELS]
@@ -122,10 +120,9 @@ def collate(
     tensors = [y for y in known if isinstance(y, torch.Tensor)]
     if len(tensors) < len(known):
         return Batch(inputs, [y for _, y in pairs])
-    missing = math.nan if tensors[0].is_floating_point() else IGNORED_LABEL
-    targets = [
-        y if isinstance(y, torch.Tensor) else torch.full_like(tensors[0], missing) for _, y in pairs
-    ]
+    absent = math.nan if tensors[0].is_floating_point() else IGNORED_LABEL
+    missing = torch.full_like(tensors[0], absent)
+    targets = [y if isinstance(y, torch.Tensor) else missing for _, y in pairs]
     return Batch(inputs, _stack(targets, LABELS if names else None, fill))
 
 

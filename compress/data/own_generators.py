@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from compress.common.code_origin import origin_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 MOST_OBJECTS = 20_000
 """At most as many objects are searched for generators."""
@@ -72,23 +72,20 @@ def seed_generators(generators: Sequence[Any], seed: int) -> None:
 @contextmanager
 def states_restored(generators: Sequence[Any]) -> Iterator[None]:
     """Restore the states of generators after a block."""
-    states = [_state(generator) for generator in generators]
+    restore: list[Callable[[], object]] = []
+    for generator in generators:
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            restore.append(partial(setattr, bits, "state", bits.state))
+        elif isinstance(generator, random.Random):
+            restore.append(partial(generator.setstate, generator.getstate()))
+        else:
+            restore.append(partial(generator.set_state, generator.get_state()))
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            if isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            else:
-                generator.set_state(state)
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+        for restore_one in restore:
+            restore_one()
 
 
 def draws_nothing(dataset: Any) -> bool:

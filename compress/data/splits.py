@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,11 +30,14 @@ from compress.common.errors import (
 )
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.data.batch import LABELS, Batch, adapt, collate, collate_as, collate_by
-from compress.data.dataloader import Reader, WorkerEnded, spread_indices
+from compress.data.dataloader import Reader, Stream, StreamReader, WorkerEnded, spread_indices
 from compress.data.fingerprint import (
+    FACTS,
     Contents,
+    SplitFacts,
     as_hashes,
     digest_of_hashes,
+    facts_of_rows,
     hash_of_state,
     hash_samples,
     hashes_of_tensors,
@@ -43,8 +46,6 @@ from compress.data.fingerprint import (
 )
 from compress.data.loader_config import Loading
 from compress.data.sample_cache import CachedDataset, cache_folder, indices_to_probe, probe
-from compress.data.sample_facts import FACTS, SplitFacts, facts_of_rows
-from compress.data.stream import Stream, StreamReader
 from compress.data.targets import describe
 
 if TYPE_CHECKING:
@@ -54,13 +55,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "DataReference", "Splits", "collate"]
 
-
 CALLED_BYTES = 10 * 2**20
-"""Inputs of a call in evaluation: 16 images of 224 x 224 pixels.
-
-More rows take no less time a row, and memory for activations, which are a multiple of this: of 64
-rows a MobileNetV2 took 470 MiB more than of 16.
-"""
+"""Inputs of a call in evaluation: 16 images of 224 x 224 pixels. More rows take no less time a row,
+and memory for activations, a multiple of this: of 64 rows a MobileNetV2 took 470 MiB more."""
+UNLABELLED = "unlabelled"
+View: TypeAlias = "Callable[[Splits, Dataset[Any]], Dataset[Any]]"
+"""Wraps the dataset of `train`; small enough to be sent to other processes."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,9 @@ class Splits:
     """Files that datasets opened whose samples were not all hashed."""
     _kept_readers: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
     """Readers by split whose workers stay alive, for each active :meth:`keep_workers`."""
+    # By split, once they are known.
     _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
-    """Sample lengths by split, once they are known."""
     _caches: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
-    """Folders of cached samples by split, once they are known."""
     _cached: dict[str, CachedDataset] = field(default_factory=dict, compare=False, repr=False)
     _viewed: list[Dataset[Any]] = field(default_factory=list, compare=False, repr=False)
     """``train`` with the views applied, once it is known; at most one."""
@@ -183,11 +182,10 @@ class Splits:
         make: Callable[..., Splits] = Splits
         datasets = {n: d.source if isinstance(d, Stream) else d for n, d in self.datasets.items()}
         given: Any = (datasets, self.batch_size, self.loading, self.input_names)
-        dtypes = self.input_dtypes
         if self.source is not None:
             make, given = DataReference.load, (self.source,)
         known = (self._caches, self._hashes, self._facts)
-        return _unpickled, (make, given, self.views, dtypes, known)
+        return _unpickled, (make, given, self.views, self.input_dtypes, known)
 
     def replaced(self, **changes: Any) -> Splits:
         """Return the splits with other settings; a run may hold what stands for splits."""
@@ -200,17 +198,11 @@ class Splits:
                 "split 'train' is a stream, to which neither 'unlabelled' samples nor a cache of "
                 "the teacher's outputs can be joined; return a Dataset with samples by index"
             )
-        hashes = {key: value for key, value in self._hashes.items() if key[0] != "train"}
-        facts = {key: value for key, value in self._facts.items() if key[0] != "train"}
-        return replace(
-            self,
-            views=(*self.views, view),
-            _kept_readers=[],
-            _lengths={},
-            _viewed=[],
-            _hashes=hashes,
-            _facts=facts,
-        )
+        # What was known of `train` is so no more.
+        changed: dict[str, Any] = {"_kept_readers": [], "_lengths": {}, "_viewed": []}
+        for name in ("_hashes", "_facts"):
+            changed[name] = {k: v for k, v in getattr(self, name).items() if k[0] != "train"}
+        return replace(self, views=(*self.views, view), **changed)
 
     def interleaved_parts(self, name: str, count: int) -> list[Splits]:
         """Return every `count`-th sample of a split, from each of its first ones on."""
@@ -307,14 +299,10 @@ class Splits:
     def collate_fn(self) -> Callable[[list[Any]], Batch]:
         """The function that makes a batch of samples."""
         name, folder = self.loading.collate_fn, self.source.folder if self.source else None
+        own: Callable[[list[Any]], Batch] = partial(collate, pad_values=self.loading.pad_values)
         if name:
-            function = resolve(name, folder)
-            own: Callable[[list[Any]], Batch] = partial(
-                collate_by, function=function, name=name, input_names=self.input_names
-            )
-        else:
-            pad_values = self.loading.pad_values
-            own = partial(collate, pad_values=pad_values, input_names=self.input_names)
+            own = partial(collate_by, function=resolve(name, folder), name=name)
+        own = partial(own, input_names=self.input_names)
         return partial(collate_as, collate_fn=own, dtypes=self.input_dtypes)
 
     @contextmanager
@@ -328,17 +316,15 @@ class Splits:
 
     def lengths(self, name: str) -> list[int] | None:
         """Return the length of each sample if training buckets by length, else None."""
-        key = self.loading.bucket_by
-        if key is None:
+        if self.loading.bucket_by is None:
             return None
-        if name in self._lengths:
-            return self._lengths[name]
-        dataset = self.split(name)
-        # By the reader, so that lengths drawn at random are the same in each run and process.
-        collate_fn = partial(_lengths_of, name, key)
-        reader = Reader(dataset, self.loading, collate_fn, keeps_workers=False)
-        batches = reader.read(range(len(dataset)), self.batch_size, seed=0)  # type: ignore[arg-type]
-        self._lengths[name] = [length for batch in batches for length in batch]
+        if name not in self._lengths:
+            dataset: Any = self.split(name)
+            # By the reader, so that lengths drawn at random are the same in each run and process.
+            collate_fn = partial(_lengths_of, name, self.loading.bucket_by)
+            reader = Reader(dataset, self.loading, collate_fn, keeps_workers=False)
+            batches = reader.read(range(len(dataset)), self.batch_size, seed=0)
+            self._lengths[name] = [length for batch in batches for length in batch]
         return self._lengths[name]
 
     @property
@@ -358,9 +344,9 @@ class Splits:
         return self.read(name, self._calibration_order(samples, seed), self.batch_size)
 
     def _calibration_order(self, samples: int, seed: int) -> list[int]:
-        available = len(self.split(self.calibration_split))  # type: ignore[arg-type]
         if isinstance(self.datasets[self.calibration_split], Stream):
             return list(range(samples))
+        available = len(self.split(self.calibration_split))  # type: ignore[arg-type]
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
         return order[:samples].tolist()
 
@@ -442,14 +428,13 @@ class Splits:
             # Samples that only the user's function understands are hashed as batches of one.
             as_batch = self.collate_fn if self.loading.collate_fn else None
             collate_fn = partial(hash_samples, as_batch=as_batch)
-            reader = Reader(
-                dataset, self.loading, collate_fn, keeps_workers=False, records=is_sampled
-            )
+            options = {"keeps_workers": False, "records": is_sampled}
+            reader = Reader(dataset, self.loading, collate_fn, **options)
             # A cache was probed when it was made; two workers would read the same samples at once.
             is_cached = isinstance(dataset, CachedDataset)
             probes = [] if is_cached else [indices_to_probe(dataset)] * 2
-            size = self.batch_size
-            chunks = [indices[i : i + size] for i in range(0, len(indices), size)]
+            starts = range(0, len(indices), self.batch_size)
+            chunks = [indices[i : i + self.batch_size] for i in starts]
             hashes, facts, is_repeatable = [], [], True
             with self._sample_errors(name), recording() as recorded:
                 for batch, known, worker_reads in reader.read_batches([*probes, *chunks], seed=0):
@@ -524,27 +509,11 @@ def _unpickled(
     return replace(splits, views=views, input_dtypes=input_dtypes)
 
 
-UNLABELLED = "unlabelled"
+def _append_unlabelled(splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
+    return ConcatDataset([dataset, _WithoutLabels(splits.stored(UNLABELLED))])
 
 
-class View(Protocol):
-    """Wraps the dataset of `train`; small enough to be sent to other processes."""
-
-    def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-        """Return the wrapped dataset."""
-        ...
-
-
-@dataclass(frozen=True)
-class WithUnlabelled:
-    """`train` followed by the samples of `unlabelled`, without their labels if they have any."""
-
-    def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-        """Return the concatenated dataset."""
-        return ConcatDataset([dataset, WithoutLabels(splits.stored(UNLABELLED))])
-
-
-class WithoutLabels(Dataset[Any]):
+class _WithoutLabels(Dataset[Any]):
     """A dataset's samples without their targets."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -562,4 +531,4 @@ class WithoutLabels(Dataset[Any]):
 
 def with_unlabelled(splits: Splits) -> Splits:
     """Return the splits with `unlabelled` appended to `train`; unchanged without that split."""
-    return splits.with_view(WithUnlabelled()) if UNLABELLED in splits.datasets else splits
+    return splits.with_view(_append_unlabelled) if UNLABELLED in splits.datasets else splits

@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 from compress.common.errors import StageFailed
 from compress.common.process import threads_to_use
 from compress.data.batch import SampleWithTeacher, adapt
-from compress.data.record_log import RecordLog
-from compress.data.sample_cache import probe, read_samples
+from compress.data.sample_cache import RecordLog, probe, read_samples
 from compress.training.loop.train_state import AUTOCAST
 from compress.training.loop.trainer import cpu_threads
 

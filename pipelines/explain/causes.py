@@ -57,11 +57,8 @@ def announced_causes() -> dict[str, tuple[Cause, bool]]:
 
 def causes_of(stage: str, gate: str) -> list[Cause]:
     """Return the causes that are tested on a kind of stage where a gate refused."""
-    return [
-        cause
-        for cause, _ in announced_causes().values()
-        if stage in cause.stages and gate in cause.gates
-    ]
+    every = (cause for cause, _ in announced_causes().values())
+    return [cause for cause in every if stage in cause.stages and gate in cause.gates]
 
 
 def diagnose(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import ArtifactInvalid, CompressError, StageFailed
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
     from compress.export.diagnosis.costs import FileDiagnosis, Unit
     from compress.pipelines.explain.causes import Found
     from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
-    from compress.profiling.benchmark import Comparison
 
 MIB = 2**20
 LONGER_SECONDS = 3.0
@@ -71,17 +69,6 @@ class RefusedBranch:
     context: Context
     names: list[str]
     """Of the stages, the refused one last."""
-
-    @classmethod
-    def of_verdict(cls, run: FinishedRun, judged: JudgedStage) -> Self:
-        """Return the branch of a verdict.
-
-        Raises ArtifactInvalid: the run's artifacts are not in the store any more.
-        """
-        names = [*judged.report.branch[1:], judged.report.name]
-        root = temporary_folder() / "explain"
-        contexts = [run.context(name, judged, root) for name in names]
-        return cls(run, judged, contexts[-1], names)
 
     @property
     def after(self) -> Artifact:
@@ -179,39 +166,43 @@ def explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Foun
     A wrong layer is searched for until the deadline, on the clock of :func:`time.monotonic`. Raises
     ArtifactInvalid: the run's artifacts are not in the store any more.
     """
-    branch, gate = RefusedBranch.of_verdict(run, judged), judged.verdict.gate
-    explain = _explain_size
-    if gate in SPEED_GATES:
-        explain = _explain_speed
-    elif gate in PARITY_GATES:
-        explain = partial(_explain_parity, deadline=deadline)
-    elif gate in MACS_GATES:
-        explain = _explain_macs
+    names, root = [*judged.report.branch[1:], judged.report.name], temporary_folder() / "explain"
+    contexts = [run.context(name, judged, root) for name in names]
+    branch, gate = RefusedBranch(run, judged, contexts[-1], names), judged.verdict.gate
     try:
-        return explain(branch)
+        if gate in SPEED_GATES:
+            return _explain_speed(branch)
+        if gate in PARITY_GATES:
+            return _explain_parity(branch, deadline)
+        return _explain_macs(branch) if gate in MACS_GATES else _explain_size(branch)
     except CompressError as error:
         return {"notice": str(error)}, ()
 
 
 def _explain_speed(branch: RefusedBranch) -> Found:
-    """Return what an explanation has of a file that is too slow, and its repairs."""
     gate, before, after = branch.gate, branch.before(branch.names[-1]), branch.after
     if gate.compares:
         before = baseline_for(gate, before, after, branch.context)
-    compared = branch.context.compare_latency(before, after, gate.batch)
-    earlier = branch.judged.verdict.value
-    found = _speed_gate(gate, compared, earlier)
-    if found.spread_in_margin > NOISE.limit:
-        # More time than a run takes may show it.
-        compared = branch.context.compare_latency(before, after, gate.batch, LONGER_SECONDS)
-        found = _speed_gate(gate, compared, earlier)
+    for seconds in (None, LONGER_SECONDS):  # more time than a run takes may show it
+        compared = branch.context.compare_latency(before, after, gate.batch, seconds)
+        latency, is_ratio = compared.after, gate.higher_passes
+        found = SpeedGate(
+            interval=compared.interval if is_ratio else latency.p95_interval,
+            middle=compared.speedup if is_ratio else latency.p95,
+            limit=gate.limit,
+            higher_passes=is_ratio,
+            batch=gate.batch,
+            earlier=branch.judged.verdict.value,
+        )
+        if not found.spread_in_margin > NOISE.limit:
+            break
     # A busy machine makes each file slow, and every cause of that would be a guess.
     if compared.after.disturbed:
         raise StageFailed(unmeasurable("the speed", compared.after.disturbed))
     ms = compared.after.p50
     measured = SpeedDiagnosis(*branch.file, found.missing(ms), found, ms)
-    before_ms, now = measured.float_profile.by_module, measured.profile.by_module
-    changes = _costs(measured, "ms", before_ms, now)
+    now = measured.profile.by_module
+    changes = _costs(measured, "ms", measured.float_profile.by_module, now)
     if not branch.judged.verdict.passed:
         noise = check_cause(NOISE, branch.refused(branch.names[-1], measured, ()))
         if noise is not None:
@@ -219,20 +210,7 @@ def _explain_speed(branch: RefusedBranch) -> Found:
     return branch.check_causes(measured, [*now], changes)
 
 
-def _speed_gate(gate: Any, compared: Comparison, earlier: float | None) -> SpeedGate:
-    latency, is_ratio = compared.after, gate.higher_passes
-    return SpeedGate(
-        interval=compared.interval if is_ratio else latency.p95_interval,
-        middle=compared.speedup if is_ratio else latency.p95,
-        limit=gate.limit,
-        higher_passes=is_ratio,
-        batch=gate.batch,
-        earlier=earlier,
-    )
-
-
 def _explain_size(branch: RefusedBranch) -> Found:
-    """Return what an explanation has of a file that is too large, and its repairs."""
     gate, after, verdict = branch.gate, branch.after, branch.judged.verdict
     unit: Unit = "weights" if verdict.gate in PARAMETER_GATES else "bytes"
     if verdict.gate in MEMORY_GATES:
@@ -251,18 +229,16 @@ def _explain_size(branch: RefusedBranch) -> Found:
 
 
 def _explain_macs(branch: RefusedBranch) -> Found:
-    """Return what an explanation has of a file too little of which is integer, and its repairs."""
     verdict = branch.judged.verdict
     if verdict.value is None:
         return {"notice": verdict.reason}, ()
     measured = MacsDiagnosis(*branch.file, verdict.limit - verdict.value)
-    before, now = measured.float_profile.float_macs, measured.profile.float_macs
-    changes = _costs(measured, FLOAT_MACS, before, now)
+    now = measured.profile.float_macs
+    changes = _costs(measured, FLOAT_MACS, measured.float_profile.float_macs, now)
     return branch.check_causes(measured, [*now], changes)
 
 
 def _explain_parity(branch: RefusedBranch, deadline: float) -> Found:
-    """Return what an explanation has of a file whose outputs are wrong, and its repairs."""
     name, run = branch.names[-1], branch.run
     stage, kept = branch.stage(name), None
     source: Any = branch.before(name)

@@ -43,26 +43,23 @@ def explain_run(
     Raises PipelineInvalid: there is no verdict to explain; ArtifactInvalid: the run's artifacts are
     not in the store any more; StageFailed: there is no data to judge by.
     """
-    return [explain_verdict(run, judged, deadline) for judged in run.judged(stage, gate)]
-
-
-def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> Explained:
-    """Explain one verdict of a run; see :func:`explain_run`."""
-    began = time.monotonic()
-    if judged.verdict.gate in ACCURACY_GATES:
-        changes, repairs = _explain_accuracy(run, judged, deadline)
-    else:
-        changes, repairs = explain_cost(run, judged, deadline)
-    explanation = Explanation(
-        stage=judged.report.name,
-        verdict=judged.verdict,
-        artifact=judged.digest,
-        metric=run.state.plan.metric.name,
-        split=(),
-        culprit=None,
-    )
-    changes["seconds"] = round(time.monotonic() - began, 2)
-    return Explained(judged, explanation.model_copy(update=changes), tuple(repairs))
+    explained = []
+    for judged in run.judged(stage, gate):
+        began = time.monotonic()
+        explain = _explain_accuracy if judged.verdict.gate in ACCURACY_GATES else explain_cost
+        changes, repairs = explain(run, judged, deadline)
+        explanation = Explanation(
+            stage=judged.report.name,
+            verdict=judged.verdict,
+            artifact=judged.digest,
+            metric=run.state.plan.metric.name,
+            split=(),
+            culprit=None,
+        )
+        changes["seconds"] = round(time.monotonic() - began, 2)
+        explanation = explanation.model_copy(update=changes)
+        explained.append(Explained(judged, explanation, tuple(repairs)))
+    return explained
 
 
 def _explain_accuracy(run: FinishedRun, judged: JudgedStage, deadline: float) -> Found:
@@ -70,8 +67,15 @@ def _explain_accuracy(run: FinishedRun, judged: JudgedStage, deadline: float) ->
     worst = max(split, key=lambda share: share.points, default=None)
     culprit = worst.stage if worst and worst.points > 0 else None
     known = {"split": split, "culprit": culprit}
-    # What was to recover the loss comes before what has lost it, which was known to lose.
-    trained = _trained_stages(run, judged, split)
+    # What was to recover the loss comes before what has lost it, which was known to lose: the
+    # stages that train after that. Where none loses, a gate asks for more than training brought.
+    names = [share.stage for share in split]
+    if culprit is not None:
+        names = names[names.index(culprit) + 1 :]
+    elif judged.verdict.gate != "min_metric":
+        names = []
+    artifacts = run.state.artifacts
+    trained = [n for n in reversed(names) if n in artifacts and recorded_losses(artifacts[n])]
     for name in trained:
         refused = _refused(run, judged, split, name, deadline)
         found, repairs = _explain_causes(refused, judged.verdict.gate)
@@ -122,41 +126,17 @@ def _explain_stage(refused: RefusedStage[Any], gate: str, deadline: float) -> Fo
 
 
 def _refused(
-    run: FinishedRun,
-    judged: JudgedStage,
-    split: Sequence[StageShare],
-    name: str,
-    deadline: float,
+    run: FinishedRun, judged: JudgedStage, split: Sequence[StageShare], name: str, deadline: float
 ) -> RefusedStage[Any]:
     """Return a stage with the points that it may lose where the others lose what they do."""
     points = {share.stage: share.points for share in split}
     allowed = run.max_points(judged) - sum(lost for stage, lost in points.items() if stage != name)
     planned = run.state.plan.stage(name)
     context = run.context(name, judged, temporary_folder() / "explain")
-    before, after = run.state.artifacts[planned.input], run.state.artifacts[name]
+    stage = planned.stage, run.state.artifacts[planned.input], run.state.artifacts[name], context
     seconds = next((s.seconds for s in run.report.stages if s.name == name), 0.0)
-    rerun = RerunStage(
-        planned.stage, before, after, context, points[name] - allowed, seconds, deadline
-    )
-    return RefusedStage(planned.stage, before, after, context, (), None, allowed, rerun)
-
-
-def _trained_stages(
-    run: FinishedRun, judged: JudgedStage, split: tuple[StageShare, ...]
-) -> list[str]:
-    """Return the stages that should have brought more of the metric, the last one first.
-
-    Those that train after the stage that loses most: they were to recover what it loses. Where no
-    stage loses, a gate asks for more than training has brought.
-    """
-    worst = max(split, key=lambda share: share.points, default=None)
-    names = [share.stage for share in split]
-    if worst is not None and worst.points > 0:
-        names = names[names.index(worst.stage) + 1 :]
-    elif judged.verdict.gate != "min_metric":
-        return []
-    artifacts = run.state.artifacts
-    return [n for n in reversed(names) if n in artifacts and recorded_losses(artifacts[n])]
+    rerun = RerunStage(*stage, points[name] - allowed, seconds, deadline)
+    return RefusedStage(*stage, (), None, allowed, rerun)
 
 
 def _explain_causes(refused: RefusedStage[Any], gate: str) -> Found:
@@ -181,17 +161,16 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
     spread = measured.spread = not layers
     layers = layers or search.widest()
     known = search.known_alone()
+    sets = []
     for names, share in search.tried.items():
+        sets.append(LayerSet(layers=names, recovered=round(share, 4)))
         put_back = f"{len(names)} {measured.parts} {measured.put_back}"
         log_event("patched", f"{put_back} return {share:.0%}")
     return {
         "points": round(search.lost, 6) if math.isfinite(search.lost) else None,
         "samples": measured.halves[0].samples,
         "layers": len(search.ranking),
-        "sets": tuple(
-            LayerSet(layers=names, recovered=round(share, 4))
-            for names, share in search.tried.items()
-        ),
+        "sets": tuple(sets),
         "guilty": tuple(
             GuiltyLayer(
                 layer=name,
@@ -211,15 +190,11 @@ def _repairs(refused: RefusedStage[Any], gate: str, found: Sequence[FoundCause])
 
     What the other causes of the stage name follows: a test may miss, and each repair is judged.
     """
-    likely = cheapest_first(
-        [
-            (announced_causes()[f.cause][0], [n for n in f.layers if n] or refused.layers)
-            for f in found
-        ],
-        refused,
-    )
-    if refused.measured is None:
-        return [*likely.values()]
-    every = [(cause, refused.layers) for cause in causes_of(refused.stage.stage, gate)]
-    others = cheapest_first(every, refused)
-    return [*likely.values(), *(others[key] for key in others if key not in likely)]
+    causes, layers = announced_causes(), refused.layers
+    named = [(causes[f.cause][0], [n for n in f.layers if n] or layers) for f in found]
+    repairs = cheapest_first(named, refused)
+    if refused.measured is not None:
+        every = [(cause, layers) for cause in causes_of(refused.stage.stage, gate)]
+        for key, repair in cheapest_first(every, refused).items():
+            repairs.setdefault(key, repair)
+    return [*repairs.values()]

@@ -30,19 +30,12 @@ def explain(
     seconds: float = 180.0,
     progress: Progress = silent,
 ) -> Explanations:
-    """Explain a run's refusals, or the gates that are named; write `explain.json` and the page.
+    """Explain a run's refusals; write `explain.json` and the page to its folder `out`.
 
-    Args:
-        out: the run's folder.
-        stage: name of a stage whose gates are explained, whether they passed or not.
-        gate: type of the gates that are explained.
-        seconds: after which sets of layers are not reduced further.
-        progress: called with the progress.
-
-    Raises:
-        PipelineInvalid: nothing refused and no gate is named.
-        ArtifactInvalid: there is no report, or what the run made is not in its store any more.
-        StageFailed: there is no data to judge by.
+    With the name of a `stage` or the type of a `gate`, those verdicts are explained, whether they
+    passed or not. After `seconds` sets of layers are not reduced further. Raises PipelineInvalid:
+    nothing refused and no gate is named; ArtifactInvalid: there is no report, or what the run made
+    is not in its store any more; StageFailed: there is no data to judge by.
     """
     with _opened(Path(out), progress) as run:
         explained = explain_run(run, stage, gate, time.monotonic() + seconds)
@@ -63,19 +56,9 @@ def repair(
 ) -> Explanations:
     """Explain a run's refusals, and try repairs until one passes all gates; `chosen` is that one.
 
-    Args:
-        out: the run's folder.
-        seconds: after which no further repair is begun.
-        best: whether to go on for the fastest of those that pass.
-        trains: whether repairs that train are tried too.
-        apply: whether the pipeline file itself is changed.
-        progress: called with the progress.
-        announce: receives a line for each repair.
-
-    Raises:
-        PipelineInvalid: nothing refused.
-        ArtifactInvalid: there is no report, or what the run made is not in its store any more.
-        StageFailed: there is no data to judge by.
+    None is begun after `seconds`. With `best` the search goes on for the fastest that passes, with
+    `trains` also by those that train; with `apply` the pipeline file itself is changed. `announce`
+    receives a line for each repair. Raises as :func:`explain`.
     """
     deadline = time.monotonic() + seconds
     with _opened(Path(out), progress) as run:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
@@ -22,7 +23,6 @@ from compress.pipelines.config.matrix import expand_matrices
 from compress.pipelines.config.relative_paths import relocated
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.config.yaml_source import Source
-from compress.pipelines.explain.edited_file import changed_content, changed_text
 from compress.pipelines.results.explanation import TriedRepair
 from compress.pipelines.results.schema import Report, remove_report
 from compress.pipelines.system import yaml_core
@@ -44,6 +44,8 @@ FOLDER, TRIED = "repair", "tried"
 """In the run's folder: the repaired pipeline, and the runs of all repairs that were tried."""
 REPAIRED, DIFFERENCE = "pipeline.yaml", "repair.diff"
 STORE = ".store"
+KEPT = ("name", "input", "gates")
+"""What a stage keeps that becomes another one."""
 PAIRED = 4
 """Single changes of which pairs are tried: those after which least was lost."""
 BUILT_ON = 2
@@ -59,16 +61,7 @@ def repair_run(
     trains: bool = False,
     finds_best: bool = False,
 ) -> RepairSearch:
-    """Try the repairs of all refused verdicts until every gate passes.
-
-    Args:
-        run: the run that was refused.
-        explained: its verdicts.
-        deadline: when no further repair is tried, on the clock of :func:`time.monotonic`.
-        announce: receives a line for each repair.
-        trains: whether repairs that train are tried too.
-        finds_best: whether the search goes on for the fastest repair that passes.
-    """
+    """Try the repairs of a run's refused verdicts until every gate passes; see RepairSearch."""
     search = RepairSearch(run, deadline, announce, trains, finds_best)
     search.search(run, explained, {}, None)
     return search
@@ -82,6 +75,7 @@ class RepairSearch:
     deadline: float
     """On the clock of :func:`time.monotonic`."""
     announce: Callable[[str], None]
+    """Receives a line for each repair."""
     trains: bool = False
     """Whether repairs that train are tried too."""
     finds_best: bool = False
@@ -100,10 +94,8 @@ class RepairSearch:
         """Try single changes and then pairs, until one passes beside those that are kept.
 
         Where a change mends one refusal and another one stays, or a later stage now refuses, what
-        is left is explained in turn, and its repairs are tried beside that change.
-
-        Returns:
-            Whether the search may end.
+        is left is explained in turn, and its repairs are tried beside that change. Returns whether
+        the search may end.
         """
         built_on = 0
         for each in explained:
@@ -135,9 +127,8 @@ class RepairSearch:
 
     def with_tried(self, explained: Explained) -> Explanation:
         """Return an explanation with the repairs that were tried for it."""
-        tried = tuple(
-            t for t, e in zip(self.tried, self._began_with, strict=True) if e is explained
-        )
+        pairs = zip(self.tried, self._began_with, strict=True)
+        tried = tuple(tried for tried, began_with in pairs if began_with is explained)
         return explained.explanation.model_copy(update={"tried": tried})
 
     def allowed(self, explained: Explained) -> list[Repair]:
@@ -194,12 +185,9 @@ class RepairSearch:
     def run_repaired(
         self, explained: Explained, repair: Repair, kept: Edits | None = None
     ) -> TriedRepair:
-        """Run the pipeline with changed settings, and judge it by all of its gates.
+        """Run the pipeline with a change of the stage that loses most, and judge it by all gates.
 
-        Args:
-            explained: the refusal that the change is to mend.
-            repair: the change, of the stage that loses most.
-            kept: changes that stay beside it.
+        `explained` is the refusal that it is to mend; changes in `kept` stay beside it.
         """
         began = time.monotonic()
         tried = TriedRepair(
@@ -222,7 +210,6 @@ class RepairSearch:
             report, error = self._run(pipeline, folder)
         if report is None:
             return tried.model_copy(update={"error": error})
-        seconds = round(time.monotonic() - began, 2)
         verdicts = {stage.name: stage.verdicts for stage in report.stages if stage.verdicts}
         last = report.stages[-1].measurements if report.stages else None
         refused = _same_verdict(explained, verdicts)
@@ -233,7 +220,7 @@ class RepairSearch:
             "latency_ms": last.latency_ms.p50 if last else None,
             "bytes": last.bytes if last else None,
             "error": error,
-            "seconds": seconds,
+            "seconds": round(time.monotonic() - began, 2),
         }
         return tried.model_copy(update=changes)
 
@@ -259,8 +246,8 @@ class RepairSearch:
 
     def _index(self, stage: str) -> int:
         """Return the place of a stage in the file, before a matrix is expanded."""
-        planned = self.run.state.plan.stage(stage)
-        return int(self._source.written(("stages", planned.index))[1])
+        index = self.run.state.plan.stage(stage).index
+        return int(self._source.written(("stages", index))[1])
 
     def _pipeline(self, edits: Edits) -> Pipeline:
         """Return the pipeline with changed settings; raise ValidationError if they do not fit."""
@@ -273,20 +260,13 @@ class RepairSearch:
         return pipeline
 
     def write(self, found: TriedRepair, *, apply: bool) -> None:
-        """Write the repaired pipeline and the difference to the original.
-
-        With `apply` the original file is changed too.
-        """
+        """Write the repaired pipeline and a diff; with `apply` change the original file, too."""
         original, folder = self._source.path, self.run.out / FOLDER
         before = after = original.read_text(encoding="utf-8")
         for stage, settings in found.edits.items():
             after = changed_text(after, self._index(stage), settings)
-        difference = difflib.unified_diff(
-            before.splitlines(keepends=True),
-            after.splitlines(keepends=True),
-            str(original),
-            f"{original} (repaired)",
-        )
+        lines = (text.splitlines(keepends=True) for text in (before, after))
+        difference = difflib.unified_diff(*lines, str(original), f"{original} (repaired)")
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / DIFFERENCE, "".join(difference))
         content = {"name": original.stem, **yaml_core.load(after)}
@@ -314,3 +294,68 @@ def _same_verdict(
         if (verdict.gate, verdict.rule) == (refused.gate, refused.rule):
             return verdict
     return None
+
+
+def changed_content(
+    content: Mapping[str, Any], index: int, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a file's content with other settings of the stage at an index; None removes one."""
+    stages = [dict(stage) for stage in content["stages"]]
+    stage = stages[index]
+    if "stage" in settings:
+        # Others may name it by its kind.
+        kept = {"name": stage["stage"], **{k: stage[k] for k in KEPT if k in stage}}
+        stages[index] = {"stage": settings["stage"], **kept, **settings}
+    else:
+        stages[index] = {**stage, **settings}
+    stages[index] = {name: value for name, value in stages[index].items() if value is not None}
+    return {**content, "stages": stages}
+
+
+def changed_text(text: str, index: int, settings: Mapping[str, Any]) -> str:
+    """Return a file's text with other settings of the stage at an index.
+
+    Comments and order stay; where the lines cannot be changed one by one, the file is written anew.
+    """
+    wanted = changed_content(yaml_core.load(text), index, settings)
+    try:
+        edited = _with_lines(text, index, settings)
+        if yaml_core.load(edited) == wanted:
+            return edited
+    except (yaml.YAMLError, StopIteration, ValueError, KeyError):
+        pass
+    return yaml_core.dump(wanted)
+
+
+def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    stages = next(value for key, value in root.value if key.value == "stages")
+    stage = stages.value[index]
+    changes: list[tuple[int, int, str]] = []
+    known = {key.value: value for key, value in stage.value}
+    keys = {key.value: key for key, _ in stage.value}
+    for name in settings.keys() & known.keys():
+        start, end = known[name].start_mark.index, known[name].end_mark.index
+        if settings[name] is not None:
+            changes.append((start, end, yaml_core.dump_on_one_line(settings[name])))
+        elif stage.flow_style:  # it is not the first: that is the stage's kind or name
+            changes.append((text.rindex(",", 0, keys[name].start_mark.index), end, ""))
+        else:  # its whole line
+            start = text.rindex("\n", 0, keys[name].start_mark.index)
+            changes.append((start, _line_end(text, end), ""))
+    if stage.flow_style:
+        place, separator = stage.end_mark.index - 1, ", "  # before the brace
+    else:  # behind the line of `stage:`, at the same indentation
+        place = _line_end(text, known["stage"].end_mark.index)
+        separator = "\n" + " " * stage.value[0][0].start_mark.column
+    added = {k: v for k, v in settings.items() if k not in known and v is not None}
+    lines = (f"{separator}{k}: {yaml_core.dump_on_one_line(v)}" for k, v in added.items())
+    changes.append((place, place, "".join(lines)))
+    for start, end, replacement in sorted(changes, reverse=True):
+        text = text[:start] + replacement + text[end:]
+    return text
+
+
+def _line_end(text: str, start: int) -> int:
+    found = text.find("\n", start)
+    return len(text) if found < 0 else found  # the last line may have no end
