@@ -140,11 +140,7 @@ class Artifact:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Self:
-        """Open the artifact in a directory; ``Artifact`` itself opens any kind.
-
-        Raises:
-            ArtifactInvalid: no readable manifest of this kind, or names or sizes of files differ.
-        """
+        """Open a directory's artifact (``Artifact``: of any kind), or raise ArtifactInvalid."""
         artifact = cls.read_manifest(path)
         artifact.check_files()
         return artifact
@@ -193,7 +189,7 @@ class Artifact:
         """Yield a temporary directory, which becomes the artifact; ``facts`` may still be filled.
 
         ``carried`` are files beside the model, as :meth:`carried_files` of the stage's input.
-        Raises PipelineInvalid: the path holds files that are no artifact.
+        Raises PipelineInvalid where the path holds files that are no artifact.
         """
         # It is synced and renamed, and the manifest comes last: a directory without a manifest is
         # not an artifact, so a half-written one does not exist.
@@ -251,10 +247,7 @@ class Artifact:
         return {name: (self.path / name).read_bytes() for name in names}
 
     def carried_json(self, name: str) -> Any:
-        """Return the content of a carried file, or None where the artifact has no such file.
-
-        Raises ArtifactInvalid: the file was changed after sealing, or holds no JSON.
-        """
+        """Return a carried file's content, None without it, or raise ArtifactInvalid."""
         if name not in self.manifest.files:
             return None
         self.check_files(hashed=[name])
@@ -309,8 +302,8 @@ class Artifact:
     def check_files(self, hashed: Iterable[str] = ()) -> None:
         """Compare names and sizes of all files, and the hashes of those named, with the manifest.
 
-        Raises:
-            ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
+        Raises ArtifactInvalid, which names the file, if one is missing, altered, a link, or was
+        added.
         """
         self._check_sizes()
         for name in hashed:
@@ -318,7 +311,7 @@ class Artifact:
                 raise self._altered(name)
 
     def _check_sizes(self) -> dict[str, os.stat_result]:
-        """Return the directory's files; refuse names or sizes that differ from the manifest."""
+        """Return the stat of each file; raise ArtifactInvalid where names or sizes differ."""
         present = files_below(self.path)
         present.pop(MANIFEST, None)
         for name, expected in self.manifest.files.items():
@@ -349,10 +342,7 @@ class Artifact:
         return self.only_device or device
 
     def open(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
-        """Load the model as a predictor with so many CPU threads: for a ``with`` block, or a call.
-
-        ``with artifact.open() as predict: predict(x)``, or ``artifact.open()(x)``.
-        """
+        """Load the model as a predictor, for ``with artifact.open() as predict:`` or a call."""
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
 
     def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
@@ -366,10 +356,7 @@ class Artifact:
     def generation_speed(
         self, prompt_tokens: int, tokens: int, threads: int
     ) -> tuple[float, float]:
-        """Return milliseconds to the first generated token, and tokens a second after it.
-
-        Raises Unavailable: the runtime that generates is not installed.
-        """
+        """Return ms to the first generated token and tokens/s after it, or raise Unavailable."""
         raise NotImplementedError(f"{self.kind} artifacts cannot generate")
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
@@ -389,10 +376,7 @@ class Artifact:
 
     @contextmanager
     def keep_loaded(self) -> Iterator[None]:
-        """Load the model at the first :meth:`open` of a ``with`` block, and keep it to its end.
-
-        It is shared by all that are opened with the same arguments.
-        """
+        """Keep the model that the first :meth:`open` loads, for all calls in a block."""
         if self.kept_models is not None:
             yield
             return
@@ -497,10 +481,7 @@ def protect(folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which gets the name `out` at the end of the block.
-
-    Raises PipelineInvalid: `out` holds files, or lies in an artifact.
-    """
+    """Yield a folder that is renamed to `out` in the end; PipelineInvalid if that holds files."""
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise PipelineInvalid(f"{out}: exists; remove it, or choose another folder")

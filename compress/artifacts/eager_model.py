@@ -89,21 +89,19 @@ class EagerModel(Artifact):
         """Write an artifact of a module in memory, and check that its recipe rebuilds it.
 
         Without a factory, a module that its class alone does not rebuild, or whose class cannot be
-        imported, becomes an artifact that loads :attr:`only_here`.
+        imported, becomes an artifact that loads :attr:`only_here`. Raises PipelineInvalid: neither
+        inputs nor signature given, or the factory cannot be imported; ArtifactInvalid: the factory
+        builds another architecture, or one with other outputs.
 
         Args:
             module: a trained module; it is not changed.
             example_inputs: inputs from which the signature is inferred (first axis dynamic); a
                 mapping names them as forward's parameters.
-            factory: ``module:callable`` that returns the same architecture; by default the module's
-                class, or its config where it is one of transformers.
+            factory: ``module:callable`` that returns the same architecture; by default the
+                module's class, or its config where it is one of transformers.
             signature: the interface, where it should not be inferred.
             arguments: keyword arguments of the factory.
             root: directory of the artifact; a temporary one when left out.
-
-        Raises:
-            PipelineInvalid: neither inputs nor signature given, or the factory cannot be imported.
-            ArtifactInvalid: the factory builds another architecture, or one with other outputs.
         """
         from compress.artifacts.recipe_inference import rebuilding_recipe
 
@@ -217,10 +215,7 @@ class EagerModel(Artifact):
         )
 
     def stored_weights(self) -> tuple[torch.nn.Module, Weights]:
-        """Return the module on the meta device, and its weights, still on disk.
-
-        Raises ArtifactInvalid: the module cannot be built without its weights.
-        """
+        """Return the module on the meta device, its weights on disk, or raise ArtifactInvalid."""
         from compress.artifacts.meta_init import match_state_dict
         from compress.checkpoint.safetensors_io import read_safetensors
 

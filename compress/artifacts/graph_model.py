@@ -47,10 +47,7 @@ class GraphModel(Artifact):
         facts: dict[str, Any] | None = None,
         carried: Mapping[str, bytes] | None = None,
     ) -> GraphModel:
-        """Write an artifact of a program; ``facts`` are results of the stage, for the manifest.
-
-        ``carried`` are files beside the model, as :meth:`carried_files` of the stage's input.
-        """
+        """Write a program's artifact; ``facts`` and ``carried`` as in :meth:`atomic_write`."""
         from compress.graph.torch_export import save_program
 
         with cls.atomic_write(
@@ -63,9 +60,8 @@ class GraphModel(Artifact):
     def from_eager(cls, model: EagerModel, path: Path) -> GraphModel:
         """Trace an eager model to one `.pt2` file, which loads without the model's class.
 
-        Pruned and distilled models are written with their edits. The graph is compared with the
-        model at two sizes of every named axis. Raises StageFailed: the model cannot be traced, or
-        its graph has other outputs.
+        The graph is compared with the model at two sizes of every named axis. Raises StageFailed if
+        the model cannot be traced, or its graph has other outputs.
         """
         from compress.graph.torch_export import export_program
 
@@ -126,7 +122,7 @@ class GraphModel(Artifact):
         return self._counts(tuple((sizes or {}).items()))[1]
 
     def _counts(self, sizes: tuple[tuple[str, int], ...]) -> tuple[int, int]:
-        """Weights and multiply-accumulates, of a program that is read once."""
+        """Count weights and multiply-accumulates of a program, which is read once."""
         from compress.graph.flops import count_graph_weights, count_macs
 
         if sizes not in self._counted:

@@ -1,7 +1,4 @@
-"""Reads a local Hugging Face folder: nothing is downloaded, and no code in the folder is run.
-
-The artifact holds the architecture's name, its config and the weights, not the folder's path.
-"""
+"""Reads a local Hugging Face folder: nothing is downloaded, and no code in the folder is run."""
 
 from __future__ import annotations
 
@@ -117,10 +114,9 @@ def build(architecture: str, config: dict[str, Any]) -> nn.Module:
 def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tuple[Recipe, Any]:
     """Return the recipe of a folder's model, and the model with the folder's weights in float32.
 
-    Without a task the model's class is the one that its config names. With ``untrained_head``
-    weights may be missing, as training follows: torch's generator draws them. Raises
-    ArtifactInvalid: files are missing, the folder needs code of its own or is quantized, it has no
-    model for the task, or weights are missing.
+    Without a task the config names the model's class. With ``untrained_head`` weights may be
+    missing: torch's generator draws them. Raises ArtifactInvalid where files or weights are
+    missing, the folder needs code of its own or is quantized, or has no model for the task.
     """
     content = refuse_foreign_folder(folder)
     with reading_by_transformers(folder):
@@ -151,9 +147,8 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
 def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
     """Return what a model's artifacts carry of its folder: config, tokenizer, image preprocessing.
 
-    `tokenizer.json` is what transformers' AutoTokenizer makes of the folder, and holds its padding
-    and its longest text. A tokenizer or preprocessing that transformers cannot read is left out,
-    with a warning.
+    `tokenizer.json` holds the padding and longest text of transformers' AutoTokenizer. What
+    transformers cannot read is left out, with a warning.
     """
     settings: Any = recipe_from(module).arguments["config"]
     content = {**settings, "architectures": [type(module).__name__]}
@@ -234,10 +229,7 @@ def read_architecture(folder: Path, task: Task | None) -> Any:
 
 
 def _refuse_larger_than_stored(folder: Path, task: Task | None, content: dict[str, Any]) -> None:
-    """Raise ArtifactInvalid if a config describes a larger model than the folder has weights for.
-
-    It is built in a child process: a config may ask for ten million layers or a billion labels.
-    """
+    """Raise ArtifactInvalid if a config describes a larger model than the folder holds."""
     import transformers
 
     # In this process, too, which will need the module of the model's class.
@@ -250,6 +242,7 @@ def _refuse_larger_than_stored(folder: Path, task: Task | None, content: dict[st
             return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
         return 0
 
+    # A config may ask for ten million layers or a billion labels.
     needed = read_in_child(str(folder), bytes_of_model, folder)
     stored = stored_bytes(folder)
     if needed > MEMORY + LARGEST_GROWTH * stored:
@@ -355,7 +348,6 @@ def folder_digest(folder: Path) -> str | None:
 
 
 def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
-    """Return a folder's config, and the model class to build from it."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(
@@ -385,7 +377,6 @@ def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
 
 
 def _model_class(name: str) -> Any:
-    """Return the model class of transformers with this name, or None."""
     import transformers
 
     found = getattr(transformers, name, None)
@@ -409,10 +400,7 @@ def reading_by_transformers(source: Path) -> Iterator[None]:
 
 @contextmanager
 def offline_transformers(source: Path) -> Iterator[None]:
-    """Let transformers read a folder or file without network, progress bars and warnings.
-
-    Raises ArtifactInvalid: it asked for a connection.
-    """
+    """Let transformers read a file or folder :func:`offline`, without bars and warnings."""
     from transformers.utils import logging as verbosity
 
     level, bars = verbosity.get_verbosity(), verbosity.is_progress_bar_enabled()
@@ -429,11 +417,7 @@ def offline_transformers(source: Path) -> Iterator[None]:
 
 @contextmanager
 def offline(source: object) -> Iterator[None]:
-    """Refuse connections to other machines in a block, by whatever library, in this thread.
-
-    Raises:
-        ArtifactInvalid: a library asked for one; the message begins with the source that is read.
-    """
+    """Refuse this thread's connections in a block: an ArtifactInvalid that names `source`."""
     _watch_connections()
     token = _reading.set(source)
     try:

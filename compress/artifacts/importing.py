@@ -76,10 +76,10 @@ def import_module(
 ) -> EagerModel:
     """Create an artifact from a module that its recipe built and that has its weights.
 
-    The module may be changed so that it takes its inputs by name, and that its calls leave it and
-    them as they are. ``inputs`` are an example, and ``carried`` are files beside the model. Raises
-    PipelineInvalid: the names of inputs or outputs contradict the model; ArtifactInvalid: the model
-    takes other inputs, or has other outputs when loaded again.
+    It may be changed to take its inputs by name, and to leave itself and them as they are.
+    ``inputs`` are an example, ``carried`` files beside the model. Raises PipelineInvalid: names of
+    inputs or outputs contradict the model; ArtifactInvalid: it takes others, or answers otherwise
+    when loaded again.
     """
     inputs = signature.example() if inputs is None else inputs
     edits, signature = fit_call(module, signature, inputs, repr(recipe.factory))
@@ -103,11 +103,10 @@ def import_module(
 def import_streamed(
     path: Path, folder: Path, task: Task | None, signature: Signature
 ) -> EagerModel:
-    """Create an artifact from a folder of save_pretrained; one forward pass checks the signature.
+    """Create an artifact from a folder of save_pretrained, a tensor at a time, in float32.
 
-    Its weights are float32, as of any imported model, and those of the folder may have any type.
-    Raises PipelineInvalid: the names of inputs or outputs contradict the model; ArtifactInvalid:
-    files are missing, or hold other names or shapes than the model has.
+    One forward pass checks the signature. Raises PipelineInvalid: the names of inputs or outputs
+    contradict the model; ArtifactInvalid: files are missing, or do not hold the model's weights.
     """
     recipe = recipe_from(read_architecture(folder, task))
     module = build_skeleton(recipe, None)
@@ -128,10 +127,7 @@ def import_streamed(
 
 
 def inputs_of_transformer(model: Any, folder: Path) -> Inputs:
-    """Return the inputs of a transformers model, and bounds of their axes, from its config.
-
-    Raises ArtifactInvalid where it takes something that its config does not describe.
-    """
+    """Return the inputs that a transformers model's config describes, and bounds of axes."""
     config, parameters = model.config, inspect.signature(model.forward).parameters
     main = model.main_input_name
     axes = {}

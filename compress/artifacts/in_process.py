@@ -31,10 +31,7 @@ def register(function: Callable[..., Any], name: str) -> str:
 
 
 def register_module(module: torch.nn.Module) -> str:
-    """Return a reference to a factory that returns copies of a module as it is now.
-
-    Raises ArtifactInvalid: the module cannot be copied.
-    """
+    """Return a reference to a factory of copies of a module, or raise ArtifactInvalid."""
     kind = type(module)
     try:
         original = copy_module(module)

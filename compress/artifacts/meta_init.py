@@ -106,9 +106,8 @@ def _unusable_tensor(module: nn.Module) -> str | None:
 def stream_weights_(module: nn.Module, weights: Weights, device: str = "cpu") -> None:
     """Let each submodule read its own parameters when it is called, and drop them afterwards.
 
-    The module's parameters are on the meta device; its buffers are read here, onto the device that
-    it is to run on. A module that reads the parameters of another one finds them on the meta
-    device, and fails.
+    The parameters are on the meta device; buffers are read here, onto the device to run on. A
+    module that reads the parameters of another one finds them on the meta device, and fails.
     """
     for prefix, part in module.named_modules():
         path = f"{prefix}." if prefix else ""

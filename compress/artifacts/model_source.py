@@ -72,7 +72,6 @@ class Origin(Settings):
 
 @cache
 def _installed(reference: str) -> str | None:
-    """Return the version of the installed package that a factory is in."""
     package = reference.partition(":")[0].partition(".")[0]
     found = packages_distributions().get(package, ())
     return next((f"{name} {version(name)}" for name in found), None)

@@ -62,10 +62,9 @@ def rebuilding_recipe(
 ) -> tuple[Recipe, Signature]:
     """Return a recipe that is known to rebuild a module, and the completed signature.
 
-    Where neither a factory nor arguments are given and the class alone does not rebuild the module,
-    the recipe is one of this process. Hooks that change no output are left out. Raises
-    PipelineInvalid: names contradict the model, or the factory cannot be imported; ArtifactInvalid:
-    the factory builds another architecture, or one with other outputs.
+    If the class alone, without factory and arguments, does not, the recipe is one of this process.
+    Hooks that change no output are left out. Raises PipelineInvalid: names contradict the model, or
+    the factory cannot be imported; ArtifactInvalid: as :func:`check_rebuild`.
     """
     call, _ = _by_signature(module, signature)
     with needed_hooks_alone(module, call, inputs):
@@ -128,19 +127,10 @@ def fit_call(
 ) -> tuple[tuple[AnyEdit, ...], Signature]:
     """Return the edits by which a module becomes a function of a signature's tensors.
 
-    By one forward pass, and two more of a module that it changes. Inputs named like parameters of
-    forward are passed to them, whatever their order, others by position. Names of outputs select
-    among the model's, or rename all of them. The signature is returned, completed, too.
-
-    Args:
-        module: a module, which is not changed.
-        signature: its interface.
-        inputs: an example, in the signature's order.
-        name: the module's name in errors.
-
-    Raises:
-        PipelineInvalid: names contradict forward's parameters or what it returns.
-        ArtifactInvalid: the module does not take the inputs.
+    The module, ``name`` in errors, is called once, twice more if that changes it, and restored.
+    Inputs named like parameters of forward are passed to them, others by position. Names of outputs
+    select among the model's, or rename all. The completed signature is returned, too. Raises
+    PipelineInvalid: names contradict forward; ArtifactInvalid: the module does not take the inputs.
     """
     call, keywords = _by_signature(module, signature)
     try:

@@ -1,7 +1,7 @@
-"""Reads the float32 weights of DeepSpeed's ZeRO checkpoints, as its zero_to_fp32.py does.
+"""Reads float32 weights of ZeRO checkpoints, as deepspeed/utils/zero_to_fp32.py (0.19) does.
 
-After deepspeed/utils/zero_to_fp32.py (0.19): each process saved its part of the flattened weights
-with its optimizer's state, and the names and shapes beside them.
+Each process saved its part of the flattened weights with its optimizer's state, and names and
+shapes beside them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ def tag_folder(folder: Path) -> Path | None:
 
 
 def read_zero(folder: Path) -> Weights:
-    """Return weights of ZeRO stages 0 to 3, put together from all processes' files.
-
-    Raises ArtifactInvalid where a process's file is missing or unreadable, or the model was split.
-    """
+    """Return weights of ZeRO stages 0 to 3 from all processes' files, or raise ArtifactInvalid."""
     if any(next(folder.glob(pattern), None) for pattern in MODEL_PARALLEL):
         raise ArtifactInvalid(
             f"checkpoint {folder}: of a model that DeepSpeed split (tensor, pipeline or expert "

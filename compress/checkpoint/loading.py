@@ -45,18 +45,15 @@ log = logging.getLogger(__name__)
 
 
 def read_state_dict(checkpoint: Path) -> Weights:
-    """Return a checkpoint's tensors, still on disk where the format allows.
+    """Return a checkpoint's tensors, on disk where the format allows, or raise ArtifactInvalid.
 
     Formats: ``.safetensors``, alone or sharded with a ``.safetensors.index.json``; a directory of
-    torch.distributed.checkpoint; one of DeepSpeed's ZeRO stages; a directory of Hugging Face's
+    torch.distributed.checkpoint; one of DeepSpeed's ZeRO stages; one of Hugging Face's
     save_pretrained, Trainer or Accelerate; and what torch.save wrote, such as Lightning's ``.ckpt``
     or a sharded ``.bin`` with its ``.bin.index.json``. Nothing in a pickle is executed: objects of
-    other classes beside the weights are skipped.
-
-    Of several sets of weights that under a trainer's usual key is taken, and a warning names the
-    others; where one of these has tensors of the same shapes, such as a moving average, the
-    checkpoint is refused. Raises ArtifactInvalid: missing, truncated, holding code, no tensors, or
-    several sets of weights.
+    other classes are skipped. Of several sets of weights that under a trainer's usual key is taken,
+    and a warning names the others; where one of these has tensors of the same shapes, such as a
+    moving average, the checkpoint is refused.
     """
     state = _read(_entry_point(checkpoint))
     average = state.get("average")
@@ -97,7 +94,6 @@ def read_state_dict(checkpoint: Path) -> Weights:
 
 
 def _read(entry: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, nested as it is there."""
     read: Callable[[Path], Mapping[str, Any]]
     if (entry / ".metadata").is_file():
         from compress.checkpoint.distributed_checkpoint import read_distributed as read
@@ -159,11 +155,7 @@ def _shapes(tensors: list[Any]) -> list[tuple[int, ...]]:
 
 
 def consolidate(checkpoint: Path, file: Path) -> None:
-    """Write the weights of any checkpoint that :func:`read_state_dict` takes as one file.
-
-    ``file`` is a ``.safetensors`` file, in a folder that exists; it is written a tensor at a time.
-    Raises ArtifactInvalid where the checkpoint cannot be read.
-    """
+    """Write the weights of any checkpoint for :func:`read_state_dict` as one safetensors file."""
     from compress.checkpoint.safetensors_io import write_safetensors
 
     write_safetensors(file, read_state_dict(checkpoint))
@@ -172,9 +164,8 @@ def consolidate(checkpoint: Path, file: Path) -> None:
 def match_names(state: Weights, own: Mapping[str, torch.Tensor], source: str) -> Weights:
     """Strip the prefix that a trainer put before a module's names, and leave out what lacks it.
 
-    A prefix is whatever comes before the names in the module's own state dict, such as Lightning's
-    ``model.``, DistributedDataParallel's ``module.`` or both. Names that match none are returned as
-    they are. Raises ArtifactInvalid: several prefixes give weights that fit, such as a teacher's.
+    Such as Lightning's ``model.``, DistributedDataParallel's ``module.`` or both. Names that match
+    none stay. Raises ArtifactInvalid: several prefixes give weights that fit, such as a teacher's.
     """
     for wrapper in IN_NAMES:
         if not any(wrapper in name for name in own):

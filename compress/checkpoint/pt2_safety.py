@@ -46,11 +46,7 @@ SHAPE_FUNCTION = re.compile(
 
 
 def find_code(archive: PT2ArchiveReader) -> Iterator[str]:
-    """Yield a description of everything in an archive that could run code when torch loads it.
-
-    Pickles, compiled libraries, and strings that become Python source. An archive of a graph and
-    plain tensors yields nothing.
-    """
+    """Describe all in an archive that could run code when torch loads it: graphs have none."""
     names = archive.get_file_names()
     for name in names:
         if not RECORD.fullmatch(name):

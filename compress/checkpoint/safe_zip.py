@@ -1,7 +1,4 @@
-"""Checks zip archives from untrusted sources before anything in them is read.
-
-A small archive may unpack to any size (zip bomb), and readers may disagree on its contents.
-"""
+"""Checks zip archives before they are read: for bombs, and for what two readers see otherwise."""
 
 from __future__ import annotations
 

@@ -40,10 +40,7 @@ class _PlaceholderType(type):
 
 
 class _Placeholder(metaclass=_PlaceholderType):
-    """Stands for an object of a class that is not loaded: it ignores whatever the pickle gives it.
-
-    There is one subclass for each class that a file names, with the class's name.
-    """
+    """Stands for an object of a class that is not loaded; ignores what the pickle gives it."""
 
     def __init__(self, *args: object, **keywords: object) -> None: ...
     def __new__(cls, *args: object, **keywords: object) -> _Placeholder:
@@ -56,9 +53,9 @@ class _Placeholder(metaclass=_PlaceholderType):
 def read_pickle(file: Path) -> dict[Any, Any]:
     """Return the dictionary of a file, its tensors mapped into memory and read when they are used.
 
-    Objects of other classes, such as hyperparameters, become placeholders: their classes are not
-    imported, and nothing of them is called. Raises ArtifactInvalid for a file that is unreadable,
-    is no dictionary, or names functions that run programs.
+    Objects of other classes become placeholders: nothing of them is imported or called. Raises
+    ArtifactInvalid for a file that is unreadable, no dictionary, or names functions that run
+    programs.
     """
     refuse_bomb(file)
     names: list[str] = []

@@ -65,11 +65,7 @@ class Reader:
         keeps_workers: bool,
         records: bool = False,
     ) -> None:
-        """Create the loader and, unless they are zero, its worker processes.
-
-        With ``keeps_workers`` these stay alive between calls of :meth:`read`. With ``records``, not
-        needed if all samples are hashed, files that the dataset opens are recorded.
-        """
+        """With ``keeps_workers`` workers survive a read; ``records`` what files are opened."""
         # Changed before each iteration, so that workers can stay alive.
         self.plan = _Plan()
         workers: dict[str, Any] = {}
@@ -113,8 +109,6 @@ class Reader:
 
 @dataclass
 class _Plan:
-    """The batches that a loader reads next; a batch sampler."""
-
     seed: int = 0
     batches: Iterable[Sequence[int]] = ()
 

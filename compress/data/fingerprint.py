@@ -139,10 +139,7 @@ def hash_samples(
 
 
 def hash_of_state(dataset: Any) -> bytes:
-    """Hash what a dataset, or a list of samples, holds: arrays, files, settings, the user's code.
-
-    Of files it takes name, size and date.
-    """
+    """Hash what a dataset holds: arrays, settings, user code; files by name, size and date."""
     digest = hashlib.blake2b(digest_size=16)
     for value in islice(reachable_objects(dataset), MOST_OBJECTS):
         digest.update(_describe_held(value))
@@ -225,10 +222,7 @@ class SplitFacts:
         return int(np.isin(one, two).sum())
 
     def check_labels(self, split: str, classes: int) -> None:
-        """Raise PipelineInvalid for a label that a model of so many classes does not have.
-
-        A model that answers yes or no has one class.
-        """
+        """Raise PipelineInvalid for a label that none of the classes has; one is yes or no."""
         low, high = self.rows["low"], self.rows["high"]
         index = self.first((low <= high) & ((low < 0) | (high >= max(classes, 2))))
         if index is None:
@@ -278,7 +272,6 @@ def facts_of_rows(
 def _fill(
     facts: NDArray[np.void], inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> None:
-    """Write the facts of some samples."""
     numbers = [x.float() if x.is_floating_point() else x for x in inputs]
     # As float64, in which 1 of any type is the same.
     numbers += [(y.float() if y.is_floating_point() else y).double() for y in targets]

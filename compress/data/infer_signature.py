@@ -32,10 +32,9 @@ def inputs_of(
 ) -> tuple[TensorSpec, ...]:
     """Return the inputs of the samples: the batch and axes of varying size named, others fixed.
 
-    Axes whose sizes vary together share a name. Mappings name their inputs; other samples take the
-    names of forward's positional parameters, which are asked for only then. Floats of any type have
-    the model's own, `float_dtype`. PipelineInvalid is raised where a sample cannot be read, or
-    samples differ in more than sizes.
+    Axes whose sizes vary together share a name. Mappings name their inputs; others take the names
+    of forward's ``parameters``, asked for only then. Floats get the model's `float_dtype`. Raises
+    PipelineInvalid where a sample cannot be read, or samples differ in more than sizes.
     """
     names: list[str] = []
     found: list[tuple[torch.Tensor, ...]] = []
@@ -61,11 +60,9 @@ def inputs_of(
 
 
 def sample_inputs(data: Splits | None, signature: Signature) -> tuple[torch.Tensor, ...] | None:
-    """Return the inputs of the first samples of the data, as a batch; None without data.
+    """Return the inputs of the first samples as a batch; None without any that fit the signature.
 
-    What a model does with them it does with invented ones only where any values will do: lengths
-    of 0 and indices that occur in no sample are refused by some. None, too, if they do not fit the
-    signature, which stages then report.
+    Some models refuse invented ones: lengths of 0, indices that occur in no sample.
     """
     if data is None:
         return None
@@ -134,10 +131,7 @@ def _specs(
 
 
 def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
-    """Return declared inputs with what samples show: a range, a mask, NaN or infinities.
-
-    They are unchanged where samples cannot be read or do not fit, which stages then report.
-    """
+    """Return declared inputs with the range, mask, NaN or infinities that samples show."""
     names = [spec.name for spec in inputs]
     count = SAMPLES if any(spec.holds_integers for spec in inputs) else SAMPLES_OF_FLOATS
     try:

@@ -35,7 +35,7 @@ PLAIN = (
 
 
 def own_generators(*roots: Any) -> list[Any]:
-    """Return generators that are reachable from objects, without the global ones, in fixed order.
+    """Return generators reachable from objects, without the global ones, in fixed order.
 
     Searched are attributes, containers, closures, and the globals that the user's code names.
     """
@@ -109,10 +109,7 @@ def reads_batches(dataset: Any) -> bool:
 
 
 def reachable_objects(*roots: Any, longest: int | None = None) -> Iterator[Any]:
-    """Yield objects and all that is reachable from them, each once, in a fixed order.
-
-    Of containers the first ``longest`` items are visited.
-    """
+    """Yield objects and all that they refer to, at most ``longest`` items of a container."""
     seen: dict[int, Any] = {}  # the values stay alive, so that no id is used twice
     queue = deque(roots)  # breadth first: generators lie nearer than the leaves of nested data
     while queue:

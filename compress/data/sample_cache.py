@@ -62,10 +62,7 @@ class Sample:
         return dict(zip(self.names, self.inputs, strict=True)) | labels
 
     def to_bytes(self) -> bytes:
-        """Return it as safetensors: inputs are named `position:name`, the target `labels`.
-
-        A nest of targets is named `labels:number`, and `labels:nest` holds it as JSON in bytes.
-        """
+        """Return safetensors: `position:name` of inputs, `labels`, or `labels:number` and nest."""
         from safetensors.torch import save
 
         names = self.names or [""] * len(self.inputs)
@@ -156,9 +153,8 @@ def indices_to_probe(dataset: Dataset[Any]) -> list[int]:
 
 
 def cache_folder(cache: Path, split: str, origin: str, probes: Sequence[Probe]) -> Path:
-    """Create and return the folder for a split's samples; changed data get another folder.
+    """Create the folder for a split's samples, another one where data or their ``origin`` change.
 
-    ``origin`` is what else the samples depend on: their number, the source code that makes them.
     Raises PipelineInvalid: samples are drawn at random, or the folder cannot be made.
     """
     drawn = next((p.index for p in probes if p.first != p.again), None)

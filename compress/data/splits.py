@@ -253,10 +253,7 @@ class Splits:
     def batches(
         self, name: str, batch_size: int | None = None, limit: int | None = None
     ) -> Iterator[Batch]:
-        """Yield a split's batches in its order: all samples, or ``limit`` spread over them.
-
-        Without ``batch_size`` batches of large samples are divided.
-        """
+        """Yield a split's batches in its order: of all samples, or of ``limit`` spread ones."""
         samples = len(self.split(name))  # type: ignore[arg-type]
         order = range(samples) if limit is None else spread_indices(samples, limit)
         for batch in self.read(name, order, batch_size or self.batch_size):
@@ -268,10 +265,7 @@ class Splits:
     def read(
         self, name: str, order: Sequence[int], batch_size: int, seed: int = 0, first: int = 0
     ) -> Iterator[Batch]:
-        """Yield a split's samples in an order, in batches, from the position ``first`` on.
-
-        The seed is that of random numbers drawn while samples are read.
-        """
+        """Yield samples in an order from position ``first`` on, drawn by the seed, as batches."""
         readers = self._kept_readers[-1] if self._kept_readers else {}
         if name not in readers:
             keeps = bool(self._kept_readers)
@@ -369,10 +363,7 @@ class Splits:
         return self.contents().fingerprint
 
     def contents(self, most: int | None = None) -> Contents:
-        """Return what the data depend on: hashes of samples, batch size, source of the factory.
-
-        With `most`, at most so many samples, spread over each split, are read one by one.
-        """
+        """Return what the data depend on; with `most`, so many samples of a split are read."""
         made = {"batch_size": self.batch_size, **self._origin()}
         if self.loading.bucket_by or self.loading.pad_values:
             made["loader"] = f"{self.loading.bucket_by} {self.loading.pad_values}"
@@ -417,10 +408,7 @@ class Splits:
         )
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
-        """Return hashes of samples, read by the loader's workers: [samples, 2].
-
-        Where samples differ each time, it is one hash of what the dataset holds: [1, 2].
-        """
+        """Return hashes of samples, [samples, 2]; [1, 2], of the dataset, if samples vary."""
         key = name, tuple(indices) if isinstance(indices, list) else indices
         if key not in self._hashes:
             dataset = self.split(name)
@@ -462,7 +450,6 @@ class Splits:
         return f"data.factory {self.source.factory!r}" if self.source else "the data"
 
     def _origin(self) -> dict[str, Any]:
-        """Return the factory's name, arguments and source digest, if there is one."""
         if self.source is None:
             return {}
         code = sources_digest(local_sources(self.source.factory, self.source.folder))
@@ -485,7 +472,6 @@ class Splits:
 
 
 def _lengths_of(split: str, key: str, samples: list[Any]) -> list[int]:
-    """Return the lengths of samples' entries; a collate_fn."""
     try:
         return [len(sample[key]) for sample in samples]
     except (KeyError, IndexError, TypeError) as error:
@@ -501,7 +487,6 @@ def _unpickled(
     input_dtypes: tuple[str, ...],
     known: Sequence[dict[Any, Any]],
 ) -> Splits:
-    """Rebuild splits in the process that they were sent to."""
     splits = make(*given)
     own: tuple[dict[Any, Any], ...] = (splits._caches, splits._hashes, splits._facts)
     for cache, content in zip(own, known, strict=True):
@@ -514,8 +499,6 @@ def _append_unlabelled(splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
 
 
 class _WithoutLabels(Dataset[Any]):
-    """A dataset's samples without their targets."""
-
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 

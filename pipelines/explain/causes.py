@@ -41,10 +41,7 @@ class Explained:
 
 @cache
 def announced_causes() -> dict[str, tuple[Cause, bool]]:
-    """Return key → cause, and whether another package adds it; this toolkit's come first.
-
-    Raises Unavailable: an installed package announces one that cannot be imported or clashes.
-    """
+    """Return key → cause, and whether a foreign package adds it; Unavailable if two clash."""
     known: dict[str, tuple[Cause, bool]] = {}
     for entry in announced_entries(ENTRY_POINT_GROUP, "cause"):
         table = load_entry_point(entry, "cause")
@@ -64,10 +61,7 @@ def causes_of(stage: str, gate: str) -> list[Cause]:
 def diagnose(
     stage: Stage[Any, Any], before: Any, after: Artifact, context: Context, allowed: float
 ) -> LayerDiagnosis | None:
-    """Return the diagnosis of what a stage made; None where no parts of it can be put back.
-
-    `allowed` are the points that the refused gate allows.
-    """
+    """Return the diagnosis of what a stage made; None where no part of it can be put back."""
     for entry in announced_entries(layer_diagnosis.ENTRY_POINT_GROUP, "diagnosis"):
         if entry.name == stage.stage:
             kind: type[LayerDiagnosis] = load_entry_point(entry, "diagnosis")

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 def explain_and_print(
     directory: Path, stage: str | None = None, gate: str | None = None, time_limit: str = "3m"
 ) -> None:
-    """Explain a run's refusals, or the gates that are named, and print what was found.
-
-    Raises PipelineInvalid: nothing refused and no gate is named, or the time has no unit;
-    GateRefused: no cause was found.
-    """
+    """Explain a run's refusals, or the gates that are named; GateRefused: no cause was found."""
     from compress.pipelines.explain.function import explain
 
     seconds = _seconds(time_limit)
@@ -49,11 +45,7 @@ def repair_and_print(
     apply: bool = False,
     prints: bool = True,
 ) -> None:
-    """Try repairs of a run's refusals, and print what was tried unless that is not wanted.
-
-    Raises PipelineInvalid: nothing refused, or the time has no unit; GateRefused: no repair that
-    was tried passes; the message names the nearest.
-    """
+    """Try repairs of a run's refusals; GateRefused, if none passes, names the nearest."""
     from compress.pipelines.explain.function import repair
     from compress.pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED
 
@@ -79,11 +71,7 @@ def repair_and_print(
 
 @contextmanager
 def repaired_on_refusal(directory: Path) -> Iterator[None]:
-    """Try repairs where a gate refuses within the block, and raise the refusal all the same.
-
-    The pipeline as it stands is refused, so the exit code says so; what passes is in
-    `repair/pipeline.yaml`.
-    """
+    """Try repairs where a gate refuses within the block, and raise the refusal all the same."""
     try:
         yield
     except GateRefused as refusal:
@@ -93,7 +81,7 @@ def repaired_on_refusal(directory: Path) -> Iterator[None]:
             refusal.add_note(f"repair: {error}")
         else:
             refusal.add_note(f"repair: what passes is in {directory / 'repair' / 'pipeline.yaml'}")
-        raise
+        raise  # the pipeline as it stands is refused, and the exit code says so
 
 
 def _lines(found: Explanations) -> Iterator[str]:

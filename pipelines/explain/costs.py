@@ -103,10 +103,7 @@ class RefusedBranch:
         return self.run.state.artifacts[self.run.state.plan.stage(name).input]
 
     def rerun(self, name: str, settings: Mapping[str, Any]) -> ir.Model | None:
-        """Return the file that the branch would make with other settings of a stage.
-
-        Fine-tuning is left out, as it changes no size; None where a stage trains or fails.
-        """
+        """Return the file made with other settings; None where a stage trains or fails."""
         artifact: Any = self.before(name)
         with self.context.in_temporary_folder() as context:
             for place, later in enumerate(self.names[self.names.index(name) :]):
@@ -135,10 +132,7 @@ class RefusedBranch:
     def check_causes(
         self, measured: Any, layers: Sequence[str], known: Mapping[str, Any] | None = None
     ) -> Found:
-        """Test the causes of all stages; the one whose cause returns most is the culprit.
-
-        What is `known` besides becomes part of the explanation.
-        """
+        """Test the causes of all stages; the one whose cause returns most is the culprit."""
         found: list[tuple[RefusedStage[Any], Cause, FoundCause]] = []
         for name in self.names:
             refused = self.refused(name, measured, layers)
@@ -161,11 +155,7 @@ class RefusedBranch:
 
 
 def explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Found:
-    """Explain a verdict on what a file costs, or on its outputs.
-
-    A wrong layer is searched for until the deadline, on the clock of :func:`time.monotonic`. Raises
-    ArtifactInvalid: the run's artifacts are not in the store any more.
-    """
+    """Explain a verdict on costs or outputs; until the deadline a wrong layer is searched for."""
     names, root = [*judged.report.branch[1:], judged.report.name], temporary_folder() / "explain"
     contexts = [run.context(name, judged, root) for name in names]
     branch, gate = RefusedBranch(run, judged, contexts[-1], names), judged.verdict.gate
@@ -273,7 +263,6 @@ def _explain_parity(branch: RefusedBranch, deadline: float) -> Found:
 def _costs(
     measured: FileDiagnosis, unit: str, before: Mapping[str, float], now: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return what an explanation has of what modules cost, the dearest first."""
     costs = tuple(
         ModuleCost(
             module=name,

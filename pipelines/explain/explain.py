@@ -40,8 +40,8 @@ def explain_run(
 ) -> list[Explained]:
     """Explain the verdicts that are named, else all that refused; stop early at the deadline.
 
-    Raises PipelineInvalid: there is no verdict to explain; ArtifactInvalid: the run's artifacts are
-    not in the store any more; StageFailed: there is no data to judge by.
+    Raises PipelineInvalid: there is no verdict to explain; ArtifactInvalid: the artifacts are not
+    in the store any more; StageFailed: there is no data to judge by.
     """
     explained = []
     for judged in run.judged(stage, gate):
@@ -93,7 +93,6 @@ def _explain_accuracy(run: FinishedRun, judged: JudgedStage, deadline: float) ->
 
 
 def _explain_stage(refused: RefusedStage[Any], gate: str, deadline: float) -> Found:
-    """Return what an explanation has of the stage that loses most, and its repairs."""
     measured = diagnose(
         refused.stage, refused.before, refused.after, refused.context, refused.max_points
     )
@@ -186,10 +185,7 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
 
 
 def _repairs(refused: RefusedStage[Any], gate: str, found: Sequence[FoundCause]) -> list[Repair]:
-    """Return what the causes name, cheapest first, and of equal cost by the likeliest cause.
-
-    What the other causes of the stage name follows: a test may miss, and each repair is judged.
-    """
+    """Return what the causes name, cheapest first, and then what others do: a test may miss."""
     causes, layers = announced_causes(), refused.layers
     named = [(causes[f.cause][0], [n for n in f.layers if n] or layers) for f in found]
     repairs = cheapest_first(named, refused)

@@ -53,10 +53,10 @@ class FinishedRun:
 
     @classmethod
     def open(cls, out: Path, progress: Progress) -> Self:
-        """Read a run's report, its pipeline file, and which artifacts are cached.
+        """Read a run's report and pipeline file, and which artifacts are cached.
 
-        Raises ArtifactInvalid: there is no report; PipelineInvalid: the pipeline file is not where
-        it was, or is invalid.
+        Raises ArtifactInvalid: there is no report; PipelineInvalid: no valid pipeline file is
+        there.
         """
         report = Report.read(out)
         command = shlex.split(str(report.lock.get("command", "")))
@@ -71,10 +71,7 @@ class FinishedRun:
         return cls(out, report, pipeline, state)
 
     def with_pipeline(self, pipeline: Pipeline, out: Path) -> FinishedRun:
-        """Return the run of a changed pipeline in another folder, with the same store.
-
-        Raises ArtifactInvalid: there is no report.
-        """
+        """Return the run of a changed pipeline in another folder, with the same store."""
         options = RunOptions(
             cache=self.out / ".store", judge=self.report.judged, progress=self.state.progress
         )
@@ -83,10 +80,7 @@ class FinishedRun:
         return FinishedRun(out, Report.read(out), pipeline, state)
 
     def judged(self, stage: str | None, gate: str | None) -> list[JudgedStage]:
-        """Return the verdicts to explain: those that are named, else all that refused.
-
-        Raises PipelineInvalid: there is none.
-        """
+        """Return the verdicts that are named, else all that refused, or raise PipelineInvalid."""
         every = [JudgedStage(s, v) for s in self.report.stages for v in s.verdicts]
         every += self._wrong_exports()
         named = [
@@ -142,8 +136,8 @@ class FinishedRun:
     def context(self, name: str, judged: JudgedStage, root: Path) -> Context:
         """Return the context in which a stage of the chain is measured.
 
-        Raises ArtifactInvalid: the run's artifacts are not in the store any more, or the pipeline
-        file has changed.
+        Raises ArtifactInvalid: its artifacts are not in the store any more, or the pipeline has
+        changed.
         """
         planned = self.state.plan.stage(name)
         failed = {failure.name for failure in self.report.failures}

@@ -77,7 +77,6 @@ def repair(
 
 @contextmanager
 def _opened(out: Path, progress: Progress) -> Iterator[FinishedRun]:
-    """Open a finished run and its log."""
     with temporary_files():
         run = FinishedRun.open(out, progress)
         with log_handler(LogFile(out / LOG, "explain", lambda: "")):

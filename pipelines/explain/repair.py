@@ -147,10 +147,7 @@ class RepairSearch:
                 yield both
 
     def _mends(self, run: FinishedRun, explained: Explained, tried: TriedRepair) -> bool:
-        """Whether a change mends the refusal that it is for, and makes no gate refuse that passed.
-
-        Gates of stages that did not run before may refuse.
-        """
+        """Whether a change mends its refusal, and no gate now refuses that passed before."""
         if tried.passed or not tried.verdicts or not excess(explained, tried) <= 0:
             return False
         passed = {
@@ -185,10 +182,7 @@ class RepairSearch:
     def run_repaired(
         self, explained: Explained, repair: Repair, kept: Edits | None = None
     ) -> TriedRepair:
-        """Run the pipeline with a change of the stage that loses most, and judge it by all gates.
-
-        `explained` is the refusal that it is to mend; changes in `kept` stay beside it.
-        """
+        """Run the pipeline with a change beside those `kept`, and judge it by all gates."""
         began = time.monotonic()
         tried = TriedRepair(
             settings=dict(repair.settings),
@@ -225,7 +219,6 @@ class RepairSearch:
         return tried.model_copy(update=changes)
 
     def _run(self, pipeline: Pipeline, folder: Path) -> tuple[Report | None, str]:
-        """Run a pipeline; return its report, None where there is none, and why it did not pass."""
         cache, judge = self.run.out / STORE, self.run.report.judged
         # What is chosen by its score on `test` would be worse on other samples.
         options = RunOptions(cache=cache, test=False, judge=judge, progress=self.run.state.progress)
@@ -313,10 +306,7 @@ def changed_content(
 
 
 def changed_text(text: str, index: int, settings: Mapping[str, Any]) -> str:
-    """Return a file's text with other settings of the stage at an index.
-
-    Comments and order stay; where the lines cannot be changed one by one, the file is written anew.
-    """
+    """Return a file's text with a stage's settings changed; comments and order stay."""
     wanted = changed_content(yaml_core.load(text), index, settings)
     try:
         edited = _with_lines(text, index, settings)
@@ -324,7 +314,7 @@ def changed_text(text: str, index: int, settings: Mapping[str, Any]) -> str:
             return edited
     except (yaml.YAMLError, StopIteration, ValueError, KeyError):
         pass
-    return yaml_core.dump(wanted)
+    return yaml_core.dump(wanted)  # written anew: its lines cannot be changed one by one
 
 
 def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:

@@ -55,10 +55,7 @@ class Record(Settings):
 
     @classmethod
     def from_bytes(cls, raw: bytes, key: str) -> Record:
-        """Return the record of a key.
-
-        Raises ArtifactInvalid: it was changed since it was written, or belongs to another key.
-        """
+        """Return the record of a key, or raise ArtifactInvalid if it was changed."""
         try:
             record = cls.model_validate(load_sealed(raw))
         except ValidationError:
@@ -121,10 +118,7 @@ class Entry:
         """URL of the shared store that the artifact came from in this run."""
 
     def load(self) -> tuple[Artifact, Record] | None:
-        """Return the artifact and its record, or None where there is no record.
-
-        Raises ArtifactInvalid: the record or the artifact is not as it was written.
-        """
+        """Return the artifact and its record, None without one, or raise ArtifactInvalid."""
         try:
             raw = self._record_path.read_bytes()
         except FileNotFoundError:
@@ -149,10 +143,7 @@ class Entry:
             os.utime(self._record_path)
 
     def lookup(self, key: dict[str, Any], artifact: Artifact) -> StoredValue | None:
-        """Return a value that was measured on an artifact, unless user code would now read others.
-
-        `key` has what was measured, and everything that the value depends on.
-        """
+        """Return a measured value by all it depends on, unless user code would read others."""
         stored = self._values_of(artifact).answers.get(canonical_json(key))
         return None if not stored or self._surroundings.change(stored.depends) else stored
 
@@ -168,7 +159,6 @@ class Entry:
         write_atomically(self._answers_path, dump_sealed(values.model_dump(mode="json")))
 
     def _values_of(self, artifact: Artifact) -> StoredValues:
-        """Return what was measured on an artifact; nothing where the file is not as written."""
         empty = StoredValues(key=self.path.name, digest=artifact.digest)
         try:
             values = read_sealed(self._answers_path, StoredValues)

@@ -63,10 +63,9 @@ class Cleaned(Settings):
 
 
 def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
-    """Remove artifacts that have not been used for some time; stages make them again if needed.
+    """Remove artifacts of a run's directory, or of a shared store's URL, not used for some time.
 
-    `place` is a run's directory, or the URL of a shared store; `announce` receives a line where
-    another run has to end first.
+    `announce` receives a line where another run has to end first.
     """
     age = re.fullmatch(r"(\d{1,6})([hdw])", older_than)
     if not age:

@@ -66,10 +66,7 @@ class Store:
         code: Path | None = None,
         announce: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Use a directory inside that of a run's results as a store.
-
-        Files that user code reads are relative to the pipeline's `folder`; `code` has its modules.
-        """
+        """Use a folder as a store; `folder` is the pipeline file's, `code` has user modules."""
         self.root, self._remote, self._announce = root, remote, announce
         self.lock: int | None = None
         """Descriptor that holds the lock of an open store."""
@@ -152,7 +149,6 @@ class Store:
         return found
 
     def _load(self, entry: Entry) -> tuple[Artifact, Record] | None:
-        """Return the artifact and record of an entry, unless it is damaged or outdated."""
         try:
             found = entry.load()
         except ArtifactInvalid as error:
@@ -202,7 +198,6 @@ class Store:
             write_sealed(self.root / LAST_PARTS_FILE, {**last, name: parts})
 
     def _last(self) -> dict[str, Any]:
-        """Return what :meth:`save_last_parts` saved of all stages; empty if the file changed."""
         try:
             return read_sealed(self.root / LAST_PARTS_FILE, dict[str, Any])
         except (FileNotFoundError, ArtifactInvalid):
@@ -265,8 +260,8 @@ def keep_idle(out: Path) -> Iterator[bool]:
 def store_lock(root: Path, announce: Callable[[str], None]) -> Iterator[int]:
     """Hold a store's lock during a block; announce and wait while another run holds it.
 
-    Yields the descriptor that holds the lock. Worker processes inherit it, so that the workers of a
-    killed run keep the store locked until they have ended.
+    Yields its descriptor, which worker processes inherit: those of a killed run keep the store
+    locked until they have ended.
     """
     descriptors: list[int] = []
     # Without flock, an existing file would be the lock, and a killed run would hold it for ever.

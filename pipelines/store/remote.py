@@ -109,8 +109,8 @@ class Remote:
     ) -> tuple[Artifact, Record] | None:
         """Download the artifact of a key to a path; return None if it is missing or damaged.
 
-        It is not fetched if `outdated` names a file or variable that user code read and that has
-        changed. An OSError of the local disk ends the run, other than one of the store.
+        Also where `outdated` names something that user code read and that has changed. An OSError
+        of the local disk ends the run, other than one of the store.
         """
         fetched = None
         with self._warn_on_errors(key):
@@ -263,10 +263,10 @@ class StoredFile(NamedTuple):
 
 
 class Objects:
-    """The files below a URL, by names such as ``files/1f…``.
+    """The files below a URL, by names such as ``files/1f…``; requests that fail raise Failed.
 
-    Raises PipelineInvalid: no URL that fsspec knows, or one that holds credentials; Unavailable:
-    the package for its protocol is not installed; Failed: from any method: its request failed.
+    Raises PipelineInvalid: no URL that fsspec knows, or one with credentials; Unavailable: no
+    package for its protocol.
     """
 
     def __init__(self, url: str) -> None:

@@ -21,11 +21,7 @@ PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextmanager
 def readable_disk_errors(out: Path) -> Iterator[None]:
-    """Turn OSErrors within a block into the toolkit's errors.
-
-    Raises PipelineInvalid: the directory of the results cannot be written; StageFailed: the disk is
-    full, or fails otherwise.
-    """
+    """Raise OSErrors of a block as PipelineInvalid (`out` is read-only) or StageFailed."""
     try:
         yield
     except OSError as error:
@@ -50,7 +46,6 @@ def name_stage_in_errors(stage: str, out: Path) -> Iterator[None]:
 
 
 def _explain(error: OSError, out: Path) -> CompressError:
-    """Translate an OSError into an error that names the path and a remedy."""
     path = error.filename or out
     if error.errno in DISK_FULL_ERRORS:
         place = Path(str(path)).absolute()

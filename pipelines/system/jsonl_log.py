@@ -53,10 +53,7 @@ def log_event(event: str, message: str, **fields: Any) -> None:
 
 @contextmanager
 def log_handler(handler: logging.Handler) -> Iterator[None]:
-    """Attach a handler for the toolkit's records from INFO on, and close it in the end.
-
-    Other handlers receive no more records than before.
-    """
+    """Attach a handler for the toolkit's records from INFO on; others receive no more."""
     logger = logging.getLogger(LOGGER)
     level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
     threshold = logger.getEffectiveLevel()

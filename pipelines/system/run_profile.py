@@ -110,7 +110,6 @@ def _count_starts() -> None:
 
 
 def _now() -> dict[str, float]:
-    """Return the counts of this process since it began, and CPU seconds of it and its children."""
     found: dict[str, float] = {CPU_SECONDS: _cpu_seconds(), **counted()}
     with suppress(OSError, ValueError):  # Linux alone has it
         lines = Path("/proc/self/io").read_text().splitlines()

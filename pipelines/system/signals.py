@@ -38,11 +38,8 @@ def ignore_signals() -> None:
 
 
 def exit_code() -> int | None:
-    """Return 128 + the number of the first signal; None if there was none.
-
-    An interrupted import may raise another exception instead, so any error after a signal counts
-    as an interruption.
-    """
+    """Return 128 + the number of the first signal, whatever was raised after it, or None."""
+    # An interrupted import may raise another exception instead: any error counts as interruption.
     return 128 + _received[0] if _received else None
 
 

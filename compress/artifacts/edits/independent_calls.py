@@ -1,8 +1,7 @@
 """Calls of a module that leave its state and its inputs as they were.
 
-A module may keep state between calls, such as the last frames of a stream, or change the tensors
-that it is called with. Here models are called in any order, on examples and on batches of many
-users. So each call starts from the state that the model was given with.
+A module may keep state between calls, or change its inputs. Here models are called in any order, on
+batches of many users, so each call starts from the state that the model was given with.
 """
 
 from __future__ import annotations
@@ -92,10 +91,7 @@ class ModuleState:
 
 @contextmanager
 def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[ModuleState]:
-    """Restore a module's modes, buffers and attributes, and random numbers, after a block.
-
-    With ``weights`` also parameters, of which copies are held until then.
-    """
+    """Restore a module's modes, buffers, attributes, random numbers, if asked for weights."""
     state = ModuleState(module, weights=weights)
     with preserve_modes(module), random_state_kept("cpu"):
         try:
@@ -246,7 +242,6 @@ def replace_forward_(
 
 
 def _is_torchs(value: Any) -> bool:
-    """Whether a function or an object's class is torch's."""
     return str(getattr(value, "__module__", "")).startswith("torch.")
 
 
@@ -271,8 +266,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def script_attributes(module: torch.jit.ScriptModule) -> dict[str, str]:
     """Return what forward reads of a TorchScript module's parts: dotted names → TorchScript types.
 
-    Of other attributes nothing depends that forward returns. Raises ArtifactInvalid: forward writes
-    to an object that is no module, which cannot be restored.
+    Raises ArtifactInvalid where forward writes to an object that is no module: it cannot be
+    restored.
     """
     graph: Any = module.inlined_graph  # the nodes live as long as this name does
     parts = {name for name, _ in module.named_modules(remove_duplicate=False)}
@@ -336,10 +331,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _outcome(call: Call, inputs: Sequence[torch.Tensor]) -> Outputs | None:
-    """Return copies of a call's outputs, with the same random numbers each time; None if it fails.
-
-    The copies do not change with the state that an output may be a view of.
-    """
+    """Copy a call's outputs, with the same random numbers each time; None if it fails."""
     try:
         with random_state_kept("cpu"), torch.inference_mode():
             outputs = outputs_by_name(call([x.clone() for x in inputs]))

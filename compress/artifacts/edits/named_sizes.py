@@ -59,10 +59,9 @@ def name_sizes_(
     calls: Sequence[NamedCall],
     sizes: Mapping[str, Mapping[str, int | tuple[int, ...]]],
 ) -> None:
-    """Replace methods of some modules, and set the attributes, in place.
+    """Replace methods of modules of one class, and set attributes: module → attribute → value.
 
-    ``sizes`` has module → attribute → value; the modules are of one class. Raises ArtifactInvalid:
-    the code is not that for which the edit was made.
+    Raises ArtifactInvalid where the code is not that for which the edit was made.
     """
     classes: dict[type, type] = {}
     for name, values in sizes.items():
@@ -84,11 +83,7 @@ def name_sizes_(
 
 
 def method_source(kind: type, method: str, code: CodeType) -> ast.FunctionDef | None:
-    """Return the syntax tree of a method, with positions as in its file, if it can be replaced.
-
-    It cannot if its source is not there, or if ``code``, which runs under its name, is wrapped in a
-    decorator.
-    """
+    """Return a method's syntax tree; None without source, or if ``code`` is a decorator's."""
     function = inspect.getattr_static(kind, method, None)
     if not isinstance(function, FunctionType) or function.__code__ is not code:
         return None
@@ -99,8 +94,7 @@ def method_source(kind: type, method: str, code: CodeType) -> ast.FunctionDef | 
 def sizes_of(call: SizedExpression) -> list[ast.expr] | None:
     """Return the list of a call's sizes, or None if they are not written one by one.
 
-    Those of `split` and `chunk` are one entry: the size or the number of the parts. Those of an
-    index, such as ``x[..., :width]``, are the bounds of its slices.
+    Of `split` and `chunk` the size or number of parts; of an index, the bounds of its slices.
     """
     if isinstance(call, ast.Subscript):
         bounds = [b for part in slices_of(call) for b in (part.lower, part.upper) if b is not None]

@@ -21,8 +21,7 @@ def keep_indices_(
     """Keep only the given entries of parameters and buffers, in place; tied ones stay tied.
 
     ``kept`` is tensor name → axis → ascending indices, ``attributes`` dotted attribute → value.
-    Sizes of torch's own layers (``out_channels`` …) are updated. Raises KeyError: a name is not in
-    the module.
+    Sizes of torch's own layers are updated. Raises KeyError for a name that is not in the module.
     """
     modules = dict(module.named_modules())
     cut: dict[int, nn.Parameter] = {}

@@ -133,7 +133,6 @@ def _parts(packed: torch.Tensor) -> list[Any]:
 
 
 def _linear(weight: Any, bias: Any) -> nn.Linear:
-    """Return a linear layer with the given parameters, not copies of them."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     layer._parameters |= {"weight": weight, "bias": bias}
     return layer

@@ -27,10 +27,7 @@ def build(model_name: str, **arguments: Any) -> torch.nn.Module:
 
 
 def import_timm() -> Any:
-    """Import timm and return it; without torchvision all of it but `timm.data`.
-
-    Raises Unavailable: timm or the torchvision that is installed cannot be imported.
-    """
+    """Import timm, or raise Unavailable; without torchvision all of it but `timm.data`."""
     try:
         if "timm" in sys.modules or importlib.util.find_spec("torchvision") is not None:
             return importlib.import_module("timm")

@@ -53,19 +53,12 @@ class TransformersFolder:
 
 
 def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
-    """Write config, weights, tokenizer and image preprocessing as transformers reads them.
+    """Write an artifact's config, weights, tokenizer and preprocessing to the folder ``out``.
 
-    What pruning made narrower or shorter is changed in the config. The folder is opened by
-    transformers, and has to give the artifact's outputs bit for bit.
-
-    Args:
-        path: directory of an `eager` artifact of a model of transformers.
-        out: the folder to write, which must not exist or be empty.
-
-    Raises:
-        ArtifactInvalid: the artifact is of another kind, or not what was sealed.
-        PipelineInvalid: `out` holds files.
-        StageFailed: no config of transformers has the model's widths, or outputs differ.
+    What pruning made narrower or shorter is changed in the config. transformers opens the folder,
+    and has to give the artifact's outputs bit for bit. Raises ArtifactInvalid: no `eager` artifact
+    of a model of transformers, or not what was sealed; PipelineInvalid: `out` holds files;
+    StageFailed: no config has the model's widths, or outputs differ.
     """
     artifact = Artifact.from_directory(path)
     with new_folder(out) as partial, offline_transformers(out):
@@ -84,9 +77,9 @@ def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
 def described_by_config(artifact: Artifact) -> tuple[dict[str, Any], Any]:
     """Return the entries of a config that pruning changed, and transformers' model of the config.
 
-    The model has the artifact's weights, and gives its outputs bit for bit. Raises ArtifactInvalid:
-    the artifact is no eager model of a Hugging Face folder; StageFailed: widths differ between
-    layers, or no config has them.
+    It gives the artifact's outputs bit for bit. Raises ArtifactInvalid: the artifact is no eager
+    model of a Hugging Face folder; StageFailed: widths differ between layers, or no config has
+    them.
     """
     if not isinstance(artifact, EagerModel) or artifact.recipe.factory != FACTORY:
         raise ArtifactInvalid(
@@ -184,13 +177,11 @@ def _possible_changes(
 
 
 def _depth(names: Iterable[str]) -> int:
-    """Return the number of layers by the numbers in the names of their weights."""
     numbers = (re.search(r"\.(\d+)\.", name) for name in names)
     return 1 + max((int(number[1]) for number in numbers if number), default=0)
 
 
 def _shapes_of_config(architecture: str, config: dict[str, Any]) -> Shapes | None:
-    """Return the shapes of a config's weights; None where it is none."""
     import torch
 
     try:
@@ -205,7 +196,6 @@ def _shapes(state: dict[str, Any]) -> Shapes:
 
 
 def _has_equal_outputs(module: Any, artifact: Artifact) -> bool:
-    """Whether a module gives an artifact's outputs, bit for bit, on seeded inputs."""
     import torch
 
     inputs = artifact.signature.example()
