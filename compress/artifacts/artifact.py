@@ -54,7 +54,7 @@ SEALED_MODE = 0o444
 FileVersion = tuple[str | int, ...]
 """Path, inode, size and times of a file."""
 _known: dict[FileVersion, str] = {}
-"""SHA-256 of the files that this process has hashed, by path, inode, size, mtime and ctime."""
+"""SHA-256 of the files that this process has hashed."""
 
 
 class FileDigest(Settings):
@@ -68,9 +68,7 @@ class Step(Settings):
     """One stage in an artifact's lineage."""
 
     stage: str
-    """The stage's type."""
-    settings: dict[str, JsonValue] = {}
-    """Its settings, gates left out."""
+    settings: dict[str, JsonValue] = {}  # gates left out
     inputs: dict[str, str] = {}
     """Digest of each artifact it read, by role."""
 
@@ -120,12 +118,10 @@ class Artifact:
         self.path = path
         self.manifest = manifest
         self.signature: Signature = manifest.signature
-        """The model's interface."""
         self.digest = digest
         """SHA-256 of the manifest, which holds the hash of every file."""
         self._module: torch.nn.Module | None = None
         self.kept_models: KeptModels | None = None
-        """Models that :meth:`keep_loaded` keeps."""
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls):
@@ -272,9 +268,8 @@ class Artifact:
         """Verify the files before they are loaded; raise ArtifactInvalid as :meth:`check_files`."""
         # A run opens an artifact many times. Files that this process has hashed are hashed again
         # only if their inode, size or times have changed.
-        versions = self.file_versions()
-        digests = {name: file.sha256 for name, file in self.manifest.files.items()}
-        unknown = {v: name for v, name in versions.items() if _known.get(v) != digests[name]}
+        files, versions = self.manifest.files, self.file_versions()
+        unknown = {v: name for v, name in versions.items() if _known.get(v) != files[name].sha256}
         if unknown:
             self.check_files(hashed=unknown.values())
         self.note_hashed(unknown)

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
+from compress.artifacts.recipe import Recipe
 from compress.common.atomic_files import (
     file_beside,
     open_regular,
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
-
-    from compress.artifacts.recipe import Recipe
 
 Task = Literal[
     "audio-classification",
@@ -172,7 +171,6 @@ def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
 
 
 def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, bytes]:
-    """Return tokenizer.json with padding and truncation, and the folder's settings of it."""
     import tokenizers
     import transformers
 
@@ -263,8 +261,6 @@ def _build_on_meta(folder: Path, task: Task | None) -> Any:
 
 def recipe_from(module: Any) -> Recipe:
     """Return the recipe of a transformers model, from its class and its config."""
-    from compress.artifacts.recipe import Recipe
-
     content = json.loads(module.config.to_json_string(use_diff=False))
     for name in WITHOUT_EFFECT:
         content.pop(name, None)

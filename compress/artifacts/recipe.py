@@ -83,7 +83,6 @@ class UntieWeights(Settings):
 
     edit: Literal["untie_weights"] = "untie_weights"
     parameters: tuple[str, ...]
-    """Names of the parameters that become separate."""
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Copy the parameters, and set `tie_word_embeddings` of a config to false, in place."""
@@ -172,7 +171,6 @@ class Recipe(Settings):
     factory: Reference
     """``module:callable`` that returns the module."""
     arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of the factory."""
     edits: tuple[AnyEdit, ...] = ()
     """Changes of the architecture, in the order in which they were made."""
 

@@ -217,7 +217,6 @@ def checkpoint_digest(checkpoint: Path) -> str | None:
 
 
 def _entry_point(checkpoint: Path) -> Path:
-    """Return the file to open first, or the directory whose files belong together."""
     from compress.checkpoint.deepspeed_checkpoint import tag_folder
 
     if not checkpoint.exists():

@@ -69,7 +69,6 @@ class Entry(Settings):
     """A tensor in a file's header."""
 
     dtype: str
-    """The format's name of its dtype."""
     shape: tuple[Size, ...]
     data_offsets: tuple[Size, Size]
     """Where its bytes begin and end, counted from the end of the header."""

@@ -159,7 +159,6 @@ class _Seeded(Dataset[Any]):
         return own_generators(self.dataset, self.collate_fn)
 
     def _read(self, seed: int, indices: Sequence[int]) -> Any:
-        """Read and collate samples; what is drawn meanwhile follows from seed and indices."""
         # A batch that is read as a whole has one seed, and so has its collating.
         batch_seed = derive_seed(seed, indices[0], len(indices))
         with seeded(batch_seed, "cpu"), states_restored(self.generators):

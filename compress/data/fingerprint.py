@@ -63,7 +63,6 @@ class Contents:
     made: Mapping[str, Any]
     """How samples are made, and batches of them."""
     lengths: Mapping[str, int]
-    """Samples by split."""
     hashes: Mapping[str, NDArray[np.uint64]]
     """By split, two 64-bit halves of each hash: [hashes, 2]."""
     counts: Mapping[str, int]
@@ -147,7 +146,6 @@ def hash_of_state(dataset: Any) -> bytes:
 
 
 def _describe_held(value: Any) -> bytes:
-    """Return what identifies an object without its parts."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".encode()
     if is_generator(value):

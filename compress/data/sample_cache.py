@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from compress.data.targets import Targets
 
 NEST = f"{LABELS}:nest"
-"""Name of the tensor that holds how the tensors of a target are nested."""
 PROBES = 8
 """Samples read from a dataset twice, to detect changed data and what is drawn at random."""
 HEADER = struct.Struct("<4sQQII")

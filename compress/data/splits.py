@@ -106,7 +106,6 @@ class Splits:
     batch_size: int = 128
     """Samples per batch in evaluation."""
     loading: Loading = field(default_factory=Loading)
-    """Settings of the data loader."""
     input_names: tuple[str, ...] = ()
     """Order in which the model takes the entries of a mapping; the mapping's own by default."""
     source: DataReference | None = field(default=None, compare=False)
@@ -116,7 +115,6 @@ class Splits:
     views: tuple[View, ...] = ()
     """Wrappers of ``train``, applied in order; they can be pickled."""
     recorded: Recording = field(default_factory=Recording, compare=False, repr=False)
-    """Files and variables that the factory read."""
     _opened: Recording = field(default_factory=Recording, compare=False, repr=False)
     """Files that datasets opened whose samples were not all hashed."""
     _kept_readers: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
@@ -150,7 +148,7 @@ class Splits:
                     "loader.dataset, or Subset(loader.dataset, rows) where a sampler chooses rows; "
                     "batch size and workers are settings of `data:`"
                 )
-        if self._is_stream(self.datasets.get("train")):
+        if _is_stream(self.datasets.get("train")):
             stream = Stream(self.datasets["train"])
             object.__setattr__(self, "datasets", {**self.datasets, "train": stream})
             with self._sample_errors("train"), recording() as read:
@@ -162,15 +160,13 @@ class Splits:
                     "lengths of all samples; leave bucket_by out"
                 )
         for name, dataset in self.datasets.items():
-            if name != "train" and self._is_stream(dataset):
+            if name != "train" and _is_stream(dataset):
                 raise PipelineInvalid(
                     f"{where}: split {name!r} is a stream and is read by index; only 'train' may "
                     "be one: return a Dataset with a length, such as an Arrow one of Hugging Face "
                     "datasets without streaming, which is not loaded into memory"
                 )
-            # torch gives an iterable dataset a __getitem__ that raises.
-            by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-            if not isinstance(dataset, Sized) or not by_index:
+            if not isinstance(dataset, Sized) or not _reads_by_index(dataset):
                 raise PipelineInvalid(
                     f"{where}: split {name!r} is {describe(dataset)}, "
                     "expected a Dataset with a length and samples by index"
@@ -438,13 +434,6 @@ class Splits:
             self._facts[key] = np.frombuffer(b"".join(facts[len(probes) :]), FACTS)
         return self._hashes[key]
 
-    @staticmethod
-    def _is_stream(dataset: Any) -> bool:
-        if isinstance(dataset, Stream):
-            return False
-        by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-        return isinstance(dataset, Iterable) and not by_index
-
     @property
     def _where(self) -> str:
         return f"data.factory {self.source.factory!r}" if self.source else "the data"
@@ -469,6 +458,16 @@ class Splits:
                 f"{self._where}: a sample of split {split!r} cannot be read: "
                 f"{kind}{first_line(error)}"
             ) from error
+
+
+def _reads_by_index(dataset: Any) -> bool:
+    # torch gives an iterable dataset a __getitem__ that raises.
+    return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+
+
+def _is_stream(dataset: Any) -> bool:
+    is_unread = isinstance(dataset, Iterable) and not _reads_by_index(dataset)
+    return is_unread and not isinstance(dataset, Stream)
 
 
 def _lengths_of(split: str, key: str, samples: list[Any]) -> list[int]:

@@ -139,7 +139,6 @@ def _refused(
 
 
 def _explain_causes(refused: RefusedStage[Any], gate: str) -> Found:
-    """Test the causes of a gate's refusal; return what an explanation has of them, and repairs."""
     found = check_causes(refused, gate)
     known = [pair for pair in found if pair[1].returned is not None]
     # What packages add is named in any case: they may not be able to compute what returns.

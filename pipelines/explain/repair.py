@@ -75,9 +75,7 @@ class RepairSearch:
     deadline: float
     """On the clock of :func:`time.monotonic`."""
     announce: Callable[[str], None]
-    """Receives a line for each repair."""
     trains: bool = False
-    """Whether repairs that train are tried too."""
     finds_best: bool = False
     """Whether the search goes on for the fastest of those that pass."""
     tried: list[TriedRepair] = field(default_factory=list)
@@ -281,7 +279,6 @@ def excess(explained: Explained, tried: TriedRepair) -> float:
 def _same_verdict(
     explained: Explained, verdicts: Mapping[str, Sequence[Verdict]]
 ) -> Verdict | None:
-    """Return the verdict on a changed pipeline of the gate whose refusal was explained."""
     refused = explained.judged.verdict
     for verdict in verdicts.get(explained.judged.report.name, ()):
         if (verdict.gate, verdict.rule) == (refused.gate, refused.rule):

@@ -45,7 +45,6 @@ class Record(Settings):
     digest: str
     """Of the artifact's manifest."""
     seconds: float
-    """How long the stage ran."""
     depends: Dependencies = Dependencies()
     """What user code read while the artifact was made."""
 
@@ -78,9 +77,7 @@ class StoredValues(Settings):
 
     version: Literal[1] = 1
     key: str
-    """Of the entry."""
     digest: str
-    """Of the artifact that was measured."""
     answers: dict[str, StoredValue] = {}
     """What was measured and under which conditions, as canonical JSON → the value."""
 
@@ -92,7 +89,6 @@ class Surroundings:
     folder: Path
     """The pipeline file's: files that user code reads are named relative to it."""
     code: Path
-    """The folder of the user's modules."""
     outputs: tuple[Path, ...]
     """Folders that the toolkit writes."""
     warn: Callable[[str], None]

@@ -48,11 +48,8 @@ class Cleaned(Settings):
     place: str
     dry_run: bool
     artifacts: int
-    """How many were, or would be, removed."""
     kept: int
-    """How many stay."""
     bytes: int
-    """What that frees."""
 
     def lines(self) -> Iterator[str]:
         """Yield the result in words."""

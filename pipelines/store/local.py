@@ -69,7 +69,6 @@ class Store:
         """Use a folder as a store; `folder` is the pipeline file's, `code` has user modules."""
         self.root, self._remote, self._announce = root, remote, announce
         self.lock: int | None = None
-        """Descriptor that holds the lock of an open store."""
         self.warnings: list[str] = []
         """Damaged or changed files that were found, for the report."""
         self.surroundings = Surroundings(
@@ -144,7 +143,8 @@ class Store:
         """Return what :meth:`get` would, without fetching it from the shared store."""
         found = self._load(entry)
         if not found and self._remote:
-            found = self._remote.look(entry.path.name, entry.artifact_path, self._outdated)
+            path = entry.artifact_path
+            found = self._remote.fetch(entry.path.name, path, self._outdated, downloads=False)
             entry.fetched_from = self._remote.url
         return found
 
@@ -158,7 +158,6 @@ class Store:
         return None if found is None or self._outdated(found[1]) else found
 
     def _outdated(self, record: Record) -> str:
-        """Return which file or variable that user code read has changed; empty if none has."""
         change = self.surroundings.change(record.depends)
         if change:
             self._unusable[key_of(record.parts)] = change

@@ -95,17 +95,8 @@ class Remote:
         except Failed as error:
             raise self._refused("written", error) from error
 
-    def look(
-        self, key: str, path: Path, outdated: Callable[[Record], str]
-    ) -> tuple[Artifact, Record] | None:
-        """Return what :meth:`fetch` would, without fetching the files."""
-        found = None
-        with self._warn_on_errors(key):
-            found = self._read_record(key, path, outdated) if self._reads else None
-        return found and found[:2]
-
     def fetch(
-        self, key: str, path: Path, outdated: Callable[[Record], str]
+        self, key: str, path: Path, outdated: Callable[[Record], str], *, downloads: bool = True
     ) -> tuple[Artifact, Record] | None:
         """Download the artifact of a key to a path; return None if it is missing or damaged.
 
@@ -115,7 +106,7 @@ class Remote:
         fetched = None
         with self._warn_on_errors(key):
             found = self._read_record(key, path, outdated) if self._reads else None
-            if found:
+            if found and downloads:
                 self._download(found[0], found[2])
             fetched = found
         return fetched and fetched[:2]
@@ -173,7 +164,6 @@ class Remote:
         return artifact, record, raw
 
     def _download(self, artifact: Artifact, manifest: bytes) -> None:
-        """Download an artifact's files, check their hashes, and rename the folder into place."""
         files, path = artifact.manifest.files, artifact.path
         path.parent.mkdir(parents=True, exist_ok=True)
         needed, free = sum(f.bytes for f in files.values()), shutil.disk_usage(path.parent).free
@@ -382,11 +372,6 @@ def _fsspec_errors() -> Iterator[None]:
     """Turn the exceptions of any protocol's package into `Missing` and `Failed`."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise Missing(_error_summary(error)) from error
     except Exception as error:
-        raise Failed(_error_summary(error)) from error
-
-
-def _error_summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)[:200]}"
+        kind = Missing if isinstance(error, FileNotFoundError) else Failed
+        raise kind(f"{type(error).__name__}: {first_line(error)[:200]}") from error

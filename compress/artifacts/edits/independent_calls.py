@@ -251,7 +251,6 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return buffers and own attributes of a module's parts by their dotted names."""
     if isinstance(module, torch.jit.ScriptModule):
         return {name: attrgetter(name)(module) for name in script_attributes(module)}
     return {
@@ -326,7 +325,6 @@ def _is_same(a: Any, b: Any, compared: set[int] | None = None) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in which NaN equals NaN."""
     return tensor.nan_to_num(nan=0.5) if tensor.is_floating_point() else tensor
 
 

@@ -33,7 +33,6 @@ PARTED = ("split", "chunk")
 INDEX = "__getitem__"
 
 SizedExpression: TypeAlias = ast.Call | ast.Subscript
-"""A call or an index in the source of a method."""
 FUTURE_ANNOTATIONS = annotations.compiler_flag
 
 
@@ -88,7 +87,11 @@ def method_source(kind: type, method: str, code: CodeType) -> ast.FunctionDef | 
     if not isinstance(function, FunctionType) or function.__code__ is not code:
         return None
     tree = _definition(function)
-    return None if tree is None or _has_private_names(tree) else tree
+    nodes = ast.walk(tree) if tree is not None else ()
+    names = [getattr(node, "id", None) or getattr(node, "attr", None) or "" for node in nodes]
+    # Names that Python changes within a class, such as ``__size``.
+    is_private = any(name.startswith("__") and not name.endswith("__") for name in names)
+    return None if is_private else tree
 
 
 def sizes_of(call: SizedExpression) -> list[ast.expr] | None:
@@ -140,7 +143,6 @@ def occurrence_of(call: SizedExpression, tree: ast.AST) -> tuple[str, int]:
 
 
 def _with_names(kind: type, method: str, calls: Iterable[NamedCall]) -> FunctionType:
-    """Return a copy of a method in which sizes are attributes."""
     function = inspect.getattr_static(kind, method, None)
     source = _definition(function) if isinstance(function, FunctionType) else None
     if source is None:
@@ -229,11 +231,3 @@ def _definition(function: FunctionType) -> ast.FunctionDef | None:
 @functools.lru_cache(maxsize=16)
 def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
-
-
-def _has_private_names(tree: ast.AST) -> bool:
-    """Whether a method uses names that Python changes within a class, such as ``__size``."""
-    names = (
-        getattr(node, "id", None) or getattr(node, "attr", None) or "" for node in ast.walk(tree)
-    )
-    return any(name.startswith("__") and not name.endswith("__") for name in names)

@@ -38,9 +38,7 @@ class TransformersFolder:
 
     path: str
     model: str
-    """The model's class."""
     changed: dict[str, Any]
-    """The entries of the config that pruning changed."""
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the terminal."""
