@@ -26,7 +26,7 @@ from compress.common.atomic_files import (
 from compress.common.config import Settings
 from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
-from compress.common.forward import KeptModels
+from compress.common.forward import KeptModels, OpenedModel
 from compress.common.sealed_json import (
     SEAL,
     dump_sealed,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     import torch
-
-    from compress.common.forward import OpenedModel
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**26
@@ -303,7 +301,7 @@ class Artifact:
         self._check_sizes()
         for name in hashed:
             if _digest(self.path / name) != self.manifest.files[name]:
-                raise self._altered(name)
+                raise ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
 
     def _check_sizes(self) -> dict[str, os.stat_result]:
         """Return the stat of each file; raise ArtifactInvalid where names or sizes differ."""
@@ -313,14 +311,11 @@ class Artifact:
             if name not in present:
                 raise ArtifactInvalid(f"{self.path}: {name} is missing")
             if present[name].st_size != expected.bytes:
-                raise self._altered(name)
+                raise ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
         added = present.keys() - self.manifest.files.keys()
         if added:
             raise ArtifactInvalid(f"{self.path}: {min(added)} was added after sealing")
         return present
-
-    def _altered(self, name: str) -> ArtifactInvalid:
-        return ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
 
     @property
     def memory_unavailable_reason(self) -> str:

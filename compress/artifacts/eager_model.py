@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.artifacts.in_process import is_in_process
-from compress.checkpoint.state_dict import load_state_, zero_share
+from compress.checkpoint.state_dict import Weights, load_state_, zero_share
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.factories import imported_libraries, local_sources
@@ -17,13 +17,11 @@ from compress.common.forward import OpenedModel, opened_model, plain_attention, 
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import torch
 
     from compress.artifacts.recipe import AnyEdit, Recipe
-    from compress.checkpoint.state_dict import Weights
     from compress.common.forward import Predictor
 
 CODE = "code"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
 from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import INDEX, INSTEAD, checkpoint_digest
 from compress.common.atomic_files import (
     file_beside,
     open_regular,
@@ -270,7 +271,6 @@ def recipe_from(module: Any) -> Recipe:
 
 def refuse_foreign_folder(folder: Path) -> dict[str, Any]:
     """Return a folder's config; raise ArtifactInvalid unless it has float weights alone."""
-    from compress.checkpoint.loading import INDEX, INSTEAD
     from compress.checkpoint.safetensors_io import read_header, weight_map
 
     if not folder.is_dir():
@@ -329,8 +329,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def folder_digest(folder: Path) -> str | None:
     """Return a SHA-256 over a folder's config, weights and processors; None without a model."""
-    from compress.checkpoint.loading import checkpoint_digest
-
     weights, config = checkpoint_digest(folder), folder / CONFIG
     if weights is None or not config.is_file():
         return None

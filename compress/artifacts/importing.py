@@ -19,7 +19,7 @@ from compress.checkpoint.loading import match_names, read_state_dict
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import answer_one_row
-from compress.common.signature import AxisBounds, TensorSpec
+from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from compress.artifacts.hf_folder import Task
     from compress.artifacts.recipe import Recipe
-    from compress.common.signature import Signature
 
     Inputs = tuple[tuple[TensorSpec, ...], dict[str, AxisBounds]]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.checkpoint.state_dict import StoredTensor, in_memory, mismatches, storage_key
+from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, mismatches, storage_key
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.recipe import Recipe
-    from compress.checkpoint.state_dict import Weights
     from compress.common.forward import Predictor
 
 log = logging.getLogger(__name__)

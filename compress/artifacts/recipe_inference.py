@@ -12,8 +12,9 @@ from compress.artifacts.edits.independent_calls import (
     needed_hooks_alone,
     unchanged,
 )
+from compress.artifacts.hf_folder import recipe_from
 from compress.artifacts.in_process import is_in_process, register_module
-from compress.artifacts.recipe import CallByName, IndependentCalls, Recipe
+from compress.artifacts.recipe import AnyEdit, CallByName, IndependentCalls, Recipe
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.common.forward import (
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.artifacts.recipe import AnyEdit
     from compress.common.signature import Signature
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,6 @@ def recipe_from_module(
     kind = type(module)
     transformers = sys.modules.get("transformers")
     if transformers and getattr(transformers, kind.__name__, None) is kind:
-        from compress.artifacts.hf_folder import recipe_from
-
         return recipe_from(module)
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         return Recipe(factory=register_module(module))
@@ -134,7 +132,7 @@ def fit_call(
     """
     call, keywords = _by_signature(module, signature)
     try:
-        effects = call_effects(module, call, inputs)
+        output, state, changes_inputs, is_random = call_effects(module, call, inputs)
     except CompressError:
         raise
     except Exception as error:
@@ -146,21 +144,20 @@ def fit_call(
             f"model.inputs: {name} does not take {shapes}: "
             f"{type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
         ) from error
-    if effects.is_random:
+    if is_random:
         raise ArtifactInvalid(
             f"{name} draws random numbers in eval mode, so that equal calls answer differently; "
             "pass `training=self.training` to functional dropout, leave parts that forward puts "
             "into training mode in eval mode, or make the random numbers an input of forward"
         )
-    selected, signature = match_outputs(effects.output, signature)
+    selected, signature = match_outputs(output, signature)
     edits: list[AnyEdit] = []
     if keywords or selected:
         edits.append(CallByName(inputs=keywords, outputs=selected))
-    state = effects.state
-    if state is not None or effects.changes_inputs:
+    if state is not None or changes_inputs:
         names, is_read = (state.names, state.is_read) if state else ((), False)
         edits.append(
-            IndependentCalls(state=names, in_training=is_read, copies_inputs=effects.changes_inputs)
+            IndependentCalls(state=names, in_training=is_read, copies_inputs=changes_inputs)
         )
     return tuple(edits), signature.model_copy(update={"state": state})
 

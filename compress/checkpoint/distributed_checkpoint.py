@@ -6,7 +6,7 @@ import io
 import pickle
 from contextlib import suppress
 from math import prod
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,6 @@ from compress.common.atomic_files import file_beside
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from _typeshed import WriteableBuffer
 
 METADATA = ".metadata"

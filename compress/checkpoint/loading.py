@@ -6,7 +6,7 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.state_dict import mismatches
+from compress.checkpoint.state_dict import Weights, mismatches
 from compress.common.atomic_files import file_beside, refuse_irregular, sha256_while_unchanged
 from compress.common.errors import ArtifactInvalid
 from compress.common.foreign.child_process import read_in_child
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-
-    from compress.checkpoint.state_dict import Weights
 
 INDEX = ".safetensors.index.json"
 PICKLE_INDEX = ".bin.index.json"
@@ -98,7 +96,7 @@ def _read(entry: Path) -> dict[str, Any]:
     if (entry / ".metadata").is_file():
         from compress.checkpoint.distributed_checkpoint import read_distributed as read
     elif entry.is_dir():
-        from compress.checkpoint.deepspeed_checkpoint import read_zero as read
+        from compress.checkpoint.torch_pickle import read_zero as read
     elif entry.name.endswith((INDEX, ".safetensors")):
         from compress.checkpoint.safetensors_io import read_safetensors as read
     else:
@@ -217,7 +215,7 @@ def checkpoint_digest(checkpoint: Path) -> str | None:
 
 
 def _entry_point(checkpoint: Path) -> Path:
-    from compress.checkpoint.deepspeed_checkpoint import tag_folder
+    from compress.checkpoint.torch_pickle import tag_folder
 
     if not checkpoint.exists():
         raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")

@@ -14,12 +14,12 @@ import json
 import os
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from pydantic import Field, ValidationError
 
-from compress.checkpoint.state_dict import StoredTensor, in_memory, storage_key
+from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, storage_key
 from compress.common.atomic_files import file_beside, open_atomically, open_regular
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from io import BufferedReader, FileIO
     from pathlib import Path
-
-    from compress.checkpoint.state_dict import Weights
 
 DTYPES = {
     "U64": torch.uint64,
@@ -72,16 +70,6 @@ class Entry(Settings):
     shape: tuple[Size, ...]
     data_offsets: tuple[Size, Size]
     """Where its bytes begin and end, counted from the end of the header."""
-
-
-class Header(NamedTuple):
-    """The checked header of a safetensors file."""
-
-    size: int
-    """Bytes from the start of the file to the first tensor."""
-    entries: dict[str, Entry]
-    tied: dict[str, str]
-    """Further name of a tensor → the name that it is stored under."""
 
 
 def write_safetensors(file: Path, state: Weights) -> None:
@@ -141,20 +129,21 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
 
     try:
         with open_regular(file) as stream:
-            header = read_header(stream)
-            state = _stored_tensors(header, file, read)
+            size, entries, tied = read_header(stream)
+            state = _stored_tensors(size, entries, file, read)
     except ArtifactInvalid as error:
         raise ArtifactInvalid(f"checkpoint {error}") from error
     except OSError as error:
         raise ArtifactInvalid(
             f"checkpoint {file}: not a readable safetensors file, or truncated ({error})"
         ) from error
-    return state | {name: state[first] for name, first in header.tied.items() if first in state}
+    return state | {name: state[first] for name, first in tied.items() if first in state}
 
 
 def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
     """Return the tensors of an open file without the tied names, each read when it is needed."""
-    return _stored_tensors(read_header(stream), stream.name, partial(_read_tensor, stream))
+    size, entries, _ = read_header(stream)
+    return _stored_tensors(size, entries, stream.name, partial(_read_tensor, stream))
 
 
 def weight_map(index: Path) -> dict[str, Path]:
@@ -175,8 +164,11 @@ def weight_map(index: Path) -> dict[str, Path]:
     return {name: file_beside(index, file) for name, file in files.items()}
 
 
-def read_header(stream: FileIO | BufferedReader) -> Header:
-    """Read a header; raise ArtifactInvalid if it or its layout is not as the format demands."""
+def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry], dict[str, str]]:
+    """Return where tensors begin, their entries, and further names of tied ones.
+
+    Raises ArtifactInvalid where the header or the layout is not as the format demands.
+    """
     try:
         length = int.from_bytes(stream.read(8), "little")
         if length > LARGEST_HEADER:
@@ -210,26 +202,25 @@ def read_header(stream: FileIO | BufferedReader) -> Header:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error)
     else:
-        return Header(8 + length, entries, tied)
+        return 8 + length, entries, tied
     raise ArtifactInvalid(
         f"{stream.name}: not a readable safetensors file, or truncated ({reason})"
     )
 
 
 def _stored_tensors(
-    header: Header, file: object, read: Callable[[int, str, Entry], torch.Tensor]
+    start: int,
+    entries: dict[str, Entry],
+    file: object,
+    read: Callable[[int, str, Entry], torch.Tensor],
 ) -> dict[str, StoredTensor]:
-    for name, entry in header.entries.items():
+    stored = {}
+    for name, entry in entries.items():
         if entry.dtype not in DTYPES:
             raise ArtifactInvalid(f"{file}: {name} is {entry.dtype}, which is not read here")
-    return {
-        name: StoredTensor(
-            entry.shape,
-            DTYPES[entry.dtype],
-            partial(read, header.size + entry.data_offsets[0], name, entry),
-        )
-        for name, entry in header.entries.items()
-    }
+        load = partial(read, start + entry.data_offsets[0], name, entry)
+        stored[name] = StoredTensor(entry.shape, DTYPES[entry.dtype], load)
+    return stored
 
 
 def _read_tensor(

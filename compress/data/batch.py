@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,6 @@ from compress.common.errors import PipelineInvalid, first_line
 from compress.data.targets import as_target, check_batch, describe, flatten, map_leaves, select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from compress.data.targets import Targets
 
 LABELS = "labels"

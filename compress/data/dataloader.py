@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,10 +36,7 @@ from compress.data.own_generators import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from compress.data.loader_config import Loading
-
 
 # "(pid(s) 7) exited unexpectedly", caused by "(pid 7) is killed by signal: Killed."
 DIED = re.compile(

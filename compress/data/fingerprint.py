@@ -16,23 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from compress.common.counts import count
 from compress.common.dependency_recorder import Recording, digest_of, take_recorded
 from compress.common.errors import PipelineInvalid
-from compress.data.batch import IGNORED_LABEL, adapt
+from compress.data.batch import IGNORED_LABEL, Batch, adapt
 from compress.data.own_generators import is_generator, is_user_code, reachable_objects, source_file
-from compress.data.targets import flatten
+from compress.data.targets import Targets, flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
-    from torch.utils.data import Dataset
-
-    from compress.data.batch import Batch
-    from compress.data.targets import Targets
 
 HASHED_FULLY = frozenset({"val", "test", "calibration"})
 """Splits of which every sample is hashed, because the reported figures depend on them."""

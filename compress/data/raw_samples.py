@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 DEPTH = 4
 """Datasets that wrap one another, at most."""

@@ -11,22 +11,21 @@ import uuid
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch.utils.data import Dataset
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.process import seeded
 from compress.data.batch import LABELS, adapt
-from compress.data.targets import flatten, map_leaves
+from compress.data.targets import Targets, flatten, map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
-
-    from compress.data.targets import Targets
 
 NEST = f"{LABELS}:nest"
 PROBES = 8
@@ -35,6 +34,8 @@ HEADER = struct.Struct("<4sQQII")
 VALID, VOID = b"keep", b"void"
 SUFFIX = ".samples"
 log = logging.getLogger(__name__)
+Probes: TypeAlias = dict[int, tuple[str, str]]
+"""Index of a sample → its digests, which differ if something is drawn at random."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,6 @@ class Sample:
 
     def to_bytes(self) -> bytes:
         """Return safetensors: `position:name` of inputs, `labels`, or `labels:number` and nest."""
-        from safetensors.torch import save
-
         names = self.names or [""] * len(self.inputs)
         tensors = {
             f"{i}:{name}": x for i, (name, x) in enumerate(zip(names, self.inputs, strict=True))
@@ -80,8 +79,6 @@ class Sample:
     @classmethod
     def from_bytes(cls, content: bytes) -> Sample:
         """Restore what :meth:`to_bytes` stored."""
-        from safetensors.torch import load
-
         tensors = load(content)
         target: Targets | None = tensors.pop(LABELS, None)
         if NEST in tensors:
@@ -128,21 +125,14 @@ class CachedDataset(Dataset[Any]):
         return {index: Sample.from_bytes(c) for index, c in contents if c is not None}
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Digests of a sample that was read from the dataset twice."""
-
-    index: int
-    first: str
-    again: str
-    """Differs from ``first`` if something is drawn at random."""
-
-
-def probe(dataset: Dataset[Any]) -> list[Probe]:
-    """Read a few evenly spaced samples from a dataset twice, with different seeds."""
-    indices = indices_to_probe(dataset)
-    first, again = (_digests(dataset, indices, seed) for seed in (0, 1))
-    return [Probe(*fields) for fields in zip(indices, first, again, strict=True)]
+def probe(dataset: Dataset[Any]) -> Probes:
+    """Digest a few samples, by index, read twice: with other seeds, to see what is random."""
+    indices, digests = indices_to_probe(dataset), []
+    for seed in (0, 1):
+        with seeded(seed, "cpu"):
+            samples = [Sample.from_value(value) for value in read_samples(dataset, indices)]
+        digests.append([hashlib.sha256(sample.to_bytes()).hexdigest() for sample in samples])
+    return dict(zip(indices, zip(*digests, strict=True), strict=True))
 
 
 def indices_to_probe(dataset: Dataset[Any]) -> list[int]:
@@ -151,18 +141,18 @@ def indices_to_probe(dataset: Dataset[Any]) -> list[int]:
     return sorted({round(i * last / (PROBES - 1)) for i in range(PROBES)})
 
 
-def cache_folder(cache: Path, split: str, origin: str, probes: Sequence[Probe]) -> Path:
+def cache_folder(cache: Path, split: str, origin: str, probes: Probes) -> Path:
     """Create the folder for a split's samples, another one where data or their ``origin`` change.
 
     Raises PipelineInvalid: samples are drawn at random, or the folder cannot be made.
     """
-    drawn = next((p.index for p in probes if p.first != p.again), None)
+    drawn = next((index for index, (first, again) in probes.items() if first != again), None)
     if drawn is not None:
         raise PipelineInvalid(
             f"data.loader.cache: sample {drawn} of split {split!r} differs each time it is read, "
             "and a cache would freeze what is drawn at random; leave data.loader.cache out"
         )
-    decisive = repr((origin, split, [p.first for p in probes]))
+    decisive = repr((origin, split, [first for first, _ in probes.values()]))
     folder = cache / f"{split}-{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,12 +168,6 @@ def read_samples(dataset: Dataset[Any], indices: list[int]) -> Iterable[Any]:
     if hasattr(dataset, "__getitems__") and indices:
         return list(dataset.__getitems__(indices))
     return (dataset[index] for index in indices)
-
-
-def _digests(dataset: Dataset[Any], indices: list[int], seed: int) -> list[str]:
-    with seeded(seed, "cpu"):
-        samples = [Sample.from_value(value) for value in read_samples(dataset, indices)]
-    return [hashlib.sha256(sample.to_bytes()).hexdigest() for sample in samples]
 
 
 @dataclass

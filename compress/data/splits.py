@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,9 +49,9 @@ from compress.data.sample_cache import CachedDataset, cache_folder, indices_to_p
 from compress.data.targets import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from numpy.typing import NDArray
+
+    Key = tuple[str, Sequence[int]]
 
 __all__ = ["Batch", "DataReference", "Splits", "collate"]
 
@@ -125,14 +125,9 @@ class Splits:
     _cached: dict[str, CachedDataset] = field(default_factory=dict, compare=False, repr=False)
     _viewed: list[Dataset[Any]] = field(default_factory=list, compare=False, repr=False)
     """``train`` with the views applied, once it is known; at most one."""
-    _hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    """Hashes by split and indices, of datasets that are read sample by sample: once per run."""
-    _facts: dict[tuple[str, Sequence[int]], NDArray[np.void]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    """As :attr:`_hashes`, what else is known of these samples."""
+    # Of samples that are read one by one, by split and indices: once per run.
+    _hashes: dict[Key, NDArray[np.uint64]] = field(default_factory=dict, compare=False, repr=False)
+    _facts: dict[Key, NDArray[np.void]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         where = self._where
@@ -151,9 +146,8 @@ class Splits:
         if _is_stream(self.datasets.get("train")):
             stream = Stream(self.datasets["train"])
             object.__setattr__(self, "datasets", {**self.datasets, "train": stream})
-            with self._sample_errors("train"), recording() as read:
+            with self._reading("train"):
                 stream.read_first()
-            self._opened.add(read)
             if self.loading.bucket_by:
                 raise PipelineInvalid(
                     f"{where}: split 'train' is a stream and data.loader.bucket_by needs the "
@@ -234,9 +228,8 @@ class Splits:
         if name in self._cached:
             return self._cached[name]
         if name not in self._caches:
-            with self._sample_errors(name), recording() as read:
+            with self._reading(name) as read:
                 probes = probe(dataset)
-            self._opened.add(read)
             # Only a few samples are probed: a changed file of labels is detected by its digest.
             read.add(self.recorded)
             opened = read.dependencies(Path()).model_dump()
@@ -289,7 +282,7 @@ class Splits:
     def collate_fn(self) -> Callable[[list[Any]], Batch]:
         """The function that makes a batch of samples."""
         name, folder = self.loading.collate_fn, self.source.folder if self.source else None
-        own: Callable[[list[Any]], Batch] = partial(collate, pad_values=self.loading.pad_values)
+        own: Any = partial(collate, pad_values=self.loading.pad_values)
         if name:
             own = partial(collate_by, function=resolve(name, folder), name=name)
         own = partial(own, input_names=self.input_names)
@@ -398,10 +391,8 @@ class Splits:
                 counts[name] = len(indices) if is_repeatable else 0
                 if not is_repeatable:
                     unrepeatable.add(name)
-        cached = frozenset(self._cached)
-        return Contents(
-            made, lengths, hashes, counts, cached, frozenset(unrepeatable), facts, streams
-        )
+        sets = frozenset(self._cached), frozenset(unrepeatable)
+        return Contents(made, lengths, hashes, counts, *sets, facts, streams)
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
         """Return hashes of samples, [samples, 2]; [1, 2], of the dataset, if samples vary."""
@@ -420,7 +411,7 @@ class Splits:
             starts = range(0, len(indices), self.batch_size)
             chunks = [indices[i : i + self.batch_size] for i in starts]
             hashes, facts, is_repeatable = [], [], True
-            with self._sample_errors(name), recording() as recorded:
+            with self._reading(name):
                 for batch, known, worker_reads in reader.read_batches([*probes, *chunks], seed=0):
                     add_to_recordings(worker_reads)
                     hashes.append(batch)
@@ -428,7 +419,6 @@ class Splits:
                     if probes and len(hashes) == 2 and hashes[0] != hashes[1]:
                         is_repeatable = False
                         break
-            self._opened.add(recorded)
             own = hashes[len(probes) :] if is_repeatable else [hash_of_state(dataset)]
             self._hashes[key] = as_hashes(own)
             self._facts[key] = np.frombuffer(b"".join(facts[len(probes) :]), FACTS)
@@ -446,10 +436,11 @@ class Splits:
         return {"factory": self.source.factory, "arguments": arguments, "code": code}
 
     @contextmanager
-    def _sample_errors(self, split: str) -> Iterator[None]:
+    def _reading(self, split: str) -> Iterator[Recording]:
+        """Record which files a block opens, and say which split it could not read."""
         try:
-            with exits_refused():
-                yield
+            with exits_refused(), recording() as read:
+                yield read
         except WorkerEnded:
             raise
         except Exception as error:
@@ -458,6 +449,7 @@ class Splits:
                 f"{self._where}: a sample of split {split!r} cannot be read: "
                 f"{kind}{first_line(error)}"
             ) from error
+        self._opened.add(read)
 
 
 def _reads_by_index(dataset: Any) -> bool:

@@ -11,7 +11,7 @@ from compress.common.errors import Unavailable
 from compress.common.requirements import announced_entries, is_foreign, load_entry_point
 from compress.core.diagnosis import layer_diagnosis
 from compress.core.diagnosis.cause import ENTRY_POINT_GROUP, Cause, RefusedStage, Repair
-from compress.pipelines.results.explanation import FoundCause
+from compress.pipelines.results.explanation import Explanation, FoundCause
 from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
     from compress.core.stage import Stage
     from compress.pipelines.explain.finished_run import JudgedStage
-    from compress.pipelines.results.explanation import Explanation
 
 LEAST_RETURNED = 0.1
 """Share of the loss that must return without a cause; with less, the cause is not named."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import ACCURACY_GATES, RefusedStage, Repair
-from compress.core.diagnosis.layer_diagnosis import LEAST_RECOVERED
+from compress.core.diagnosis.layer_diagnosis import LEAST_RECOVERED, LayerDiagnosis
 from compress.core.diagnosis.rerun import RerunStage
 from compress.pipelines.explain.causes import (
     NO_CAUSE,
@@ -23,13 +23,13 @@ from compress.pipelines.explain.causes import (
 )
 from compress.pipelines.explain.costs import explain_cost
 from compress.pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
+from compress.pipelines.results.schema import StageReport
 from compress.pipelines.system.jsonl_log import log_event
 from compress.training.diagnosis.causes import recorded_losses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
     from compress.pipelines.explain.causes import Found
     from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
     from compress.pipelines.results.explanation import FoundCause, StageShare
@@ -48,10 +48,11 @@ def explain_run(
         began = time.monotonic()
         explain = _explain_accuracy if judged.verdict.gate in ACCURACY_GATES else explain_cost
         changes, repairs = explain(run, judged, deadline)
+        report = judged.report
         explanation = Explanation(
-            stage=judged.report.name,
+            stage=report.name,
             verdict=judged.verdict,
-            artifact=judged.digest,
+            artifact=report.artifact.digest if isinstance(report, StageReport) else "",
             metric=run.state.plan.metric.name,
             split=(),
             culprit=None,

@@ -36,11 +36,6 @@ class JudgedStage:
     report: StageReport | FailureReport
     verdict: Verdict
 
-    @property
-    def digest(self) -> str:
-        """Of what the stage made; empty where it failed."""
-        return self.report.artifact.digest if isinstance(self.report, StageReport) else ""
-
 
 @dataclass
 class FinishedRun:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compress.core.progress import silent
+from compress.core.progress import Progress, silent
 from compress.pipelines.explain.explain import explain_run
 from compress.pipelines.explain.finished_run import FinishedRun
 from compress.pipelines.explain.repair import repair_run
@@ -18,8 +18,6 @@ from compress.pipelines.system.temp_files import temporary_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from compress.core.progress import Progress
 
 
 def explain(

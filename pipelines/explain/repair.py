@@ -23,7 +23,7 @@ from compress.pipelines.config.matrix import expand_matrices
 from compress.pipelines.config.relative_paths import relocated
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.config.yaml_source import Source
-from compress.pipelines.results.explanation import TriedRepair
+from compress.pipelines.results.explanation import Explanation, TriedRepair
 from compress.pipelines.results.schema import Report, remove_report
 from compress.pipelines.system import yaml_core
 from compress.pipelines.system.jsonl_log import log_event
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from compress.core.verdict import Verdict
     from compress.pipelines.explain.causes import Explained
     from compress.pipelines.explain.finished_run import FinishedRun
-    from compress.pipelines.results.explanation import Explanation
 
 Edits = dict[str, dict[str, Any]]
 """Stage → changed settings."""
@@ -256,8 +255,8 @@ class RepairSearch:
         before = after = original.read_text(encoding="utf-8")
         for stage, settings in found.edits.items():
             after = changed_text(after, self._index(stage), settings)
-        lines = (text.splitlines(keepends=True) for text in (before, after))
-        difference = difflib.unified_diff(*lines, str(original), f"{original} (repaired)")
+        old, new = (text.splitlines(keepends=True) for text in (before, after))
+        difference = difflib.unified_diff(old, new, str(original), f"{original} (repaired)")
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / DIFFERENCE, "".join(difference))
         content = {"name": original.stem, **yaml_core.load(after)}

@@ -22,7 +22,7 @@ from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import canonical_json, dump_sealed, load_sealed, read_sealed
 
 if TYPE_CHECKING:
@@ -178,13 +178,17 @@ def key_of(parts: dict[str, Any]) -> str:
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
 
-def read_format(content: bytes) -> str | int:
-    """Return the format that a store's format file names; `unknown` if it names none."""
+def check_format(content: bytes, store: str, advice: str) -> None:
+    """Raise PipelineInvalid for a format file that does not name the format of this version."""
     try:
         found = json.loads(content)["format"]
     except (ValueError, TypeError, KeyError):
         found = "unknown"
-    return found if found == FORMAT else shortened(found)
+    if found != FORMAT:
+        raise PipelineInvalid(
+            f"{store}: is of format {shortened(found)}, and this version of compress reads "
+            f"format {FORMAT}; {advice}"
+        )
 
 
 def shortened(value: Any) -> str:

@@ -27,8 +27,8 @@ from compress.pipelines.store.entry import (
     Entry,
     Record,
     Surroundings,
+    check_format,
     key_of,
-    read_format,
     shortened,
 )
 from compress.pipelines.system.jsonl_log import log_event
@@ -101,16 +101,12 @@ class Store:
 
     def refuse_another_format(self) -> None:
         """Refuse a store of another format."""
-        try:
-            found = read_format((self.root / FORMAT_FILE).read_bytes())
-        except FileNotFoundError:
-            return
-        if found != FORMAT:
-            raise PipelineInvalid(
-                f"{self.root}: is of format {found}, and this version of compress reads "
-                f"format {FORMAT}; choose another --out, or remove {self.root} (everything in it "
-                "can be made again)"
+        with suppress(FileNotFoundError):
+            content = (self.root / FORMAT_FILE).read_bytes()
+            advice = (
+                f"choose another --out, or remove {self.root} (everything in it can be made again)"
             )
+            check_format(content, str(self.root), advice)
 
     def commit(self, name: str, entry: Entry, record: Record) -> None:
         """Add a stage's artifact to the store, and remove the checkpoints that it resumed from."""
@@ -181,7 +177,8 @@ class Store:
         before = self.last_parts(name)
         if before is None:
             return "not run before"
-        found = _declared(before).difference(_declared(parts)) or _difference(before, parts)
+        old, new = (Dependencies.model_validate(p.get("depends", {})) for p in (before, parts))
+        found = old.difference(new) or _difference(before, parts)
         if data is not None and found.startswith("data.splits."):
             found = samples_changed(self.root, before["data"], data) or found
         return found or "its artifact is gone"
@@ -223,10 +220,6 @@ def _link(source: str, target: str) -> None:
     except OSError:
         # Another file system, or one without hard links.
         shutil.copy2(source, target)
-
-
-def _declared(parts: dict[str, Any]) -> Dependencies:
-    return Dependencies.model_validate(parts.get("depends", {}))
 
 
 def _difference(before: Any, after: Any, path: str = "") -> str:

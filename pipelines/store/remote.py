@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
-from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
+from compress.artifacts.artifact import MANIFEST, Artifact, FileDigest, replace_artifact, seal
 from compress.common.atomic_files import partial_folder
 from compress.common.errors import (
     ArtifactInvalid,
@@ -32,14 +32,12 @@ from compress.common.errors import (
     first_line,
 )
 from compress.common.requirements import pip_install
-from compress.pipelines.store.entry import FORMAT, FORMAT_FILE, Record, read_format
+from compress.pipelines.store.entry import FORMAT, FORMAT_FILE, Record, check_format
 from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from compress.artifacts.artifact import FileDigest
 
 RECORD_BYTES, MANIFEST_BYTES, MAX_FILES = 2**24, 2**26, 10_000
 """Limits on bytes of a record, bytes of a manifest and number of files: far above real ones."""
@@ -77,11 +75,8 @@ class Remote:
             raise self._refused("reached", error) from error
         if content is None:
             return False
-        if (found := read_format(content)) != FORMAT:
-            raise PipelineInvalid(
-                f"store {self.url}: is of format {found}, and this version of compress reads "
-                f"format {FORMAT}; choose another, or remove it: everything in it can be made again"
-            )
+        advice = "choose another, or remove it: everything in it can be made again"
+        check_format(content, f"store {self.url}", advice)
         return True
 
     def begin(self, root: Path) -> None:

@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,7 @@ class ModuleState:
 
 @contextmanager
 def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[ModuleState]:
-    """Restore a module's modes, buffers, attributes, random numbers, if asked for weights."""
+    """Restore modes, buffers, attributes, random numbers, and perhaps weights after a block."""
     state = ModuleState(module, weights=weights)
     with preserve_modes(module), random_state_kept("cpu"):
         try:
@@ -100,23 +99,14 @@ def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[ModuleSta
             state.restore()
 
 
-@dataclass(frozen=True)
-class CallEffects:
-    """What a call of a module in eval mode returns, and what it changes."""
-
-    output: Any
-    state: CallState | None
-    """Buffers and attributes to restore after each call; None without any."""
-    changes_inputs: bool
-    is_random: bool
-    """Whether an equal call with other random numbers returns something else."""
-
-
-def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) -> CallEffects:
+def call_effects(
+    module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
+) -> tuple[Any, CallState | None, bool, bool]:
     """Call a module once, more often if that changes it or draws random numbers, and restore it.
 
-    ``call`` calls it with tensors in order. Attributes that are no persistent buffers, such as
-    masks that are created when they are needed, count only if later outputs depend on state.
+    Returns its output in eval mode, what to restore after each call, and whether a call changes its
+    inputs, and is random. Attributes that are no persistent buffers, such as masks that are created
+    when they are needed, count only if later outputs depend on state.
     """
     with unchanged(module) as before, plain_attention():
         module.eval()
@@ -143,7 +133,7 @@ def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) 
     stored = module.state_dict(keep_vars=True)
     names = tuple(name for name in changed if is_read or name in stored)
     state = CallState(names=names, is_read=is_read) if names else None
-    return CallEffects(output, state, changes_inputs, is_random)
+    return output, state, changes_inputs, is_random
 
 
 @contextmanager

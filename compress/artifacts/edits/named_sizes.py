@@ -35,7 +35,6 @@ INDEX = "__getitem__"
 SizedExpression: TypeAlias = ast.Call | ast.Subscript
 FUTURE_ANNOTATIONS = annotations.compiler_flag
 
-
 # It becomes part of code that is compiled.
 NamedSize = Annotated[str, Field(pattern=r"^[a-z]+_sizes?_[0-9]+$")]
 """An attribute that holds a size, such as ``view_size_0``."""

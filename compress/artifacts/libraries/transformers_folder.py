@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from compress.artifacts.artifact import Artifact, new_folder
 from compress.artifacts.carried_files import CONFIG, TIED
 from compress.artifacts.eager_model import EagerModel
@@ -180,8 +182,6 @@ def _depth(names: Iterable[str]) -> int:
 
 
 def _shapes_of_config(architecture: str, config: dict[str, Any]) -> Shapes | None:
-    import torch
-
     try:
         with torch.device("meta"):
             return _shapes(build(architecture, config).state_dict())
@@ -194,8 +194,6 @@ def _shapes(state: dict[str, Any]) -> Shapes:
 
 
 def _has_equal_outputs(module: Any, artifact: Artifact) -> bool:
-    import torch
-
     inputs = artifact.signature.example()
     with artifact.open() as expected, torch_predictor(module.eval(), "cpu", 1) as predict:
         pairs = zip(expected(*inputs), predict(*inputs), strict=True)

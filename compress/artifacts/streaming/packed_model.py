@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from compress.artifacts.artifact import STREAMED, Step
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.hf_folder import FACTORY
-from compress.checkpoint.state_dict import StoredTensor
+from compress.checkpoint.state_dict import StoredTensor, Weights
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.forward import opened_model, torch_predictor
+from compress.common.forward import Predictor, opened_model, torch_predictor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     import torch
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.recipe import Recipe
-    from compress.checkpoint.state_dict import Weights
-    from compress.common.forward import Predictor
 
 TABLE = ".rows"
 """Follows the name of a parameter whose integers are looked up, and not multiplied."""
