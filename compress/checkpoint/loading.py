@@ -92,6 +92,8 @@ def read_state_dict(checkpoint: Path) -> Weights:
 
 
 def _read(entry: Path) -> dict[str, Any]:
+    from compress.checkpoint.safetensors_io import weight_map
+
     read: Callable[[Path], Mapping[str, Any]]
     if (entry / ".metadata").is_file():
         from compress.checkpoint.distributed_checkpoint import read_distributed as read
@@ -104,7 +106,14 @@ def _read(entry: Path) -> dict[str, Any]:
     is_index = entry.name.endswith((INDEX, PICKLE_INDEX))
 
     def read_entry() -> dict[str, Any]:
-        return _read_shards(entry, read) if is_index else dict(read(entry))
+        if not is_index:
+            return dict(read(entry))
+        files = weight_map(entry)
+        shards = {file: read(file) for file in sorted(set(files.values()))}
+        for name, file in files.items():
+            if not hasattr(shards[file].get(name), "shape"):
+                raise ArtifactInvalid(f"checkpoint {entry}: {name} is not in {file.name}")
+        return {name: shards[file][name] for name, file in files.items()}
 
     def read_all_but_bytes() -> None:
         for tensor in _tensors_in(read_entry()):
@@ -114,17 +123,6 @@ def _read(entry: Path) -> dict[str, Any]:
     # that reading twice costs little.
     read_in_child(f"checkpoint {entry}", read_all_but_bytes, entry.parent if is_index else entry)
     return read_entry()
-
-
-def _read_shards(index: Path, read: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
-    from compress.checkpoint.safetensors_io import weight_map
-
-    files = weight_map(index)
-    shards = {file: read(file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
-        if not hasattr(shards[file].get(name), "shape"):
-            raise ArtifactInvalid(f"checkpoint {index}: {name} is not in {file.name}")
-    return {name: shards[file][name] for name, file in files.items()}
 
 
 def _tensors_in(value: Any) -> list[Any]:

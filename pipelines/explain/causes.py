@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -77,12 +77,17 @@ def check_cause(cause: Cause, refused: RefusedStage[Any]) -> FoundCause | None:
     share = cause.recovered_share(refused, [n for n in above if n] or refused.layers)
     if share is not None and share < LEAST_RETURNED:
         return None
-    worst = dict(sorted(above.items(), key=lambda item: -item[1]))
+    return found_cause(cause, above, None if share is None else round(share, 4))
+
+
+def found_cause(cause: Cause, values: Mapping[str, float], returned: float | None) -> FoundCause:
+    """Return a cause with the values of layers that are above its threshold, the worst first."""
+    worst = dict(sorted(values.items(), key=lambda item: -item[1]))
     return FoundCause(
         cause=cause.key,
         layers={layer: float(f"{value:.4g}") for layer, value in worst.items()},
         limit=cause.limit,
-        returned=None if share is None else round(share, 4),
+        returned=returned,
         text=cause.in_words(next(iter(worst.values()))),
     )
 

@@ -35,6 +35,7 @@ from compress.pipelines.explain.causes import (
     cheapest_first,
     check_cause,
     check_causes,
+    found_cause,
     likelihood,
     log_causes,
 )
@@ -244,13 +245,7 @@ def _explain_parity(branch: RefusedBranch, deadline: float) -> Found:
         layer = stage.search_refused(source, kept, branch.context, deadline)
         if layer is None:
             return {"notice": "no part of the graph that is exported alone differs"}, ()
-        cause = FoundCause(
-            cause=WRONG_OPERATOR.key,
-            layers={str(layer): float(f"{layer.error:.4g}")},
-            limit=WRONG_OPERATOR.limit,
-            returned=None,
-            text=WRONG_OPERATOR.in_words(layer.error),
-        )
+        cause = found_cause(WRONG_OPERATOR, {str(layer): layer.error}, None)
         return {"culprit": name, "causes": (cause,)}, ()
     model = read(kept.file if kept else made.payload_path, weights=True)
     measured = ParityDiagnosis(stage, source, model, branch.context, branch.rerun, kept, deadline)

@@ -77,9 +77,8 @@ class RepairSearch:
     trains: bool = False
     finds_best: bool = False
     """Whether the search goes on for the fastest of those that pass."""
-    tried: list[TriedRepair] = field(default_factory=list)
-    _began_with: list[Explained] = field(default_factory=list)
-    """For each repair that was tried, the verdict of the refused run that it began with."""
+    tried: list[tuple[Explained, TriedRepair]] = field(default_factory=list)
+    """Each repair that was tried, with the verdict of the refused run that it began with."""
 
     def search(
         self,
@@ -102,8 +101,7 @@ class RepairSearch:
                     return False
                 found = self.run_repaired(each, repair, kept)
                 tried.append(found)
-                self.tried.append(found)
-                self._began_with.append(began_with or each)
+                self.tried.append((began_with or each, found))
                 outcome = "passes" if found.passed else found.error
                 self.announce(f"{found.name}: {outcome}")
                 log_event("repair_tried", f"{found.name}: {outcome}", settings=found.settings)
@@ -119,13 +117,12 @@ class RepairSearch:
     @property
     def found(self) -> TriedRepair | None:
         """The fastest repair with which all gates pass; None where there is none."""
-        passed = [tried for tried in self.tried if tried.passed]
+        passed = [tried for _, tried in self.tried if tried.passed]
         return min(passed, key=lambda tried: tried.latency_ms or float("inf"), default=None)
 
     def with_tried(self, explained: Explained) -> Explanation:
         """Return an explanation with the repairs that were tried for it."""
-        pairs = zip(self.tried, self._began_with, strict=True)
-        tried = tuple(tried for tried, began_with in pairs if began_with is explained)
+        tried = tuple(tried for began_with, tried in self.tried if began_with is explained)
         return explained.explanation.model_copy(update={"tried": tried})
 
     def allowed(self, explained: Explained) -> list[Repair]:
@@ -170,8 +167,7 @@ class RepairSearch:
     @property
     def nearest(self) -> TriedRepair | None:
         """The repair after which the refused gate misses its limit by least."""
-        by = [excess(e, tried) for tried, e in zip(self.tried, self._began_with, strict=True)]
-        return self.tried[by.index(min(by))] if by else None
+        return min(self.tried, key=lambda pair: excess(*pair), default=(None, None))[1]
 
     def _folder(self, number: int) -> Path:
         return self.run.out / FOLDER / TRIED / str(number)

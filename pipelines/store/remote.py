@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
-from compress.artifacts.artifact import MANIFEST, Artifact, FileDigest, replace_artifact, seal
+from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
 from compress.common.atomic_files import partial_folder
 from compress.common.errors import (
     ArtifactInvalid,
@@ -98,13 +98,21 @@ class Remote:
         Also where `outdated` names something that user code read and that has changed. An OSError
         of the local disk ends the run, other than one of the store.
         """
-        fetched = None
-        with self._warn_on_errors(key):
+        try:
             found = self._read_record(key, path, outdated) if self._reads else None
             if found and downloads:
                 self._download(found[0], found[2])
-            fetched = found
-        return fetched and fetched[:2]
+            return found and found[:2]
+        except _Damaged as error:
+            self._replaced.add(key)
+            self._warn(f"{self.url}/{error}; it is refused, and made anew")
+        except Failed as error:
+            self._reads = self._writes = False
+            self._warn(
+                f"store {self.url}: cannot be reached any more ({error}); the run goes on "
+                "without it"
+            )
+        return None
 
     def share(self, key: str, artifact: Artifact, record: Record) -> None:
         """Upload an artifact, and its record last, unless it is there already."""
@@ -171,43 +179,25 @@ class Remote:
             )
         with partial_folder(path) as partial:
             for name, file in files.items():
-                self._download_file(file, partial / name)
+                place = f"files/{file.sha256}"
+                found = self._objects.look(place)
+                if found is None or found.bytes != file.bytes:
+                    what = f"is {found.bytes} bytes, not {file.bytes}" if found else "is missing"
+                    raise _Damaged(place, what)
+                digest, left = hashlib.sha256(), file.bytes
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                with (partial / name).open("wb") as target:
+                    for block in self._objects.blocks(place):
+                        digest.update(block)
+                        left -= len(block)
+                        if left < 0:  # it grew meanwhile
+                            break
+                        target.write(block)
+                if digest.hexdigest() != file.sha256:
+                    raise _Damaged(place, "is not what its name says")
             (partial / MANIFEST).write_bytes(manifest)
             seal(partial)
             replace_artifact(partial, path)
-
-    def _download_file(self, expected: FileDigest, file: Path) -> None:
-        place = f"files/{expected.sha256}"
-        found = self._objects.look(place)
-        if found is None or found.bytes != expected.bytes:
-            what = f"is {found.bytes} bytes, not {expected.bytes}" if found else "is missing"
-            raise _Damaged(place, what)
-        digest, left = hashlib.sha256(), expected.bytes
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as target:
-            for block in self._objects.blocks(place):
-                digest.update(block)
-                left -= len(block)
-                if left < 0:  # it grew meanwhile
-                    break
-                target.write(block)
-        if digest.hexdigest() != expected.sha256:
-            raise _Damaged(place, "is not what its name says")
-
-    @contextmanager
-    def _warn_on_errors(self, key: str) -> Iterator[None]:
-        """Turn errors of a block into a warning: damaged content is ignored, and replaced later."""
-        try:
-            yield
-        except _Damaged as error:
-            self._replaced.add(key)
-            self._warn(f"{self.url}/{error}; it is refused, and made anew")
-        except Failed as error:
-            self._reads = self._writes = False
-            self._warn(
-                f"store {self.url}: cannot be reached any more ({error}); the run goes on "
-                "without it"
-            )
 
     def _warn(self, what: str) -> None:
         self._announce(f"warning: {what}")
