@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import Artifact, Step
@@ -17,8 +18,6 @@ from compress.common.forward import OpenedModel, opened_model, plain_attention, 
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from compress.artifacts.recipe import AnyEdit, Recipe

@@ -6,9 +6,11 @@ import hashlib
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
@@ -24,9 +26,6 @@ from compress.common.errors import ArtifactInvalid, first_line
 from compress.common.foreign.child_process import MEMORY, read_in_child, stored_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from torch import nn
 
 Task = Literal[

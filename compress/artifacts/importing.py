@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +25,6 @@ from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from compress.artifacts.hf_folder import Task
     from compress.artifacts.recipe import Recipe
 

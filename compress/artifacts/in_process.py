@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid, first_line
 from compress.common.forward import copy_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 PREFIX = f"{__name__}:"

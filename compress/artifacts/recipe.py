@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
@@ -16,8 +17,6 @@ from compress.common.foreign.lock_waits import bounded_lock_waits
 from compress.common.forward import outputs_by_name
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.edits.independent_calls import (
@@ -27,8 +28,6 @@ from compress.common.forward import (
 from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
 
     from compress.common.signature import Signature

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.state_dict import Weights, mismatches
@@ -12,9 +14,6 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.foreign.child_process import read_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
     import torch
 
 INDEX = ".safetensors.index.json"

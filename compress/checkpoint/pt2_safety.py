@@ -10,12 +10,11 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.export.pt2_archive import PT2ArchiveReader
 
 GRAPH = "models/model.json"

@@ -6,13 +6,11 @@ import stat
 import struct
 import zipfile
 from contextlib import suppress
-from typing import TYPE_CHECKING, BinaryIO
+from pathlib import Path
+from typing import BinaryIO
 
 from compress.common.atomic_files import refuse_irregular, stays_inside
 from compress.common.errors import ArtifactInvalid
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEADER = struct.Struct("<4s5H3I2H")
 """Signature, version, flags, method, time, date, CRC, both sizes, lengths of name and extra."""

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from functools import partial
+from io import BufferedReader, FileIO
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -27,9 +30,6 @@ from compress.common.sealed_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Callable
-    from io import BufferedReader, FileIO
-    from pathlib import Path
 
 DTYPES = {
     "U64": torch.uint64,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
@@ -10,8 +11,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import torch
 
 COMPLEX = "complex numbers for the real"

@@ -6,9 +6,11 @@ import logging
 import pickle
 import re
 import zipfile
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -17,10 +19,6 @@ from compress.checkpoint.safe_zip import refuse_bomb
 from compress.checkpoint.state_dict import StoredTensor, Weights
 from compress.common.atomic_files import file_beside, open_regular
 from compress.common.errors import ArtifactInvalid
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 

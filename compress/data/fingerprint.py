@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -26,8 +27,6 @@ from compress.data.own_generators import is_generator, is_user_code, reachable_o
 from compress.data.targets import Targets, flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from numpy.typing import NDArray
 
 HASHED_FULLY = frozenset({"val", "test", "calibration"})

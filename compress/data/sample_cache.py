@@ -9,9 +9,11 @@ import os
 import struct
 import uuid
 import zlib
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,10 +24,6 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.process import seeded
 from compress.data.batch import LABELS, adapt
 from compress.data.targets import Targets, flatten, map_leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
 NEST = f"{LABELS}:nest"
 PROBES = 8

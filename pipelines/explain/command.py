@@ -5,7 +5,9 @@ What they run imports torch, which the file of a run may turn out not to need.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,9 +19,6 @@ from compress.pipelines.terminal.console import current_mode, notify, print_resu
 from compress.pipelines.terminal.progress_bars import show_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from compress.pipelines.results.explanation import Explanations
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,6 @@ from compress.profiling.benchmark import unmeasurable
 from compress.training.config.training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import onnx_ir as ir
 
     from compress.artifacts.artifact import Artifact

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,6 @@ from compress.pipelines.system.jsonl_log import log_event
 from compress.training.diagnosis.causes import recorded_losses
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from compress.pipelines.explain.causes import Found
     from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
     from compress.pipelines.results.explanation import FoundCause, StageShare

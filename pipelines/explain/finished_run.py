@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
@@ -21,9 +23,6 @@ from compress.pipelines.results.schema import FailureReport, Report, StageReport
 from compress.pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.pipelines.runner.run_state import RunState

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compress.core.progress import Progress, silent
 from compress.pipelines.explain.explain import explain_run
@@ -15,9 +15,6 @@ from compress.pipelines.reporting.html import render
 from compress.pipelines.results.explanation import Explanations
 from compress.pipelines.system.jsonl_log import LOG, LogFile, log_handler
 from compress.pipelines.system.temp_files import temporary_files
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def explain(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -29,9 +31,6 @@ from compress.pipelines.system import yaml_core
 from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from compress.core.diagnosis.cause import Repair
     from compress.core.verdict import Verdict
     from compress.pipelines.explain.causes import Explained

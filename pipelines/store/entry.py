@@ -12,9 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
@@ -24,10 +26,6 @@ from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import canonical_json, dump_sealed, load_sealed, read_sealed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 FORMAT = 1
 """Of the folders and files of a store; a store without a format file has this one too."""

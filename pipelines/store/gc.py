@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.artifacts.artifact import MANIFEST
 from compress.common.atomic_files import remove, sha256_of
@@ -25,9 +26,6 @@ from compress.pipelines.store.remote import (
     Remote,
 )
 from compress.pipelines.system.error_context import readable_disk_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SECONDS_OF_UNIT = {"h": 3600, "d": 86_400, "w": 604_800}
 MIN_SHARED_SECONDS = 2 * SECONDS_TRUSTED

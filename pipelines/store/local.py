@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -35,8 +36,6 @@ from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from compress.data.fingerprint import Contents
     from compress.pipelines.store.remote import Remote
 

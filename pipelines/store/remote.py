@@ -18,9 +18,11 @@ import re
 import shutil
 import socket
 import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
 from compress.common.atomic_files import partial_folder
@@ -34,10 +36,6 @@ from compress.common.errors import (
 from compress.common.requirements import pip_install
 from compress.pipelines.store.entry import FORMAT, FORMAT_FILE, Record, check_format
 from compress.pipelines.system.jsonl_log import log_event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 RECORD_BYTES, MANIFEST_BYTES, MAX_FILES = 2**24, 2**26, 10_000
 """Limits on bytes of a record, bytes of a manifest and number of files: far above real ones."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.pipelines.system.signals import only_signals_interrupt
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)

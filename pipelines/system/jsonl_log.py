@@ -8,14 +8,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from pydantic_core import to_json
 
 from compress.common.printable import escaped_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LOG = "log.jsonl"
 MAX_LOG_BYTES = 8 * 2**20

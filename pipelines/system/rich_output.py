@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -11,8 +12,6 @@ from rich.segment import Segment
 from compress.common.printable import escaped, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.text import Text
 
 

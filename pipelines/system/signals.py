@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from types import FrameType
+from typing import Final
 
 from compress.common.errors import CompressError, StageFailed, describe_exit, exits_refused
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
 
 INTERRUPTED: Final = "interrupted"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

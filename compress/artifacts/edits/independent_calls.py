@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from compress.common.signature import CallState
 from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     Outputs = list[torch.Tensor]
     Call = Callable[[Sequence[torch.Tensor]], Any]
 

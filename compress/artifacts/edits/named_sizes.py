@@ -13,6 +13,7 @@ import functools
 import inspect
 import linecache
 import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -22,8 +23,6 @@ from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from torch import nn
 
 SHAPED = ("view", "reshape", "unflatten", "expand")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from compress.artifacts.artifact import STREAMED, Step
@@ -14,8 +15,6 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import Predictor, opened_model, torch_predictor
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from torch import nn
 

@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from pathlib import Path  # noqa: TC003 - a dataclass field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line

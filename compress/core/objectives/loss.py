@@ -8,7 +8,7 @@ number that :meth:`LossFunction.label_count` gives, the means of parts add up to
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path  # noqa: TC003 - a dataclass field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
