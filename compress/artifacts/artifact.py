@@ -41,17 +41,14 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 2**26
-"""Larger than any manifest that this toolkit writes; more is refused unread."""
+MANIFEST_BYTES = 2**26  # larger than any manifest that this toolkit writes; more is refused unread
 STREAMED = "streamed"
 """Fact of a model whose weights stay on disk: each call reads them part by part."""
 WEIGHTS_ON_DISK = "its weights are read from disk in each call"
 """Why the latency of such a model is not measured."""
 SEALED_MODE = 0o444
-FileVersion = tuple[str | int, ...]
-"""Path, inode, size and times of a file."""
-_known: dict[FileVersion, str] = {}
-"""SHA-256 of the files that this process has hashed."""
+FileVersion = tuple[str | int, ...]  # path, inode, size and times of a file
+_known: dict[FileVersion, str] = {}  # SHA-256 of the files that this process has hashed
 
 
 class FileDigest(Settings):
@@ -115,8 +112,7 @@ class Artifact:
         self.path = path
         self.manifest = manifest
         self.signature: Signature = manifest.signature
-        self.digest = digest
-        """SHA-256 of the manifest, which holds the hash of every file."""
+        self.digest = digest  # SHA-256 of the manifest, which holds the hash of every file
         self._module: torch.nn.Module | None = None
         self.kept_models: KeptModels | None = None
 

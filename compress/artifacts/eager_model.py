@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
 
 CODE = "code"
-SPARSE = 0.1
-"""Share of zeros from which an imported checkpoint counts as pruned elsewhere."""
+SPARSE = 0.1  # share of zeros from which an imported checkpoint counts as pruned elsewhere
 SPARSITY_KEPT = 0.5
 """Part of the share of zeros below which they are called gone: a cut may take channels of zeros."""
 log = logging.getLogger(__name__)

@@ -70,8 +70,7 @@ PROCESSOR_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Of the files that a tokenizer or a preprocessing may be read from."""
 CONFIG_BYTES, PROCESSOR_BYTES = 2**24, 2**27
 """Several times the largest config and tokenizer that are known; larger ones are not read."""
-LARGEST_GROWTH = 4
-"""float32 weights in memory by those stored in 8 bits."""
+LARGEST_GROWTH = 4  # float32 weights in memory by those stored in 8 bits
 LONGEST_TEXT = 10**6
 """A larger `model_max_length` is what transformers writes where the length is not known."""
 TEMPLATES = "additional_chat_templates"

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 SHORTEST_SOUND = 1600
 """Samples of a raw waveform, a tenth of a second: below, convolutions have nothing to read."""
-USUAL_SIDE = 224
-"""Of the images of a model whose config and preprocessor name no size."""
+USUAL_SIDE = 224  # of the images of a model whose config and preprocessor name no size
 
 
 def import_checkpoint(

@@ -9,8 +9,7 @@ from compress.common.requirements import load_entry_point
 
 ENTRY_POINT_GROUP = "compress.artifacts"
 """Group in which packages, this one included, announce artifacts: `kind = "module:Class"`."""
-LOADED: dict[str, type[Any]] = {}
-"""Classes by kind, of the modules that were imported."""
+LOADED: dict[str, type[Any]] = {}  # classes by kind, of the modules that were imported
 
 
 def artifact_class(kind: str) -> type[Any] | None:

@@ -55,8 +55,7 @@ DTYPES = {
 """The format's names of dtypes, in the order in which tensors are laid out."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 RANKS = {dtype: rank for rank, dtype in enumerate(CODES)}
-LARGEST_HEADER = 100_000_000
-"""Bytes of a header that the safetensors library (0.8) accepts."""
+LARGEST_HEADER = 100_000_000  # bytes of a header that the safetensors library (0.8) accepts
 MOST_TENSORS = 200_000
 """All files of a mixture of 256 experts in 61 layers (DeepSeek-V3) have 92,000; a million take
 2 GiB and 20 s to check."""

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from compress.data.targets import Targets
 
 LABELS = "labels"
-IGNORED_LABEL = -100
-"""The target that torch's cross-entropy ignores."""
-NO_ARRAYS = (torch.bfloat16,)
-"""Types of tensors that numpy has not."""
+IGNORED_LABEL = -100  # the target that torch's cross-entropy ignores
+NO_ARRAYS = (torch.bfloat16,)  # types of tensors that numpy has not
 
 
 @dataclass(frozen=True)

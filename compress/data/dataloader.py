@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 DIED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: exited)?(?:.*signal: ([\w ]+))?", re.DOTALL
 )
-FIRST_SAMPLES = 512
-"""Samples of a stream that are held in memory, for whatever needs them by index."""
+FIRST_SAMPLES = 512  # samples of a stream that are held in memory, for whatever needs them by index
 
 
 class WorkerEnded(StageFailed):

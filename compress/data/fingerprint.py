@@ -33,8 +33,7 @@ HASHED_FULLY = frozenset({"val", "test", "calibration"})
 """Splits of which every sample is hashed, because the reported figures depend on them."""
 SAMPLED_FOR_FINGERPRINT = 2048
 """At most as many samples are hashed of another split that does not hold its tensors in memory."""
-MOST_OBJECTS = 1_000_000
-"""At most as many objects that a dataset holds are hashed."""
+MOST_OBJECTS = 1_000_000  # at most as many objects that a dataset holds are hashed
 LARGEST_ARRAY = 2**28
 """Bytes of an array up to which all of it is hashed; of larger ones evenly spaced rows."""
 PIECES = 200_000
@@ -47,8 +46,7 @@ label that is not ignored (none where the first exceeds the second), whether it 
 whether an input holds NaN."""
 PLACE = np.uint64(0x9E3779B97F4A7C15)
 """By what the hash of earlier tensors of a sample is multiplied: 2⁶⁴ over the golden ratio, odd."""
-CHUNK = 2**21
-"""Numbers of samples in memory that are hashed together, at most."""
+CHUNK = 2**21  # numbers of samples in memory that are hashed together, at most
 
 
 @dataclass(frozen=True)

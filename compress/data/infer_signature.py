@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from compress.data.splits import Splits
 
-SAMPLES = 32
-"""Samples read from each split, evenly spaced."""
+SAMPLES = 32  # samples read from each split, evenly spaced
 SAMPLES_OF_FLOATS = 8
 """Samples read where they only show whether declared inputs of floats hold NaN or infinities."""
 BATCH, LENGTH = "batch", "length"

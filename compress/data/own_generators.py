@@ -20,8 +20,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from compress.common.code_origin import origin_of
 
-MOST_OBJECTS = 20_000
-"""At most as many objects are searched for generators."""
+MOST_OBJECTS = 20_000  # at most as many objects are searched for generators
 LONGEST = 256
 """At most as many items of a container are searched: longer ones hold data, not transforms."""
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-DEPTH = 4
-"""Datasets that wrap one another, at most."""
-MOST_FIELDS = 8
-"""Of a sample's list; longer ones are token ids or pixels."""
+DEPTH = 4  # datasets that wrap one another, at most
+MOST_FIELDS = 8  # of a sample's list; longer ones are token ids or pixels
 
 
 def raw_columns(dataset: Any, indices: Sequence[int]) -> dict[str, list[Any]]:

@@ -26,8 +26,7 @@ from compress.data.batch import LABELS, adapt
 from compress.data.targets import Targets, flatten, map_leaves
 
 NEST = f"{LABELS}:nest"
-PROBES = 8
-"""Samples read from a dataset twice, to detect changed data and what is drawn at random."""
+PROBES = 8  # samples read from a dataset twice, to detect changed data and what is drawn at random
 HEADER = struct.Struct("<4sQQII")
 VALID, VOID = b"keep", b"void"
 SUFFIX = ".samples"

@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
 
 MIB = 2**20
-LONGER_SECONDS = 3.0
-"""For which each model is measured where the first measurement does not tell."""
+LONGER_SECONDS = 3.0  # for which each model is measured where the first measurement does not tell
 
 
 @dataclass

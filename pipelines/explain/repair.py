@@ -36,18 +36,14 @@ if TYPE_CHECKING:
     from compress.pipelines.explain.causes import Explained
     from compress.pipelines.explain.finished_run import FinishedRun
 
-Edits = dict[str, dict[str, Any]]
-"""Stage → changed settings."""
+Edits = dict[str, dict[str, Any]]  # stage → changed settings
 FOLDER, TRIED = "repair", "tried"
 """In the run's folder: the repaired pipeline, and the runs of all repairs that were tried."""
 REPAIRED, DIFFERENCE = "pipeline.yaml", "repair.diff"
 STORE = ".store"
-KEPT = ("name", "input", "gates")
-"""What a stage keeps that becomes another one."""
-PAIRED = 4
-"""Single changes of which pairs are tried: those after which least was lost."""
-BUILT_ON = 2
-"""Changes that mend a refusal and leave another one, on which further ones are tried."""
+KEPT = ("name", "input", "gates")  # what a stage keeps that becomes another one
+PAIRED = 4  # single changes of which pairs are tried: those after which least was lost
+BUILT_ON = 2  # changes that mend a refusal and leave another one, on which further ones are tried
 
 
 def repair_run(

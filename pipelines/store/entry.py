@@ -27,8 +27,7 @@ from compress.common.dependency_recorder import Dependencies, Recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import canonical_json, dump_sealed, load_sealed, read_sealed
 
-FORMAT = 1
-"""Of the folders and files of a store; a store without a format file has this one too."""
+FORMAT = 1  # of the folders and files of a store; a store without a format file has this one too
 FORMAT_FILE = "format.json"
 RECORD = "record.json"
 ANSWERS = "answers.json"
@@ -108,8 +107,7 @@ class Entry:
         self.artifact_path = path / "artifact"
         self._record_path, self._answers_path = path / RECORD, path / ANSWERS
         self._surroundings = surroundings
-        self.fetched_from = ""
-        """URL of the shared store that the artifact came from in this run."""
+        self.fetched_from = ""  # URL of the shared store that the artifact came from in this run
 
     def load(self) -> tuple[Artifact, Record] | None:
         """Return the artifact and its record, None without one, or raise ArtifactInvalid."""

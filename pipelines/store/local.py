@@ -40,16 +40,14 @@ if TYPE_CHECKING:
     from compress.pipelines.store.remote import Remote
 
 WORKING_FOLDER = Path()
-WORK = "work"
-"""Folder of the checkpoints from which interrupted stages resume, by stage."""
+WORK = "work"  # folder of the checkpoints from which interrupted stages resume, by stage
 LAST_PARTS_FILE = "last.json"
 """What decided each stage when it last ran, from which a run explains why it runs again."""
 DONE_FILE = "done"
 """In a stage's work folder: the key of the artifact, once that is being committed."""
 LOCK_FILE = "lock"
 SAMPLES_FOLDER = "samples"
-KEPT_SPLITS = 16
-"""Number of splits whose hashes stay in a store; the oldest are removed."""
+KEPT_SPLITS = 16  # number of splits whose hashes stay in a store; the oldest are removed
 BYTES_OF_A_HASH = 16
 
 
@@ -68,13 +66,11 @@ class Store:
         """Use a folder as a store; `folder` is the pipeline file's, `code` has user modules."""
         self.root, self._remote, self._announce = root, remote, announce
         self.lock: int | None = None
-        self.warnings: list[str] = []
-        """Damaged or changed files that were found, for the report."""
+        self.warnings: list[str] = []  # damaged or changed files that were found, for the report
         self.surroundings = Surroundings(
             folder, code or folder, (root, root.parent / "artifacts"), self._warn
         )
-        self._unusable: dict[str, str] = {}
-        """Key → why its entry was not used."""
+        self._unusable: dict[str, str] = {}  # key → why its entry was not used
 
     @contextmanager
     def locked(self) -> Iterator[Self]:

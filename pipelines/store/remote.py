@@ -45,10 +45,8 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci"}
 """Protocols whose objects appear only once they are complete, and which have no folders."""
 PARTIAL_FOLDER = "partial"
 """Folder of incomplete files, for protocols whose files appear before they are complete."""
-BYTES_READ_AT_ONCE, UPLOAD_PART_BYTES = 2**24, 2**23
-"""Bytes that are read, and uploaded, at a time."""
-MAX_UPLOAD_PARTS = 9_000
-"""S3 takes 10 000 parts of a file."""
+BYTES_READ_AT_ONCE, UPLOAD_PART_BYTES = 2**24, 2**23  # bytes that are read, and uploaded, at a time
+MAX_UPLOAD_PARTS = 9_000  # S3 takes 10 000 parts of a file
 TIME_KEYS = ("LastModified", "mtime", "last_modified", "updated", "modified", "created")
 """Names of the time when a file was written: of s3, files and sftp, Azure, Google, others."""
 CREDENTIALS = re.compile(r"://[^@]*:[^@]*@|\?")  # a key's secret may hold slashes

@@ -16,8 +16,7 @@ from pydantic_core import to_json
 from compress.common.printable import escaped_json
 
 LOG = "log.jsonl"
-MAX_LOG_BYTES = 8 * 2**20
-"""Size at which the log rotates to `log.jsonl.1`; older lines are dropped."""
+MAX_LOG_BYTES = 8 * 2**20  # size at which the log rotates to `log.jsonl.1`; older lines are dropped
 LOGGER = "compress"
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,7 @@ from compress.common.errors import ArtifactInvalid
 if TYPE_CHECKING:
     from torch import nn
 
-SHAPED = ("view", "reshape", "unflatten", "expand")
-"""Calls that take the shape of their result."""
+SHAPED = ("view", "reshape", "unflatten", "expand")  # calls that take the shape of their result
 PARTED = ("split", "chunk")
 """Calls that take the sizes, or the number, of the parts of an axis; both become `split`."""
 INDEX = "__getitem__"

@@ -21,15 +21,13 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.recipe import Recipe
 
-TABLE = ".rows"
-"""Follows the name of a parameter whose integers are looked up, and not multiplied."""
+TABLE = ".rows"  # follows the name of a parameter whose integers are looked up, and not multiplied
 PARTS = (".packed", ".scale", ".zero_point")
 FACTOR = ".input_factor"
 """Follows the name of a module whose input is multiplied, channel by channel, before it is read."""
 ROUNDS = "rounds_activations"
 """Fact: whether packed linear layers read activations rounded to 8 bits, by groups."""
-LARGEST = 127
-"""Largest integer of an activation; the range of each group is symmetric."""
+LARGEST = 127  # largest integer of an activation; the range of each group is symmetric
 SMALLEST_RANGE = 2.0**-100
 """Groups of smaller activations become zeros; the reciprocal of a still smaller range overflows."""
 
