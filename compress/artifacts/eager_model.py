@@ -111,9 +111,8 @@ class EagerModel(Artifact):
         recipe, signature = rebuilding_recipe(module, factory, arguments, signature, inputs)
         if signature.state:
             log.warning("%s", signature.state.line())
-        return cls.create(
-            root or temporary_folder() / "source", recipe, module.state_dict(), signature
-        )
+        path = root or temporary_folder() / "source"
+        return cls.create(path, recipe, module.state_dict(), signature)
 
     @property
     def has_pruned_weights(self) -> bool:

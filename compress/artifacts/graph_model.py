@@ -64,17 +64,11 @@ class GraphModel(Artifact):
         """
         from compress.graph.torch_export import export_program
 
-        program = export_program(model.load(), model.signature)
-        refuse_other_answers(model.load(), program, model.signature)
-        lineage, facts = model.manifest.lineage, model.manifest.facts
-        return cls.create(
-            path,
-            program,
-            model.signature,
-            lineage=lineage,
-            facts=dict(facts),
-            carried=model.carried_files(),
-        )
+        signature, lineage = model.signature, model.manifest.lineage
+        program = export_program(model.load(), signature)
+        refuse_other_answers(model.load(), program, signature)
+        facts, carried = dict(model.manifest.facts), model.carried_files()
+        return cls.create(path, program, signature, lineage=lineage, facts=facts, carried=carried)
 
     def program(self, device: str = "cpu") -> torch.export.ExportedProgram:
         """Return the program; raise ArtifactInvalid for anything but tensors and a graph."""

@@ -70,6 +70,7 @@ PROCESSOR_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Of the files that a tokenizer or a preprocessing may be read from."""
 CONFIG_BYTES, PROCESSOR_BYTES = 2**24, 2**27
 """Several times the largest config and tokenizer that are known; larger ones are not read."""
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 LARGEST_GROWTH = 4  # float32 weights in memory by those stored in 8 bits
 LONGEST_TEXT = 10**6
 """A larger `model_max_length` is what transformers writes where the length is not known."""
@@ -100,9 +101,8 @@ def build(architecture: str, config: dict[str, Any]) -> nn.Module:
     refuse_lookups(config, architecture)
     model_class = _model_class(architecture)
     if model_class is None:
-        raise ArtifactInvalid(
-            f"transformers {transformers.__version__} has no model {architecture!r}"
-        )
+        version = transformers.__version__
+        raise ArtifactInvalid(f"transformers {version} has no model {architecture!r}")
     config_class: Any = model_class.config_class
     with offline(architecture):
         module: nn.Module = model_class(config_class.from_dict(config))
@@ -128,9 +128,8 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
             config=config,
             dtype="float32",
             use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
             output_loading_info=True,
+            **LOCAL,
         )
     missing = sorted(loaded["missing_keys"])
     if missing and not untrained_head:
@@ -173,9 +172,7 @@ def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, bytes]:
     import tokenizers
     import transformers
 
-    loaded: Any = transformers.AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    loaded: Any = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
     if not loaded.is_fast:
         raise ArtifactInvalid(f"{type(loaded).__name__} has no tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
@@ -198,9 +195,8 @@ def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, bytes]:
         if (folder / name).is_file():
             with open_regular(folder / name) as stream:
                 # transformers 5 renamed the class; transformers 4, which optimum needs, lacks it.
-                files[name] = stream.read().replace(
-                    b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"'
-                )
+                settings = stream.read()
+                files[name] = settings.replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
     return files
 
 
@@ -209,7 +205,7 @@ def _image_files(folder: Path, _config: dict[str, Any]) -> dict[str, bytes]:
     import transformers
 
     processors: Any = transformers.AutoImageProcessor
-    loaded = processors.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    loaded = processors.from_pretrained(folder, **LOCAL)
     return {IMAGES: _json_bytes(json.loads(loaded.to_json_string()))}
 
 
@@ -342,9 +338,7 @@ def folder_digest(folder: Path) -> str | None:
 def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     if task is None:
         names = config.architectures or ["none"]
         model_class = _model_class(names[0])

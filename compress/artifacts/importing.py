@@ -84,9 +84,8 @@ def import_module(
         edit.apply_(module)
     recipe = recipe.model_copy(update={"edits": (*recipe.edits, *edits)})
     outputs = answer_one_row(module, signature, inputs)
-    model = EagerModel.create(
-        path, recipe, module.state_dict(), signature, folder=folder, carried=carried
-    )
+    state = module.state_dict()
+    model = EagerModel.create(path, recipe, state, signature, folder=folder, carried=carried)
     # Outputs may depend on more than the code and the state dict.
     reloaded = answer_one_row(model.load(), signature, inputs)
     if not all(relative_error(a, b) <= ROUNDING for a, b in zip(outputs, reloaded, strict=True)):
@@ -118,9 +117,8 @@ def import_streamed(
     stream_weights_(module.eval(), weights)
     edits, signature = fit_call(module, signature, signature.example())
     recipe = recipe.model_copy(update={"edits": edits})
-    return EagerModel.create(
-        path, recipe, weights, signature, facts={STREAMED: True}, carried=carried
-    )
+    facts = {STREAMED: True}
+    return EagerModel.create(path, recipe, weights, signature, facts=facts, carried=carried)
 
 
 def inputs_of_transformer(model: Any, folder: Path) -> Inputs:

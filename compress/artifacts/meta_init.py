@@ -69,9 +69,8 @@ def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, sour
     own = module.state_dict(keep_vars=True)
     problems = mismatches(own, weights)
     if problems:
-        raise ArtifactInvalid(
-            f"{source} does not hold the weights of {recipe.factory!r}: {'; '.join(problems)}"
-        )
+        wrong = "; ".join(problems)
+        raise ArtifactInvalid(f"{source} does not hold the weights of {recipe.factory!r}: {wrong}")
     by_storage: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
     for name, tensor in own.items():
         if name in weights:

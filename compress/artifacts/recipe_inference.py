@@ -135,10 +135,8 @@ def fit_call(
     except CompressError:
         raise
     except Exception as error:
-        shapes = ", ".join(
-            f"{spec.name} {list(x.shape)} {spec.dtype}"
-            for spec, x in zip(signature.inputs, inputs, strict=True)
-        )
+        pairs = zip(signature.inputs, inputs, strict=True)
+        shapes = ", ".join(f"{spec.name} {list(x.shape)} {spec.dtype}" for spec, x in pairs)
         raise ArtifactInvalid(
             f"model.inputs: {name} does not take {shapes}: "
             f"{type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
@@ -154,10 +152,8 @@ def fit_call(
     if keywords or selected:
         edits.append(CallByName(inputs=keywords, outputs=selected))
     if state is not None or changes_inputs:
-        names, is_read = (state.names, state.is_read) if state else ((), False)
-        edits.append(
-            IndependentCalls(state=names, in_training=is_read, copies_inputs=changes_inputs)
-        )
+        names, reads = (state.names, state.is_read) if state else ((), False)
+        edits.append(IndependentCalls(state=names, in_training=reads, copies_inputs=changes_inputs))
     return tuple(edits), signature.model_copy(update={"state": state})
 
 

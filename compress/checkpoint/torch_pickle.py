@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -32,6 +32,7 @@ NAMES_CODE = re.compile(r"unsupported (global|class)|allowlist", re.IGNORECASE)
 """In torch's (2.13) error for a pickle that names anything but tensors and plain containers."""
 ADVICE = "save the weights alone with torch.save(model.state_dict(), …) or as .safetensors"
 
+Content: TypeAlias = dict[str, Any]
 LATEST = "latest"
 MODEL_FILES = "*_model_states.pt"
 OPTIMIZER_FILES = "*_optim_states.pt"
@@ -152,7 +153,7 @@ def read_zero(folder: Path) -> Weights:
         ) from error
 
 
-def _put_together(models: list[dict[str, Any]], states: list[dict[str, Any]]) -> Weights:
+def _put_together(models: list[Content], states: list[Content]) -> Weights:
     model = models[0]
     if not states:  # stage 0: nothing is divided
         return dict(model["module"])
@@ -176,9 +177,7 @@ def _put_together(models: list[dict[str, Any]], states: list[dict[str, Any]]) ->
     return weights
 
 
-def _stages_1_and_2(
-    model: dict[str, Any], states: list[dict[str, Any]]
-) -> Iterator[tuple[str, StoredTensor]]:
+def _stages_1_and_2(model: Content, states: list[Content]) -> Iterator[tuple[str, StoredTensor]]:
     """Yield each weight; a group's weights follow one another over the parts of all ranks."""
     paddings = states[0].get("param_alignment_paddings")
     for number, shapes in enumerate(model["param_shapes"]):
@@ -189,9 +188,7 @@ def _stages_1_and_2(
             start += prod(shape) + (paddings[number][index] if paddings else 0)
 
 
-def _stage_3(
-    model: dict[str, Any], states: list[dict[str, Any]]
-) -> Iterator[tuple[str, StoredTensor]]:
+def _stage_3(model: Content, states: list[Content]) -> Iterator[tuple[str, StoredTensor]]:
     """Yield each weight, of which every rank has an equal part, the last ones padded."""
     start = 0
     for shapes in model["param_shapes"]:
@@ -219,10 +216,8 @@ def _stored(parts: list[torch.Tensor], shape: Sequence[int]) -> StoredTensor:
     size = prod(shape)
     if sum(len(part) for part in parts) < size:
         raise ValueError(f"{sum(len(part) for part in parts)} of {size} entries of a weight")
-    joined = parts or [torch.empty(0)]  # of a weight without entries
-    return StoredTensor(
-        tuple(shape), joined[0].dtype, lambda: torch.cat(joined)[:size].view(*shape)
-    )
+    views = parts or [torch.empty(0)]  # of a weight without entries
+    return StoredTensor(tuple(shape), views[0].dtype, lambda: torch.cat(views)[:size].view(*shape))
 
 
 def _by_rank(files: Iterator[Path]) -> list[Path]:

@@ -201,14 +201,12 @@ def _input(value: Any) -> torch.Tensor:
         ) from error
 
 
-def _stack(
-    tensors: Sequence[torch.Tensor], name: object, fill: Mapping[str, float]
-) -> torch.Tensor:
-    shapes = {tuple(t.shape) for t in tensors}
+def _stack(column: Sequence[torch.Tensor], name: object, fill: Mapping[str, float]) -> torch.Tensor:
+    shapes = {tuple(x.shape) for x in column}
     if len(shapes) == 1:
-        return torch.stack(list(tensors))
+        return torch.stack(list(column))
     if isinstance(name, str) and all(len(shape) == 1 for shape in shapes):
-        return pad_sequence(list(tensors), batch_first=True, padding_value=fill.get(name, 0))
+        return pad_sequence(list(column), batch_first=True, padding_value=fill.get(name, 0))
     shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
     raise PipelineInvalid(
         f"samples of one batch have shapes {shown}; only 1-D tensors of mapping samples are "

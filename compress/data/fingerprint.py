@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from compress.data.targets import Targets, flatten
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+Tensors: TypeAlias = Sequence[torch.Tensor]
 HASHED_FULLY = frozenset({"val", "test", "calibration"})
 """Splits of which every sample is hashed, because the reported figures depend on them."""
 SAMPLED_FOR_FINGERPRINT = 2048
@@ -102,13 +103,11 @@ def indices_to_hash(split: str, samples: int) -> range:
     return range(0, samples, 1 if split in HASHED_FULLY else -(-samples // SAMPLED_FOR_FINGERPRINT))
 
 
-def hashes_of_tensors(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
+def hashes_of_tensors(tensors: Tensors) -> NDArray[np.uint64]:
     """Return hashes of each sample, or each few samples, of tensors in memory, [hashes, 2]."""
     count = max(len(tensor) for tensor in tensors)
     size = -(-count // PIECES)
-    pieces = (
-        [tensor[first : first + size] for tensor in tensors] for first in range(0, count, size)
-    )
+    pieces = ([x[first : first + size] for x in tensors] for first in range(0, count, size))
     return as_hashes(map(_hash, pieces))
 
 
@@ -180,7 +179,7 @@ def digest_of_hashes(hashes: NDArray[np.uint64]) -> str:
     return hashlib.sha256(hashes.tobytes()).hexdigest()
 
 
-def _hash(tensors: Sequence[torch.Tensor], structure: str = "") -> bytes:
+def _hash(tensors: Tensors, structure: str = "") -> bytes:
     count("hashed.bytes", sum(tensor.nbytes for tensor in tensors))
     digest = hashlib.blake2b(structure.encode(), digest_size=16)
     for tensor in tensors:
@@ -206,11 +205,9 @@ class SplitFacts:
         """Return how many of the samples are in another split, too."""
         # A hash is a row of two numbers, and isin compares scalars.
         pair = [("a", np.uint64), ("b", np.uint64)]
-        one, two = (
-            np.ascontiguousarray(facts.rows["identity"]).view(pair).ravel()
-            for facts in (self, other)
-        )
-        return int(np.isin(one, two).sum())
+        rows = (np.ascontiguousarray(facts.rows["identity"]) for facts in (self, other))
+        own, others = (hashes.view(pair).ravel() for hashes in rows)
+        return int(np.isin(own, others).sum())
 
     def check_labels(self, split: str, classes: int) -> None:
         """Raise PipelineInvalid for a label that none of the classes has; one is yes or no."""
@@ -220,9 +217,8 @@ class SplitFacts:
             return
         row = self.rows[self.indices.index(index)]
         wrong = row["low"] if row["low"] < 0 else row["high"]
-        raise PipelineInvalid(
-            f"split {split!r}, sample {index}: {out_of_range(int(wrong), classes)}"
-        )
+        problem = out_of_range(int(wrong), classes)
+        raise PipelineInvalid(f"split {split!r}, sample {index}: {problem}")
 
 
 def out_of_range(label: int, classes: int) -> str:
@@ -240,15 +236,13 @@ def out_of_range(label: int, classes: int) -> str:
     )
 
 
-def facts_of_sample(inputs: Sequence[torch.Tensor], target: Targets | None) -> NDArray[np.void]:
+def facts_of_sample(inputs: Tensors, target: Targets | None) -> NDArray[np.void]:
     """Return the facts of one sample, `(1,)`."""
     leaves = flatten(target)[0]
     return facts_of_rows([x.unsqueeze(0) for x in inputs], [y.unsqueeze(0) for y in leaves])
 
 
-def facts_of_rows(
-    inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
-) -> NDArray[np.void]:
+def facts_of_rows(inputs: Tensors, targets: Tensors) -> NDArray[np.void]:
     """Return the facts of samples that lie on axis 0 of tensors, `(samples,)`."""
     columns = [x.detach().cpu() for x in (*inputs, *targets)]
     samples = max(map(len, columns))
@@ -260,9 +254,7 @@ def facts_of_rows(
     return facts
 
 
-def _fill(
-    facts: NDArray[np.void], inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
-) -> None:
+def _fill(facts: NDArray[np.void], inputs: Tensors, targets: Tensors) -> None:
     numbers = [x.float() if x.is_floating_point() else x for x in inputs]
     # As float64, in which 1 of any type is the same.
     numbers += [(y.float() if y.is_floating_point() else y).double() for y in targets]

@@ -150,6 +150,4 @@ def with_named_length(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 def described(inputs: Sequence[TensorSpec]) -> str:
     """Describe inputs by name, shape and element type."""
-    return ", ".join(
-        f"{spec.name} [{', '.join(map(str, spec.shape))}] {spec.dtype}" for spec in inputs
-    )
+    return ", ".join(f"{x.name} [{', '.join(map(str, x.shape))}] {x.dtype}" for x in inputs)

@@ -61,9 +61,8 @@ class Sample:
     def to_bytes(self) -> bytes:
         """Return safetensors: `position:name` of inputs, `labels`, or `labels:number` and nest."""
         names = self.names or [""] * len(self.inputs)
-        tensors = {
-            f"{i}:{name}": x for i, (name, x) in enumerate(zip(names, self.inputs, strict=True))
-        }
+        inputs = enumerate(zip(names, self.inputs, strict=True))
+        tensors = {f"{i}:{name}": x for i, (name, x) in inputs}
         if isinstance(self.target, dict | list):
             leaves, nest = flatten(self.target)
             tensors |= {f"{LABELS}:{i}": leaf for i, leaf in enumerate(leaves)}

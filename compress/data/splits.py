@@ -83,9 +83,8 @@ class DataReference:
         except PipelineInvalid:
             raise
         except (Exception, SystemExit) as error:
-            raise PipelineInvalid(
-                f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
-            ) from error
+            problem = f"{type(error).__name__}: {error}"
+            raise PipelineInvalid(f"data.factory {self.factory!r}: {problem}") from error
         splits = Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
         return replace(splits, recorded=recorded, input_dtypes=self.input_dtypes)
 

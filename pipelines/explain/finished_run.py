@@ -66,11 +66,10 @@ class FinishedRun:
 
     def with_pipeline(self, pipeline: Pipeline, out: Path) -> FinishedRun:
         """Return the run of a changed pipeline in another folder, with the same store."""
-        options = RunOptions(
-            cache=self.out / ".store", judge=self.report.judged, progress=self.state.progress
-        )
+        store, progress = self.out / ".store", self.state.progress
+        options = RunOptions(cache=store, judge=self.report.judged, progress=progress)
         _, state = preview_state(pipeline, out, options)
-        state.progress = self.state.progress
+        state.progress = progress
         return FinishedRun(out, Report.read(out), pipeline, state)
 
     def judged(self, stage: str | None, gate: str | None) -> list[JudgedStage]:
@@ -187,6 +186,5 @@ class FinishedRun:
             return float(measured.metric.value)
         if name not in self.state.artifacts:
             raise StageFailed(f"{self.out}: the metric of {name} was not measured")
-        return self.state.context(self.report.stages[-1].name, self.out / "work").score(
-            self.state.artifacts[name]
-        )
+        context = self.state.context(self.report.stages[-1].name, self.out / "work")
+        return context.score(self.state.artifacts[name])

@@ -76,11 +76,7 @@ class RepairSearch:
     """Each repair that was tried, with the verdict of the refused run that it began with."""
 
     def search(
-        self,
-        run: FinishedRun,
-        explained: Sequence[Explained],
-        kept: Edits,
-        began_with: Explained | None,
+        self, run: FinishedRun, explained: Sequence[Explained], kept: Edits, root: Explained | None
     ) -> bool:
         """Try single changes and then pairs, until one passes beside those that are kept.
 
@@ -96,7 +92,7 @@ class RepairSearch:
                     return False
                 found = self.run_repaired(each, repair, kept)
                 tried.append(found)
-                self.tried.append((began_with or each, found))
+                self.tried.append((root or each, found))
                 outcome = "passes" if found.passed else found.error
                 self.announce(f"{found.name}: {outcome}")
                 log_event("repair_tried", f"{found.name}: {outcome}", settings=found.settings)
@@ -105,7 +101,7 @@ class RepairSearch:
                 if built_on < BUILT_ON and self._mends(run, each, found):
                     built_on += 1
                     left = self._explained_anew(found)
-                    if left and self.search(*left, found.edits, began_with or each):
+                    if left and self.search(*left, found.edits, root or each):
                         return True
         return False
 
@@ -117,7 +113,7 @@ class RepairSearch:
 
     def with_tried(self, explained: Explained) -> Explanation:
         """Return an explanation with the repairs that were tried for it."""
-        tried = tuple(tried for began_with, tried in self.tried if began_with is explained)
+        tried = tuple(tried for root, tried in self.tried if root is explained)
         return explained.explanation.model_copy(update={"tried": tried})
 
     def allowed(self, explained: Explained) -> list[Repair]:
@@ -139,12 +135,10 @@ class RepairSearch:
         """Whether a change mends its refusal, and no gate now refuses that passed before."""
         if tried.passed or not tried.verdicts or not excess(explained, tried) <= 0:
             return False
-        passed = {
-            (s.name, v.gate, v.rule) for s in run.report.stages for v in s.verdicts if v.passed
-        }
-        refused = {
-            (s, v.gate, v.rule) for s, vs in tried.verdicts.items() for v in vs if not v.passed
-        }
+        before = [(s.name, v) for s in run.report.stages for v in s.verdicts]
+        after = [(name, v) for name, verdicts in tried.verdicts.items() for v in verdicts]
+        passed = {(name, v.gate, v.rule) for name, v in before if v.passed}
+        refused = {(name, v.gate, v.rule) for name, v in after if not v.passed}
         return not passed & refused
 
     def _explained_anew(self, tried: TriedRepair) -> tuple[FinishedRun, list[Explained]] | None:
@@ -172,12 +166,8 @@ class RepairSearch:
     ) -> TriedRepair:
         """Run the pipeline with a change beside those `kept`, and judge it by all gates."""
         began = time.monotonic()
-        tried = TriedRepair(
-            settings=dict(repair.settings),
-            stage=str(explained.explanation.culprit),
-            beside=kept or {},
-            passed=False,
-        )
+        settings, stage = dict(repair.settings), str(explained.explanation.culprit)
+        tried = TriedRepair(settings=settings, stage=stage, beside=kept or {}, passed=False)
         folder = self._folder(len(self.tried) + 1)
         try:
             pipeline = self._pipeline(tried.edits)
@@ -266,11 +256,9 @@ def excess(explained: Explained, tried: TriedRepair) -> float:
     return -missed if gate_class(verdict.gate).higher_passes else missed
 
 
-def _same_verdict(
-    explained: Explained, verdicts: Mapping[str, Sequence[Verdict]]
-) -> Verdict | None:
-    refused = explained.judged.verdict
-    for verdict in verdicts.get(explained.judged.report.name, ()):
+def _same_verdict(refusal: Explained, verdicts: Mapping[str, Sequence[Verdict]]) -> Verdict | None:
+    refused = refusal.judged.verdict
+    for verdict in verdicts.get(refusal.judged.report.name, ()):
         if (verdict.gate, verdict.rule) == (refused.gate, refused.rule):
             return verdict
     return None

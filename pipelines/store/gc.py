@@ -98,12 +98,8 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
         begun = (*(root / WORK).glob("*"), *(f for f in folders if f not in entries))
         # All files: writing one does not change the time of a folder further up.
         work = [f for f in begun if _idle_seconds(*f.rglob("*"), f) > seconds]
-        stats = [
-            path.lstat()
-            for folder in (*old, *work)
-            for path in folder.rglob("*")
-            if not path.is_dir()
-        ]
+        paths = (path for folder in (*old, *work) for path in folder.rglob("*"))
+        stats = [path.lstat() for path in paths if not path.is_dir()]
         # Removing a file with other hard links, as of a published artifact, frees nothing.
         freed = sum(stat.st_size for stat in stats if stat.st_nlink == 1)
         for folder in () if dry_run else (*old, *work):

@@ -67,9 +67,8 @@ class Store:
         self.root, self._remote, self._announce = root, remote, announce
         self.lock: int | None = None
         self.warnings: list[str] = []  # damaged or changed files that were found, for the report
-        self.surroundings = Surroundings(
-            folder, code or folder, (root, root.parent / "artifacts"), self._warn
-        )
+        outputs = root, root.parent / "artifacts"
+        self.surroundings = Surroundings(folder, code or folder, outputs, self._warn)
         self._unusable: dict[str, str] = {}  # key → why its entry was not used
 
     @contextmanager
@@ -98,10 +97,8 @@ class Store:
         """Refuse a store of another format."""
         with suppress(FileNotFoundError):
             content = (self.root / FORMAT_FILE).read_bytes()
-            advice = (
-                f"choose another --out, or remove {self.root} (everything in it can be made again)"
-            )
-            check_format(content, str(self.root), advice)
+            again = f"remove {self.root} (everything in it can be made again)"
+            check_format(content, str(self.root), f"choose another --out, or {again}")
 
     def commit(self, name: str, entry: Entry, record: Record) -> None:
         """Add a stage's artifact to the store, and remove the checkpoints that it resumed from."""

@@ -55,10 +55,8 @@ class RunProfile(Settings):
         columns["total"] = self.total
         width = max(map(len, columns))
         for name, found in columns.items():
-            yield f"{name:<{width}}  " + ", ".join(
-                f"{what.replace('_', ' ')} {_readable(what, value)}"
-                for what, value in found.items()
-            )
+            counts = (f"{k.replace('_', ' ')} {_readable(k, x)}" for k, x in found.items())
+            yield f"{name:<{width}}  {', '.join(counts)}"
 
 
 class Profiler:
@@ -91,9 +89,8 @@ class Profiler:
         """Return what was counted so far; None where it is off."""
         if not self.is_on:
             return None
-        return RunProfile.model_validate(
-            {"total": _difference(self._start, _now()), "stages": self._stages}
-        )
+        total = _difference(self._start, _now())
+        return RunProfile.model_validate({"total": total, "stages": self._stages})
 
 
 @cache

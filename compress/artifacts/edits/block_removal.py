@@ -28,9 +28,7 @@ def blocks_of(module: nn.Module) -> dict[str, int]:
     A container is a ModuleList or Sequential in which a class with submodules occurs more than
     once: the layers of a transformer, a stage of a ResNet. Entries of other classes count too.
     """
-    return {
-        name: len(part._modules) for name, part in module.named_modules() if alike_entries(part)
-    }
+    return {name: len(m._modules) for name, m in module.named_modules() if alike_entries(m)}
 
 
 def alike_entries(container: nn.Module) -> dict[int, nn.Module]:
@@ -39,11 +37,8 @@ def alike_entries(container: nn.Module) -> dict[int, nn.Module]:
         return {}
     # children() yields a module once, even if the container holds it twice with shared weights.
     classes = Counter(type(child) for child in container.children() if any(child.children()))
-    return {
-        index: child
-        for index, child in enumerate(container._modules.values())
-        if child is not None and classes[type(child)] > 1
-    }
+    blocks = enumerate(container._modules.values())
+    return {i: block for i, block in blocks if block is not None and classes[type(block)] > 1}
 
 
 def keep_blocks_(module: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:

@@ -25,7 +25,8 @@ from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
     Outputs = list[torch.Tensor]
-    Call = Callable[[Sequence[torch.Tensor]], Any]
+    Inputs = Sequence[torch.Tensor]
+    Call = Callable[[Inputs], Any]
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -48,9 +49,7 @@ class ModuleState:
         self._weights = [(weight, weight.data, weight.detach().clone()) for weight in every]
         # Weights and parts are not copied with an attribute that refers to them.
         self._memo: dict[int, Any] = {id(x): x for x in (*module.modules(), *module.parameters())}
-        self._values = {
-            name: (value, _copied(value, self._memo)) for name, value in _attributes(module).items()
-        }
+        self._values = {k: (x, _copied(x, self._memo)) for k, x in _attributes(module).items()}
 
     def changed(self) -> list[str]:
         """Return the names of buffers and attributes that have other values now."""
@@ -99,7 +98,7 @@ def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[ModuleSta
 
 
 def call_effects(
-    module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
+    module: nn.Module, call: Call, inputs: Inputs
 ) -> tuple[Any, CallState | None, bool, bool]:
     """Call a module once, more often if that changes it or draws random numbers, and restore it.
 
@@ -136,9 +135,7 @@ def call_effects(
 
 
 @contextmanager
-def needed_hooks_alone(
-    module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
-) -> Iterator[None]:
+def needed_hooks_alone(module: nn.Module, call: Call, inputs: Inputs) -> Iterator[None]:
     """Remove a module's forward and backward hooks for a block, unless they change its outputs.
 
     Those of torch, such as ``weight_norm``, stay. Others are called for two forward passes, in eval
@@ -317,7 +314,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.nan_to_num(nan=0.5) if tensor.is_floating_point() else tensor
 
 
-def _outcome(call: Call, inputs: Sequence[torch.Tensor]) -> Outputs | None:
+def _outcome(call: Call, inputs: Inputs) -> Outputs | None:
     """Copy a call's outputs, with the same random numbers each time; None if it fails."""
     try:
         with random_state_kept("cpu"), torch.inference_mode():

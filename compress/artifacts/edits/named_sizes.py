@@ -25,6 +25,8 @@ from compress.common.errors import ArtifactInvalid
 if TYPE_CHECKING:
     from torch import nn
 
+    Sizes = Mapping[str, Mapping[str, int | tuple[int, ...]]]
+
 SHAPED = ("view", "reshape", "unflatten", "expand")  # calls that take the shape of their result
 PARTED = ("split", "chunk")
 """Calls that take the sizes, or the number, of the parts of an axis; both become `split`."""
@@ -50,11 +52,7 @@ class NamedCall(Settings):
     """Index of a size among those that the call takes → attribute."""
 
 
-def name_sizes_(
-    module: nn.Module,
-    calls: Sequence[NamedCall],
-    sizes: Mapping[str, Mapping[str, int | tuple[int, ...]]],
-) -> None:
+def name_sizes_(module: nn.Module, calls: Sequence[NamedCall], sizes: Sizes) -> None:
     """Replace methods of modules of one class, and set attributes: module → attribute → value.
 
     Raises ArtifactInvalid where the code is not that for which the edit was made.

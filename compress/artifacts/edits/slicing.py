@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+Indices = Mapping[str, Mapping[int, Sequence[int]]]
+
 
 @torch.no_grad()
-def keep_indices_(
-    module: nn.Module,
-    kept: Mapping[str, Mapping[int, Sequence[int]]],
-    attributes: Mapping[str, Any],
-) -> None:
+def keep_indices_(module: nn.Module, kept: Indices, attributes: Mapping[str, Any]) -> None:
     """Keep only the given entries of parameters and buffers, in place; tied ones stay tied.
 
     ``kept`` is tensor name → axis → ascending indices, ``attributes`` dotted attribute → value.

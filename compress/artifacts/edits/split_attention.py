@@ -124,10 +124,7 @@ def is_splittable(layer: nn.Module) -> bool:
 
 
 def _parts(packed: torch.Tensor) -> list[Any]:
-    return [
-        nn.Parameter(part.detach().clone(), requires_grad=packed.requires_grad)
-        for part in packed.chunk(3)
-    ]
+    return [nn.Parameter(p.detach().clone(), packed.requires_grad) for p in packed.chunk(3)]
 
 
 def _linear(weight: Any, bias: Any) -> nn.Linear:

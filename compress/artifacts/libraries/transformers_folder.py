@@ -21,6 +21,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import torch_predictor
 
 if TYPE_CHECKING:
+    Config = dict[str, Any]
     Shapes = dict[str, tuple[int, ...]]
 
 WIDTH = re.compile(r"size|dim|head|inner|embd|channel|layer|block|d_model|d_ff|d_kv|groups")
@@ -103,7 +104,7 @@ def described_by_config(artifact: Artifact) -> tuple[dict[str, Any], Any]:
     before, after = _shapes_of_config(architecture, config) or {}, _shapes(state)
     if _depth(before) == _depth(after):
         _refuse_unequal_layers(before, after, artifact.path)
-    head_size = _unstated_head_size(architecture, config, before)
+    head_size = _unstated_head_dim(architecture, config, before)
     config = config | head_size
     for changed in islice(_possible_changes(config, before, after), TRIES):
         if _shapes_of_config(architecture, config | changed) == after:
@@ -135,9 +136,7 @@ def _refuse_unequal_layers(before: Shapes, after: Shapes, path: Path) -> None:
             )
 
 
-def _unstated_head_size(
-    architecture: str, config: dict[str, Any], before: Shapes
-) -> dict[str, int]:
+def _unstated_head_dim(architecture: str, config: Config, before: Shapes) -> dict[str, int]:
     """Return the entry `head_dim` where a model reads it and its config leaves it out.
 
     A head is then `hidden_size / num_attention_heads` wide, which fewer heads would change.
@@ -150,16 +149,11 @@ def _unstated_head_size(
     return {HEAD_SIZE: size} if is_read else {}
 
 
-def _possible_changes(
-    config: dict[str, Any], before: Shapes, after: Shapes
-) -> Iterator[dict[str, int]]:
+def _possible_changes(config: Config, before: Shapes, after: Shapes) -> Iterator[dict[str, int]]:
     """Yield changes of a config's widths and numbers of layers, the fewest first; none first."""
-    pairs = {
-        (was, now)
-        for name in before.keys() & after.keys()
-        for was, now in zip(before[name], after[name], strict=True)
-        if was != now
-    }
+    shared = before.keys() & after.keys()
+    widths = (pair for name in shared for pair in zip(before[name], after[name], strict=True))
+    pairs = {(was, now) for was, now in widths if was != now}
     if depths := {(_depth(before), _depth(after))} - {(_depth(after),) * 2}:
         pairs |= depths
     entries = [
@@ -180,7 +174,7 @@ def _depth(names: Iterable[str]) -> int:
     return 1 + max((int(number[1]) for number in numbers if number), default=0)
 
 
-def _shapes_of_config(architecture: str, config: dict[str, Any]) -> Shapes | None:
+def _shapes_of_config(architecture: str, config: Config) -> Shapes | None:
     try:
         with torch.device("meta"):
             return _shapes(build(architecture, config).state_dict())
