@@ -46,22 +46,16 @@ Task = Literal[
 ]
 """A task, by its name in transformers' pipelines."""
 
-CLASSES = (
-    "AutoModelForAudioClassification",
-    "AutoModelForCTC",
-    "AutoModel",
-    "AutoModelForMaskedLM",
-    "AutoModelForImageClassification",
-    "AutoModelForSemanticSegmentation",
-    "AutoModelForMultipleChoice",
-    "AutoModelForObjectDetection",
-    "AutoModelForQuestionAnswering",
-    "AutoModelForSequenceClassification",
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForTokenClassification",
-    "AutoModelForVideoClassification",
-)
+OTHER_CLASSES = {
+    "automatic-speech-recognition": "AutoModelForCTC",
+    "feature-extraction": "AutoModel",
+    "fill-mask": "AutoModelForMaskedLM",
+    "image-segmentation": "AutoModelForSemanticSegmentation",
+    "text-classification": "AutoModelForSequenceClassification",
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+}
+"""Of tasks whose class is not named as they are, such as `AutoModelForImageClassification`."""
 OUTPUTS: dict[str | None, tuple[str, ...]] = {"object-detection": ("logits", "pred_boxes")}
 """Outputs of the tasks that need more than `logits`."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -349,7 +343,8 @@ def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
                 f"name a `task:` ({', '.join(get_args(Task))})"
             )
         return config, model_class
-    auto: Any = getattr(transformers, dict(zip(get_args(Task), CLASSES, strict=True))[task])
+    usual = f"AutoModelFor{task.title().replace('-', '')}"
+    auto: Any = getattr(transformers, OTHER_CLASSES.get(task, usual))
     try:
         classes = auto._model_mapping[type(config)]
     except KeyError:

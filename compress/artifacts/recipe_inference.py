@@ -8,11 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.edits.independent_calls import (
-    call_effects,
-    needed_hooks_alone,
-    unchanged,
-)
+from compress.artifacts.edits.independent_calls import call_effects, needed_hooks_alone, unchanged
 from compress.artifacts.hf_folder import recipe_from
 from compress.artifacts.in_process import is_in_process, register_module
 from compress.artifacts.recipe import AnyEdit, CallByName, IndependentCalls, Recipe

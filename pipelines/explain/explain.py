@@ -99,17 +99,18 @@ def _explain_stage(refused: RefusedStage[Any], gate: str, deadline: float) -> Fo
     found: dict[str, Any] = {}
     if measured is not None:
         refused = replace(refused, measured=measured)
-        measured.search.deadline = deadline
-        found = {"parts": measured.parts, "put_back": measured.put_back}
-        lost = measured.search.lost
+        search, lost = measured.search, measured.search.lost
+        search.deadline = deadline
+        found = {
+            "parts": measured.parts,
+            "put_back": measured.put_back,
+            "points": round(lost, 6) if math.isfinite(lost) else None,
+            "samples": measured.halves[0].samples,
+            "layers": len(search.ranking),
+        }
         if lost <= 0 or lost < measured.resolution:
-            found |= {
-                "points": round(lost, 6),
-                "samples": measured.halves[0].samples,
-                "layers": len(measured.search.ranking),
-                "judgings": measured.evaluations,
-                "notice": "so little is lost on these samples that it may be chance",
-            }
+            notice = "so little is lost on these samples that it may be chance"
+            found |= {"judgings": measured.evaluations, "notice": notice}
             return found, _repairs(refused, gate, [])
         guilty, layers = _guilty_layers(measured)
         found |= guilty
@@ -165,9 +166,6 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
         put_back = f"{len(names)} {measured.parts} {measured.put_back}"
         log_event("patched", f"{put_back} return {share:.0%}")
     return {
-        "points": round(search.lost, 6) if math.isfinite(search.lost) else None,
-        "samples": measured.halves[0].samples,
-        "layers": len(search.ranking),
         "sets": tuple(sets),
         "guilty": tuple(
             GuiltyLayer(
