@@ -1,37 +1,87 @@
-"""Explains a refusal: which stage loses the metric, which of its layers, and for what cause."""
+"""Explains a refusal: which stage loses or costs too much, which layers, and for what cause."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
-from compress.core.diagnosis.cause import ACCURACY_GATES, RefusedStage, Repair
+from compress.common.errors import ArtifactInvalid, CompressError, StageFailed, Unavailable
+from compress.common.requirements import announced_entries, is_foreign, load_entry_point
+from compress.core.diagnosis import layer_diagnosis
+from compress.core.diagnosis.cause import (
+    ACCURACY_GATES,
+    ENTRY_POINT_GROUP,
+    MACS_GATES,
+    MEMORY_GATES,
+    PARAMETER_GATES,
+    PARITY_GATES,
+    SPEED_GATES,
+    Cause,
+    RefusedStage,
+    Repair,
+)
 from compress.core.diagnosis.layer_diagnosis import LEAST_RECOVERED, LayerDiagnosis
 from compress.core.diagnosis.rerun import RerunStage
-from compress.pipelines.explain.causes import (
-    NO_CAUSE,
-    Explained,
-    announced_causes,
-    causes_of,
-    cheapest_first,
-    check_causes,
-    diagnose,
-    log_causes,
+from compress.core.gates.baselines import baseline_for, baseline_name, nearest_float_model
+from compress.export.diagnosis.causes import NOISE, WRONG_OPERATOR
+from compress.export.diagnosis.costs import (
+    MacsDiagnosis,
+    SizeDiagnosis,
+    SpeedDiagnosis,
+    SpeedGate,
+    sizes_by_module,
 )
-from compress.pipelines.explain.costs import explain_cost
-from compress.pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
-from compress.pipelines.results.schema import StageReport
+from compress.export.diagnosis.parity import ParityDiagnosis
+from compress.export.diagnosis.profile import as_onnx
+from compress.export.onnx.proto_io import read
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.parity.report import RefusedFile, report_folder
+from compress.pipelines.results.explanation import (
+    FLOAT_MACS,
+    Explanation,
+    FoundCause,
+    GuiltyLayer,
+    LayerSet,
+    ModuleCost,
+)
+from compress.pipelines.results.schema import FailureReport, StageReport
 from compress.pipelines.system.jsonl_log import log_event
+from compress.profiling.benchmark import unmeasurable
+from compress.training.config.training import Training
 from compress.training.diagnosis.causes import recorded_losses
 
 if TYPE_CHECKING:
-    from compress.pipelines.explain.causes import Found
+    import onnx_ir as ir
+
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
+    from compress.core.stage import Stage
+    from compress.export.diagnosis.costs import FileDiagnosis, Unit
     from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
-    from compress.pipelines.results.explanation import FoundCause, StageShare
+    from compress.pipelines.results.explanation import StageShare
+
+MIB = 2**20
+LONGER_SECONDS = 3.0  # for which each model is measured where the first measurement does not tell
+LEAST_RETURNED = 0.1
+"""Share of the loss that must return without a cause; with less, the cause is not named."""
+NO_CAUSE = "no test of a cause is above its threshold"
+Checked = list[tuple[Cause, FoundCause]]
+Found = tuple[dict[str, Any], Sequence[Repair]]
+"""What an explanation has besides the verdict, and the repairs that its causes name."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A verdict with its explanation, and the repairs that its causes name, cheapest first."""
+
+    judged: JudgedStage
+    explanation: Explanation
+    repairs: tuple[Repair, ...]
 
 
 def explain_run(
@@ -191,3 +241,295 @@ def _repairs(refused: RefusedStage[Any], gate: str, found: Sequence[FoundCause])
         for key, repair in cheapest_first(every, refused).items():
             repairs.setdefault(key, repair)
     return [*repairs.values()]
+
+
+@dataclass
+class RefusedBranch:
+    """The stages that led to a refused one, and their artifacts."""
+
+    run: FinishedRun
+    judged: JudgedStage
+    context: Context
+    names: list[str]
+    """Of the stages, the refused one last."""
+
+    @property
+    def after(self) -> Artifact:
+        """What the refused stage made."""
+        return self.run.state.artifacts[self.names[-1]]
+
+    @property
+    def gate(self) -> Any:
+        """The gate's settings."""
+        verdict, plan = self.judged.verdict, self.run.state.plan
+        planned, kind = plan.stage(self.names[-1]), self.after.kind
+        return next(
+            gate
+            for gate in planned.stage.gates
+            if (gate.gate, gate.verdict(None).rule) == (verdict.gate, verdict.rule)
+            and verdict.against
+            == (baseline_name(gate, kind, planned.input, plan.baseline) if gate.compares else None)
+        )
+
+    @property
+    def file(self) -> tuple[Artifact, Any, Any, Context]:
+        """What a diagnosis takes apart, its float model, and what makes the file again."""
+        source = nearest_float_model(self.before(self.names[-1]), self.context)
+        return self.after, source, self.rerun, self.context
+
+    def stage(self, name: str) -> Any:
+        """Return a stage's settings."""
+        return self.run.state.plan.stage(name).stage
+
+    def before(self, name: str) -> Artifact:
+        """Return what a stage reads."""
+        return self.run.state.artifacts[self.run.state.plan.stage(name).input]
+
+    def rerun(self, name: str, settings: Mapping[str, Any]) -> ir.Model | None:
+        """Return the file made with other settings; None where a stage trains or fails."""
+        artifact: Any = self.before(name)
+        with self.context.in_temporary_folder() as context:
+            for place, later in enumerate(self.names[self.names.index(name) :]):
+                stage = self.stage(later)
+                if isinstance(stage, Training):
+                    return None
+                changes = {} if place else dict(settings)
+                if hasattr(stage, "finetune"):
+                    changes["finetune"] = None
+                changed = stage.with_settings(changes)
+                try:
+                    if isinstance(changed, ExportOnnx):
+                        return changed.translated(artifact)[0]
+                    artifact = changed.run(artifact, context.with_root(context.root / later))
+                except CompressError:
+                    return None
+            return as_onnx(artifact)
+
+    def refused(self, name: str, measured: Any, layers: Sequence[str]) -> RefusedStage[Any]:
+        """Return a stage with what was measured, for the tests of causes."""
+        before = self.before(name)
+        after = self.run.state.artifacts.get(name, before)  # of an export that failed
+        stage = self.stage(name)
+        return RefusedStage(stage, before, after, self.context, tuple(layers), measured, 0.0)
+
+    def check_causes(
+        self, measured: Any, layers: Sequence[str], known: Mapping[str, Any] | None = None
+    ) -> Found:
+        """Test the causes of all stages; the one whose cause returns most is the culprit."""
+        found: list[tuple[RefusedStage[Any], Cause, FoundCause]] = []
+        for name in self.names:
+            refused = self.refused(name, measured, layers)
+            checked = check_causes(refused, self.judged.verdict.gate)
+            log_causes(checked, name)
+            found += [(refused, *pair) for pair in checked]
+        counted = {**(known or {}), "judgings": measured.measured}
+        if not found:
+            return {**counted, "notice": NO_CAUSE}, ()
+        found.sort(key=lambda one: -likelihood(one[2]))
+        culprit = found[0][0]
+        own = [(c, [n for n in f.layers if n]) for refused, c, f in found if refused is culprit]
+        repairs = tuple(cheapest_first(own, culprit).values())
+        return {
+            **counted,
+            "culprit": culprit.stage.title,
+            "causes": tuple(result for _, _, result in found),
+            "repairs": tuple(dict(repair.settings) for repair in repairs),
+        }, repairs
+
+
+def explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Found:
+    """Explain a verdict on costs or outputs; until the deadline a wrong layer is searched for."""
+    names, root = [*judged.report.branch[1:], judged.report.name], temporary_folder() / "explain"
+    contexts = [run.context(name, judged, root) for name in names]
+    branch, gate = RefusedBranch(run, judged, contexts[-1], names), judged.verdict.gate
+    try:
+        if gate in SPEED_GATES:
+            return _explain_speed(branch)
+        if gate in PARITY_GATES:
+            return _explain_parity(branch, deadline)
+        return _explain_macs(branch) if gate in MACS_GATES else _explain_size(branch)
+    except CompressError as error:
+        return {"notice": str(error)}, ()
+
+
+def _explain_speed(branch: RefusedBranch) -> Found:
+    gate, before, after = branch.gate, branch.before(branch.names[-1]), branch.after
+    if gate.compares:
+        before = baseline_for(gate, before, after, branch.context)
+    for seconds in (None, LONGER_SECONDS):  # more time than a run takes may show it
+        compared = branch.context.compare_latency(before, after, gate.batch, seconds)
+        latency, is_ratio = compared.after, gate.higher_passes
+        found = SpeedGate(
+            interval=compared.interval if is_ratio else latency.p95_interval,
+            middle=compared.speedup if is_ratio else latency.p95,
+            limit=gate.limit,
+            higher_passes=is_ratio,
+            batch=gate.batch,
+            earlier=branch.judged.verdict.value,
+        )
+        if not found.spread_in_margin > NOISE.limit:
+            break
+    # A busy machine makes each file slow, and every cause of that would be a guess.
+    if compared.after.disturbed:
+        raise StageFailed(unmeasurable("the speed", compared.after.disturbed))
+    ms = compared.after.p50
+    measured = SpeedDiagnosis(*branch.file, found.missing(ms), found, ms)
+    now = measured.profile.by_module
+    changes = _costs(measured, "ms", measured.float_profile.by_module, now)
+    if not branch.judged.verdict.passed:
+        noise = check_cause(NOISE, branch.refused(branch.names[-1], measured, ()))
+        if noise is not None:
+            return {**changes, "causes": (noise,), "culprit": branch.names[-1]}, ()
+    return branch.check_causes(measured, [*now], changes)
+
+
+def _explain_size(branch: RefusedBranch) -> Found:
+    gate, after, verdict = branch.gate, branch.after, branch.judged.verdict
+    unit: Unit = "weights" if verdict.gate in PARAMETER_GATES else "bytes"
+    if verdict.gate in MEMORY_GATES:
+        missing = MIB * (float(verdict.value or verdict.limit) - verdict.limit)
+    elif gate.compares:
+        before = baseline_for(gate, branch.before(branch.names[-1]), after, branch.context)
+        sizes = [a.parameters() if unit == "weights" else a.payload_bytes for a in (before, after)]
+        missing = (sizes[1] or 0) - verdict.limit * (sizes[0] or 0)
+    else:
+        missing = after.payload_bytes - MIB * verdict.limit
+    batch = gate.batch if verdict.gate in MEMORY_GATES else None
+    measured = SizeDiagnosis(*branch.file, missing, unit, batch)
+    sizes_before, now = (sizes_by_module(t, unit) for t in (measured.before, measured.tensors))
+    changes = _costs(measured, unit, sizes_before, now)
+    return branch.check_causes(measured, [*{**now, **measured.activations}], changes)
+
+
+def _explain_macs(branch: RefusedBranch) -> Found:
+    verdict = branch.judged.verdict
+    if verdict.value is None:
+        return {"notice": verdict.reason}, ()
+    measured = MacsDiagnosis(*branch.file, verdict.limit - verdict.value)
+    now = measured.profile.float_macs
+    changes = _costs(measured, FLOAT_MACS, measured.float_profile.float_macs, now)
+    return branch.check_causes(measured, [*now], changes)
+
+
+def _explain_parity(branch: RefusedBranch, deadline: float) -> Found:
+    name, run = branch.names[-1], branch.run
+    stage, kept = branch.stage(name), None
+    source: Any = branch.before(name)
+    made: Any = run.state.artifacts.get(name)
+    if made is None or isinstance(branch.judged.report, FailureReport):
+        try:
+            kept = RefusedFile.read(report_folder(branch.context, name), source)
+        except (ArtifactInvalid, OSError, KeyError) as error:
+            raise StageFailed(f"{error}; run the pipeline again") from error
+    if not isinstance(stage, ExportOnnx):
+        if kept is None:
+            return {"notice": f"parity of {stage.stage} is not explained; expected export_onnx"}, ()
+        layer = stage.search_refused(source, kept, branch.context, deadline)
+        if layer is None:
+            return {"notice": "no part of the graph that is exported alone differs"}, ()
+        cause = found_cause(WRONG_OPERATOR, {str(layer): layer.error}, None)
+        return {"culprit": name, "causes": (cause,)}, ()
+    model = read(kept.file if kept else made.payload_path, weights=True)
+    measured = ParityDiagnosis(stage, source, model, branch.context, branch.rerun, kept, deadline)
+    layers = [*measured.axis_errors]
+    if any(map(math.isfinite, measured.errors.values())) and measured.wrong_layer is not None:
+        layers.append(str(measured.wrong_layer))
+    return branch.check_causes(measured, layers)
+
+
+def _costs(
+    measured: FileDiagnosis, unit: str, before: Mapping[str, float], now: Mapping[str, float]
+) -> dict[str, Any]:
+    costs = tuple(
+        ModuleCost(
+            module=name,
+            before=round(before[name], 6) if name in before else None,
+            now=round(now.get(name, 0.0), 6),
+        )
+        for name in sorted({**before, **now}, key=lambda name: -now.get(name, 0.0))
+    )
+    return {"unit": unit, "costs": costs, "layers": len(measured.layer_names)}
+
+
+@cache
+def announced_causes() -> dict[str, tuple[Cause, bool]]:
+    """Return key → cause, and whether a foreign package adds it; Unavailable if two clash."""
+    known: dict[str, tuple[Cause, bool]] = {}
+    for entry in announced_entries(ENTRY_POINT_GROUP, "cause"):
+        table = load_entry_point(entry, "cause")
+        for cause in (table,) if isinstance(table, Cause) else table:
+            if cause.key in known:
+                raise Unavailable(f"cause {entry.name!r} of {entry.value}: the name is taken")
+            known[cause.key] = cause, is_foreign(entry)
+    return known
+
+
+def causes_of(stage: str, gate: str) -> list[Cause]:
+    """Return the causes that are tested on a kind of stage where a gate refused."""
+    every = (cause for cause, _ in announced_causes().values())
+    return [cause for cause in every if stage in cause.stages and gate in cause.gates]
+
+
+def diagnose(
+    stage: Stage[Any, Any], before: Any, after: Artifact, context: Context, allowed: float
+) -> LayerDiagnosis | None:
+    """Return the diagnosis of what a stage made; None where no part of it can be put back."""
+    for entry in announced_entries(layer_diagnosis.ENTRY_POINT_GROUP, "diagnosis"):
+        if entry.name == stage.stage:
+            kind: type[LayerDiagnosis] = load_entry_point(entry, "diagnosis")
+            return kind(stage, before, after, context, allowed)
+    return None
+
+
+def check_cause(cause: Cause, refused: RefusedStage[Any]) -> FoundCause | None:
+    """Test a cause on the guilty layers; None where no value is above the threshold."""
+    measured = {layer: cause.measure(refused, layer) for layer in (*refused.layers, "")}
+    above = {n: value for n, value in measured.items() if value is not None and value > cause.limit}
+    if not above:
+        return None
+    share = cause.recovered_share(refused, [n for n in above if n] or refused.layers)
+    if share is not None and share < LEAST_RETURNED:
+        return None
+    return found_cause(cause, above, None if share is None else round(share, 4))
+
+
+def found_cause(cause: Cause, values: Mapping[str, float], returned: float | None) -> FoundCause:
+    """Return a cause with the values of layers that are above its threshold, the worst first."""
+    worst = dict(sorted(values.items(), key=lambda item: -item[1]))
+    return FoundCause(
+        cause=cause.key,
+        layers={layer: float(f"{value:.4g}") for layer, value in worst.items()},
+        limit=cause.limit,
+        returned=returned,
+        text=cause.in_words(next(iter(worst.values()))),
+    )
+
+
+def check_causes(refused: RefusedStage[Any], gate: str) -> Checked:
+    """Return the causes of a stage above their thresholds, the likeliest first."""
+    tested = [(c, check_cause(c, refused)) for c in causes_of(refused.stage.stage, gate)]
+    found = [(cause, result) for cause, result in tested if result is not None]
+    # Equal ones in their own order: a twentieth of the loss is some samples.
+    return sorted(found, key=lambda pair: -likelihood(pair[1]))
+
+
+def likelihood(found: FoundCause) -> int:
+    """Return the share that returns, in twentieths; less is chance."""
+    return round(20 * (found.returned or 0.0))
+
+
+def log_causes(found: Checked, stage: str) -> None:
+    """Write causes to the run's log."""
+    for cause, result in found:
+        log_event("cause_found", f"{stage}: {result.text}", stage=stage, cause=cause.key)
+
+
+def cheapest_first(
+    found: Sequence[tuple[Cause, Sequence[str]]], refused: RefusedStage[Any]
+) -> dict[str, Repair]:
+    """Return what causes of some layers name, without doubles, the cheapest first."""
+    repairs: dict[str, Repair] = {}
+    for cause, layers in found:
+        for repair in cause.repairs(refused, layers):
+            repairs.setdefault(str(sorted(repair.settings.items())), repair)
+    return dict(sorted(repairs.items(), key=lambda item: item[1].cost))

@@ -25,6 +25,7 @@ from compress.pipelines.config.matrix import expand_matrices
 from compress.pipelines.config.relative_paths import relocated
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.config.yaml_source import Source
+from compress.pipelines.explain.explain import Explained, explain_run
 from compress.pipelines.results.explanation import Explanation, TriedRepair
 from compress.pipelines.results.schema import Report, remove_report
 from compress.pipelines.system import yaml_core
@@ -33,7 +34,6 @@ from compress.pipelines.system.jsonl_log import log_event
 if TYPE_CHECKING:
     from compress.core.diagnosis.cause import Repair
     from compress.core.verdict import Verdict
-    from compress.pipelines.explain.causes import Explained
     from compress.pipelines.explain.finished_run import FinishedRun
 
 Edits = dict[str, dict[str, Any]]  # stage → changed settings
@@ -143,9 +143,6 @@ class RepairSearch:
 
     def _explained_anew(self, tried: TriedRepair) -> tuple[FinishedRun, list[Explained]] | None:
         """Explain what a changed pipeline is refused for; None where that cannot be explained."""
-        # explain.py comes before this module: it names the repairs.
-        from compress.pipelines.explain.explain import explain_run
-
         try:
             pipeline = self._pipeline(tried.edits)
             run = self.run.with_pipeline(pipeline, self._folder(len(self.tried)))
