@@ -277,10 +277,7 @@ class Artifact:
 
     @contextmanager
     def keep_verified(self) -> Iterator[None]:
-        """Link the files elsewhere in a block: those that were hashed before it still count so.
-
-        A link changes a file's ctime, and neither its inode, its size nor its mtime.
-        """
+        """Count files as hashed still though a block links them, which changes their ctime."""
         before = {name: v for v, name in self.file_versions().items() if v in _known}
         yield
         for version, name in self.file_versions().items():
@@ -288,11 +285,7 @@ class Artifact:
                 _known[version] = _known[before[name]]
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
-        """Compare names and sizes of all files, and the hashes of those named, with the manifest.
-
-        Raises ArtifactInvalid, which names the file, if one is missing, altered, a link, or was
-        added.
-        """
+        """Compare all names and sizes and some hashes, or raise ArtifactInvalid, naming a file."""
         self._check_sizes()
         for name in hashed:
             if _digest(self.path / name) != self.manifest.files[name]:
@@ -376,11 +369,7 @@ class Artifact:
         return self._int_fact("parameters")
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
-        """Return the multiply-accumulates of a sample; None where the format has not the operators.
-
-        Named axes have their number in `sizes`, by default 8 as in :meth:`Signature.example`; of
-        these alone a stage may have recorded the count.
-        """
+        """Return the multiply-accumulates of a sample, or None; named axes are of these sizes."""
         return None if sizes else self._int_fact("macs")
 
     def fact(self, name: str) -> Any:

@@ -53,11 +53,7 @@ class EagerModel(Artifact):
         facts: dict[str, Any] | None = None,
         carried: Mapping[str, bytes] | None = None,
     ) -> EagerModel:
-        """Write an artifact from a recipe, whose factory's source lies in a folder, and weights.
-
-        The state dict may be in memory or on disk; tied tensors are stored once. ``facts`` are
-        results of the producing stage, for the manifest; ``carried``, files beside the model.
-        """
+        """Write an artifact of a recipe, whose source lies in `folder`, and of its weights."""
         from compress.checkpoint.safetensors_io import write_safetensors
 
         sources = local_sources(recipe.factory, folder)

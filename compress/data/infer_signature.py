@@ -56,10 +56,7 @@ def inputs_of(
 
 
 def sample_inputs(data: Splits | None, signature: Signature) -> tuple[torch.Tensor, ...] | None:
-    """Return the inputs of the first samples as a batch; None without any that fit the signature.
-
-    Some models refuse invented ones: lengths of 0, indices that occur in no sample.
-    """
+    """Return the first samples' inputs, as some models refuse invented ones; None if unfit."""
     if data is None:
         return None
     name = next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))

@@ -138,10 +138,7 @@ def indices_to_probe(dataset: Dataset[Any]) -> list[int]:
 
 
 def cache_folder(cache: Path, split: str, origin: str, probes: Probes) -> Path:
-    """Create the folder for a split's samples, another one where data or their ``origin`` change.
-
-    Raises PipelineInvalid: samples are drawn at random, or the folder cannot be made.
-    """
+    """Create the folder of a split's samples, or raise PipelineInvalid if they are random."""
     drawn = next((index for index, (first, again) in probes.items() if first != again), None)
     if drawn is not None:
         raise PipelineInvalid(

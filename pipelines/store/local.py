@@ -287,10 +287,7 @@ def note_samples(store: Path, contents: Contents) -> None:
 
 
 def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
-    """Describe how many samples of the first changed split differ; empty if that is not known.
-
-    `before` is what :attr:`Contents.parts` was for an earlier run.
-    """
+    """Describe how many samples of the first changed split differ; empty if that is unknown."""
     past = before.get("splits", {})
     for split, parts in now.parts["splits"].items():
         if split in past and past[split] != parts:

@@ -1,8 +1,4 @@
-"""Calls of a module that leave its state and its inputs as they were.
-
-A module may keep state between calls, or change its inputs. Here models are called in any order, on
-batches of many users, so each call starts from the state that the model was given with.
-"""
+"""Calls of a module that leave its state and inputs as they were, in whatever order they come."""
 
 from __future__ import annotations
 
@@ -249,11 +245,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def script_attributes(module: torch.jit.ScriptModule) -> dict[str, str]:
-    """Return what forward reads of a TorchScript module's parts: dotted names → TorchScript types.
-
-    Raises ArtifactInvalid where forward writes to an object that is no module: it cannot be
-    restored.
-    """
+    """Return what TorchScript's forward reads: names → types; ArtifactInvalid if unrestorable."""
     graph: Any = module.inlined_graph  # the nodes live as long as this name does
     parts = {name for name, _ in module.named_modules(remove_duplicate=False)}
     types = {}

@@ -53,10 +53,7 @@ class NamedCall(Settings):
 
 
 def name_sizes_(module: nn.Module, calls: Sequence[NamedCall], sizes: Sizes) -> None:
-    """Replace methods of modules of one class, and set attributes: module → attribute → value.
-
-    Raises ArtifactInvalid where the code is not that for which the edit was made.
-    """
+    """Set attributes (module → name → value) that methods read, or raise ArtifactInvalid."""
     classes: dict[type, type] = {}
     for name, values in sizes.items():
         part = module.get_submodule(name)

@@ -137,10 +137,7 @@ def _refuse_unequal_layers(before: Shapes, after: Shapes, path: Path) -> None:
 
 
 def _unstated_head_dim(architecture: str, config: Config, before: Shapes) -> dict[str, int]:
-    """Return the entry `head_dim` where a model reads it and its config leaves it out.
-
-    A head is then `hidden_size / num_attention_heads` wide, which fewer heads would change.
-    """
+    """Return `head_dim` where it is read but not stated: fewer heads would change it."""
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if config.get(HEAD_SIZE) or not (isinstance(width, int) and isinstance(heads, int)):
         return {}

@@ -122,11 +122,7 @@ def _skeleton_of(recipe: Recipe) -> nn.Module:
 def packed_module(
     recipe: Recipe, stored: Mapping[str, StoredTensor], device: str = "cpu", *, rounds: bool
 ) -> nn.Module:
-    """Return a recipe's module that reads and dequantizes a layer's weights when it is called.
-
-    ``stored`` are the tensors of a packed model; with ``rounds`` packed linear layers read
-    activations rounded to 8 bits.
-    """
+    """Return a module that dequantizes a layer's weights, and `rounds` its inputs, when called."""
     from compress.artifacts.meta_init import stream_weights_
 
     module = _skeleton_of(recipe)
