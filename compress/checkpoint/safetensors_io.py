@@ -164,7 +164,7 @@ def weight_map(index: Path) -> dict[str, Path]:
 
 
 def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry], dict[str, str]]:
-    """Return where tensors begin, entries, and tied names; ArtifactInvalid if they overlap."""
+    """Return where tensors begin, entries, and tied names, or raise ArtifactInvalid."""
     try:
         length = int.from_bytes(stream.read(8), "little")
         if length > LARGEST_HEADER:

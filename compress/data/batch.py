@@ -116,9 +116,10 @@ def collate(
     tensors = [y for y in known if isinstance(y, torch.Tensor)]
     if len(tensors) < len(known):
         return Batch(inputs, [y for _, y in pairs])
-    absent = math.nan if tensors[0].is_floating_point() else IGNORED_LABEL
-    missing = torch.full_like(tensors[0], absent)
-    targets = [y if isinstance(y, torch.Tensor) else missing for _, y in pairs]
+    missing = math.nan if tensors[0].is_floating_point() else IGNORED_LABEL
+    targets = [
+        y if isinstance(y, torch.Tensor) else torch.full_like(tensors[0], missing) for _, y in pairs
+    ]
     return Batch(inputs, _stack(targets, LABELS if names else None, fill))
 
 
