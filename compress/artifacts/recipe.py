@@ -31,7 +31,7 @@ class KeepIndices(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Cut the tensors and update the modules' sizes (``out_channels`` …), in place."""
-        from compress.artifacts.edits.slicing import keep_indices_
+        from compress.artifacts.edits.removal import keep_indices_
 
         keep_indices_(module, self.kept, self.attributes)
 
@@ -72,7 +72,7 @@ class KeepBlocks(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Remove the other blocks and update attributes that count them, in place."""
-        from compress.artifacts.edits.block_removal import keep_blocks_
+        from compress.artifacts.edits.removal import keep_blocks_
 
         keep_blocks_(module, self.kept)
 

@@ -14,7 +14,7 @@ import torch
 from compress.artifacts.artifact import Artifact, new_folder
 from compress.artifacts.carried_files import CONFIG, TIED
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.edits.block_removal import COUNTS
+from compress.artifacts.edits.removal import COUNTS
 from compress.artifacts.hf_folder import FACTORY, build, offline_transformers, recipe_from
 from compress.artifacts.recipe import KeepBlocks, UntieWeights
 from compress.common.errors import ArtifactInvalid, StageFailed

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from compress.artifacts.edits.block_removal import BLOCK_INDEX, blocks_of
+from compress.artifacts.edits.removal import BLOCK_INDEX, blocks_of
 from compress.artifacts.meta_init import stream_weights_
 from compress.artifacts.streaming.packed_model import shared_parameters
 from compress.checkpoint.state_dict import in_memory
