@@ -45,7 +45,6 @@ Task = Literal[
     "video-classification",
 ]
 """A task, by its name in transformers' pipelines."""
-
 OTHER_CLASSES = {
     "automatic-speech-recognition": "AutoModelForCTC",
     "feature-extraction": "AutoModel",

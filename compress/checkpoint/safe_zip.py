@@ -1,4 +1,4 @@
-"""Checks zip archives before they are read: for bombs, and for what two readers see otherwise."""
+"""Checks zip archives for bombs, and for contents that two readers may understand differently."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from compress.common.atomic_files import file_beside, open_regular
 from compress.common.errors import ArtifactInvalid
 
 log = logging.getLogger(__name__)
-
 RUNS_PROGRAMS = re.compile(
     r"(os|posix|nt|sys|subprocess|commands|pty|runpy|importlib|ctypes)\..*"
     r"|builtins\.(eval|exec|compile|open|__import__|breakpoint)"
@@ -31,7 +30,6 @@ not worth reading."""
 NAMES_CODE = re.compile(r"unsupported (global|class)|allowlist", re.IGNORECASE)
 """In torch's (2.13) error for a pickle that names anything but tensors and plain containers."""
 ADVICE = "save the weights alone with torch.save(model.state_dict(), …) or as .safetensors"
-
 Content: TypeAlias = dict[str, Any]
 LATEST = "latest"
 MODEL_FILES = "*_model_states.pt"

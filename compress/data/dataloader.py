@@ -61,7 +61,7 @@ class Reader:
         keeps_workers: bool,
         records: bool = False,
     ) -> None:
-        """With ``keeps_workers`` workers survive a read; ``records`` what files are opened."""
+        """Workers stay alive between reads if ``keeps_workers``; ``records`` files opened."""
         # Changed before each iteration, so that workers can stay alive.
         self.plan = _Plan()
         workers: dict[str, Any] = {}

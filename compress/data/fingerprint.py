@@ -210,7 +210,7 @@ class SplitFacts:
         return int(np.isin(own, others).sum())
 
     def check_labels(self, split: str, classes: int) -> None:
-        """Raise PipelineInvalid for a label that none of the classes has; one is yes or no."""
+        """Raise PipelineInvalid for a label beyond the classes; one class answers yes or no."""
         low, high = self.rows["low"], self.rows["high"]
         index = self.first((low <= high) & ((low < 0) | (high >= max(classes, 2))))
         if index is None:

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     Key = tuple[str, Sequence[int]]
 
 __all__ = ["Batch", "DataReference", "Splits", "collate"]
-
 CALLED_BYTES = 10 * 2**20
 """Inputs of a call in evaluation: 16 images of 224 x 224 pixels. More rows take no less time a row,
 and memory for activations, a multiple of this: of 64 rows a MobileNetV2 took 470 MiB more."""
@@ -253,7 +252,7 @@ class Splits:
     def read(
         self, name: str, order: Sequence[int], batch_size: int, seed: int = 0, first: int = 0
     ) -> Iterator[Batch]:
-        """Yield samples in an order from position ``first`` on, drawn by the seed, as batches."""
+        """Yield batches of samples in an order from ``first`` on; what is random follows `seed`."""
         readers = self._kept_readers[-1] if self._kept_readers else {}
         if name not in readers:
             keeps = bool(self._kept_readers)

@@ -95,7 +95,7 @@ def explain_run(
     explained = []
     for judged in run.judged(stage, gate):
         began = time.monotonic()
-        explain = _explain_accuracy if judged.verdict.gate in ACCURACY_GATES else explain_cost
+        explain = _explain_accuracy if judged.verdict.gate in ACCURACY_GATES else _explain_cost
         changes, repairs = explain(run, judged, deadline)
         report = judged.report
         explanation = Explanation(
@@ -190,12 +190,12 @@ def _refused(
 
 
 def _explain_causes(refused: RefusedStage[Any], gate: str) -> Found:
-    found = check_causes(refused, gate)
+    found = _check_causes(refused, gate)
     known = [pair for pair in found if pair[1].returned is not None]
     # What packages add is named in any case: they may not be able to compute what returns.
     added = [pair for pair in found if pair not in known and announced_causes()[pair[0].key][1]]
     named = [*known, *added] if known else found
-    log_causes(named, refused.stage.stage)
+    _log_causes(named, refused.stage.stage)
     repairs = _repairs(refused, gate, [result for _, result in named])
     return {
         "causes": tuple(result for _, result in named),
@@ -235,16 +235,16 @@ def _repairs(refused: RefusedStage[Any], gate: str, found: Sequence[FoundCause])
     """Return what the causes name, cheapest first, and then what others do: a test may miss."""
     causes, layers = announced_causes(), refused.layers
     named = [(causes[f.cause][0], [n for n in f.layers if n] or layers) for f in found]
-    repairs = cheapest_first(named, refused)
+    repairs = _cheapest_first(named, refused)
     if refused.measured is not None:
-        every = [(cause, layers) for cause in causes_of(refused.stage.stage, gate)]
-        for key, repair in cheapest_first(every, refused).items():
+        every = [(cause, layers) for cause in _causes_of(refused.stage.stage, gate)]
+        for key, repair in _cheapest_first(every, refused).items():
             repairs.setdefault(key, repair)
     return [*repairs.values()]
 
 
 @dataclass
-class RefusedBranch:
+class _RefusedBranch:
     """The stages that led to a refused one, and their artifacts."""
 
     run: FinishedRun
@@ -255,12 +255,10 @@ class RefusedBranch:
 
     @property
     def after(self) -> Artifact:
-        """What the refused stage made."""
         return self.run.state.artifacts[self.names[-1]]
 
     @property
     def gate(self) -> Any:
-        """The gate's settings."""
         verdict, plan = self.judged.verdict, self.run.state.plan
         planned, kind = plan.stage(self.names[-1]), self.after.kind
         return next(
@@ -278,11 +276,9 @@ class RefusedBranch:
         return self.after, source, self.rerun, self.context
 
     def stage(self, name: str) -> Any:
-        """Return a stage's settings."""
         return self.run.state.plan.stage(name).stage
 
     def before(self, name: str) -> Artifact:
-        """Return what a stage reads."""
         return self.run.state.artifacts[self.run.state.plan.stage(name).input]
 
     def rerun(self, name: str, settings: Mapping[str, Any]) -> ir.Model | None:
@@ -306,7 +302,6 @@ class RefusedBranch:
             return as_onnx(artifact)
 
     def refused(self, name: str, measured: Any, layers: Sequence[str]) -> RefusedStage[Any]:
-        """Return a stage with what was measured, for the tests of causes."""
         before = self.before(name)
         after = self.run.state.artifacts.get(name, before)  # of an export that failed
         stage = self.stage(name)
@@ -319,16 +314,16 @@ class RefusedBranch:
         found: list[tuple[RefusedStage[Any], Cause, FoundCause]] = []
         for name in self.names:
             refused = self.refused(name, measured, layers)
-            checked = check_causes(refused, self.judged.verdict.gate)
-            log_causes(checked, name)
+            checked = _check_causes(refused, self.judged.verdict.gate)
+            _log_causes(checked, name)
             found += [(refused, *pair) for pair in checked]
         counted = {**(known or {}), "judgings": measured.measured}
         if not found:
             return {**counted, "notice": NO_CAUSE}, ()
-        found.sort(key=lambda one: -likelihood(one[2]))
+        found.sort(key=lambda one: -_likelihood(one[2]))
         culprit = found[0][0]
         own = [(c, [n for n in f.layers if n]) for refused, c, f in found if refused is culprit]
-        repairs = tuple(cheapest_first(own, culprit).values())
+        repairs = tuple(_cheapest_first(own, culprit).values())
         return {
             **counted,
             "culprit": culprit.stage.title,
@@ -337,11 +332,11 @@ class RefusedBranch:
         }, repairs
 
 
-def explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Found:
+def _explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Found:
     """Explain a verdict on costs or outputs; until the deadline a wrong layer is searched for."""
     names, root = [*judged.report.branch[1:], judged.report.name], temporary_folder() / "explain"
     contexts = [run.context(name, judged, root) for name in names]
-    branch, gate = RefusedBranch(run, judged, contexts[-1], names), judged.verdict.gate
+    branch, gate = _RefusedBranch(run, judged, contexts[-1], names), judged.verdict.gate
     try:
         if gate in SPEED_GATES:
             return _explain_speed(branch)
@@ -352,7 +347,7 @@ def explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Foun
         return {"notice": str(error)}, ()
 
 
-def _explain_speed(branch: RefusedBranch) -> Found:
+def _explain_speed(branch: _RefusedBranch) -> Found:
     gate, before, after = branch.gate, branch.before(branch.names[-1]), branch.after
     if gate.compares:
         before = baseline_for(gate, before, after, branch.context)
@@ -377,13 +372,13 @@ def _explain_speed(branch: RefusedBranch) -> Found:
     now = measured.profile.by_module
     changes = _costs(measured, "ms", measured.float_profile.by_module, now)
     if not branch.judged.verdict.passed:
-        noise = check_cause(NOISE, branch.refused(branch.names[-1], measured, ()))
+        noise = _check_cause(NOISE, branch.refused(branch.names[-1], measured, ()))
         if noise is not None:
             return {**changes, "causes": (noise,), "culprit": branch.names[-1]}, ()
     return branch.check_causes(measured, [*now], changes)
 
 
-def _explain_size(branch: RefusedBranch) -> Found:
+def _explain_size(branch: _RefusedBranch) -> Found:
     gate, after, verdict = branch.gate, branch.after, branch.judged.verdict
     unit: Unit = "weights" if verdict.gate in PARAMETER_GATES else "bytes"
     if verdict.gate in MEMORY_GATES:
@@ -401,7 +396,7 @@ def _explain_size(branch: RefusedBranch) -> Found:
     return branch.check_causes(measured, [*{**now, **measured.activations}], changes)
 
 
-def _explain_macs(branch: RefusedBranch) -> Found:
+def _explain_macs(branch: _RefusedBranch) -> Found:
     verdict = branch.judged.verdict
     if verdict.value is None:
         return {"notice": verdict.reason}, ()
@@ -411,7 +406,7 @@ def _explain_macs(branch: RefusedBranch) -> Found:
     return branch.check_causes(measured, [*now], changes)
 
 
-def _explain_parity(branch: RefusedBranch, deadline: float) -> Found:
+def _explain_parity(branch: _RefusedBranch, deadline: float) -> Found:
     name, run = branch.names[-1], branch.run
     stage, kept = branch.stage(name), None
     source: Any = branch.before(name)
@@ -427,7 +422,7 @@ def _explain_parity(branch: RefusedBranch, deadline: float) -> Found:
         layer = stage.search_refused(source, kept, branch.context, deadline)
         if layer is None:
             return {"notice": "no part of the graph that is exported alone differs"}, ()
-        cause = found_cause(WRONG_OPERATOR, {str(layer): layer.error}, None)
+        cause = _found_cause(WRONG_OPERATOR, {str(layer): layer.error}, None)
         return {"culprit": name, "causes": (cause,)}, ()
     model = read(kept.file if kept else made.payload_path, weights=True)
     measured = ParityDiagnosis(stage, source, model, branch.context, branch.rerun, kept, deadline)
@@ -464,8 +459,7 @@ def announced_causes() -> dict[str, tuple[Cause, bool]]:
     return known
 
 
-def causes_of(stage: str, gate: str) -> list[Cause]:
-    """Return the causes that are tested on a kind of stage where a gate refused."""
+def _causes_of(stage: str, gate: str) -> list[Cause]:
     every = (cause for cause, _ in announced_causes().values())
     return [cause for cause in every if stage in cause.stages and gate in cause.gates]
 
@@ -481,7 +475,7 @@ def diagnose(
     return None
 
 
-def check_cause(cause: Cause, refused: RefusedStage[Any]) -> FoundCause | None:
+def _check_cause(cause: Cause, refused: RefusedStage[Any]) -> FoundCause | None:
     """Test a cause on the guilty layers; None where no value is above the threshold."""
     measured = {layer: cause.measure(refused, layer) for layer in (*refused.layers, "")}
     above = {n: value for n, value in measured.items() if value is not None and value > cause.limit}
@@ -490,10 +484,10 @@ def check_cause(cause: Cause, refused: RefusedStage[Any]) -> FoundCause | None:
     share = cause.recovered_share(refused, [n for n in above if n] or refused.layers)
     if share is not None and share < LEAST_RETURNED:
         return None
-    return found_cause(cause, above, None if share is None else round(share, 4))
+    return _found_cause(cause, above, None if share is None else round(share, 4))
 
 
-def found_cause(cause: Cause, values: Mapping[str, float], returned: float | None) -> FoundCause:
+def _found_cause(cause: Cause, values: Mapping[str, float], returned: float | None) -> FoundCause:
     """Return a cause with the values of layers that are above its threshold, the worst first."""
     worst = dict(sorted(values.items(), key=lambda item: -item[1]))
     return FoundCause(
@@ -505,26 +499,25 @@ def found_cause(cause: Cause, values: Mapping[str, float], returned: float | Non
     )
 
 
-def check_causes(refused: RefusedStage[Any], gate: str) -> Checked:
+def _check_causes(refused: RefusedStage[Any], gate: str) -> Checked:
     """Return the causes of a stage above their thresholds, the likeliest first."""
-    tested = [(c, check_cause(c, refused)) for c in causes_of(refused.stage.stage, gate)]
+    tested = [(c, _check_cause(c, refused)) for c in _causes_of(refused.stage.stage, gate)]
     found = [(cause, result) for cause, result in tested if result is not None]
     # Equal ones in their own order: a twentieth of the loss is some samples.
-    return sorted(found, key=lambda pair: -likelihood(pair[1]))
+    return sorted(found, key=lambda pair: -_likelihood(pair[1]))
 
 
-def likelihood(found: FoundCause) -> int:
+def _likelihood(found: FoundCause) -> int:
     """Return the share that returns, in twentieths; less is chance."""
     return round(20 * (found.returned or 0.0))
 
 
-def log_causes(found: Checked, stage: str) -> None:
-    """Write causes to the run's log."""
+def _log_causes(found: Checked, stage: str) -> None:
     for cause, result in found:
         log_event("cause_found", f"{stage}: {result.text}", stage=stage, cause=cause.key)
 
 
-def cheapest_first(
+def _cheapest_first(
     found: Sequence[tuple[Cause, Sequence[str]]], refused: RefusedStage[Any]
 ) -> dict[str, Repair]:
     """Return what causes of some layers name, without doubles, the cheapest first."""

@@ -18,7 +18,6 @@ from compress.common.printable import escaped_json
 LOG = "log.jsonl"
 MAX_LOG_BYTES = 8 * 2**20  # size at which the log rotates to `log.jsonl.1`; older lines are dropped
 LOGGER = "compress"
-
 log = logging.getLogger(__name__)
 EventName: TypeAlias = Literal[
     "run_started",

@@ -13,7 +13,6 @@ from compress.common.errors import CompressError, StageFailed, describe_exit, ex
 
 INTERRUPTED: Final = "interrupted"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 _received: list[int] = []
 
 

@@ -36,7 +36,7 @@ misaligned copies of its weights, by at most 3e-6."""
 ABSENT = object()
 
 
-class ModuleState:
+class _ModuleState:
     """The buffers and own attributes of a module's parts at one moment, perhaps weights."""
 
     def __init__(self, module: nn.Module, *, weights: bool = False) -> None:
@@ -48,7 +48,6 @@ class ModuleState:
         self._values = {k: (x, _copied(x, self._memo)) for k, x in _attributes(module).items()}
 
     def changed(self) -> list[str]:
-        """Return the names of buffers and attributes that have other values now."""
         now = _attributes(self._module)
         return [
             name
@@ -58,7 +57,6 @@ class ModuleState:
         ]
 
     def restore(self) -> None:
-        """Give every part its buffers and attributes back, and its weights if kept."""
         now = _attributes(self._module)
         parts = dict(self._module.named_modules(remove_duplicate=False))
         for name in dict.fromkeys([*self._values, *now]):
@@ -83,9 +81,9 @@ class ModuleState:
 
 
 @contextmanager
-def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[ModuleState]:
+def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[_ModuleState]:
     """Restore modes, buffers, attributes, random numbers, and perhaps weights after a block."""
-    state = ModuleState(module, weights=weights)
+    state = _ModuleState(module, weights=weights)
     with preserve_modes(module), random_state_kept("cpu"):
         try:
             yield state

@@ -31,10 +31,8 @@ SHAPED = ("view", "reshape", "unflatten", "expand")  # calls that take the shape
 PARTED = ("split", "chunk")
 """Calls that take the sizes, or the number, of the parts of an axis; both become `split`."""
 INDEX = "__getitem__"
-
 SizedExpression: TypeAlias = ast.Call | ast.Subscript
 FUTURE_ANNOTATIONS = annotations.compiler_flag
-
 # It becomes part of code that is compiled.
 NamedSize = Annotated[str, Field(pattern=r"^[a-z]+_sizes?_[0-9]+$")]
 """An attribute that holds a size, such as ``view_size_0``."""
@@ -53,7 +51,7 @@ class NamedCall(Settings):
 
 
 def name_sizes_(module: nn.Module, calls: Sequence[NamedCall], sizes: Sizes) -> None:
-    """Set attributes (module → name → value) that methods read, or raise ArtifactInvalid."""
+    """Let methods read sizes from attributes, set here by module, or raise ArtifactInvalid."""
     classes: dict[type, type] = {}
     for name, values in sizes.items():
         part = module.get_submodule(name)

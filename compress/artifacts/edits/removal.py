@@ -17,10 +17,8 @@ COUNTS = re.compile(
     r"^(num|n|total)?_?(hidden|encoder|decoder|text|vision)?_?(layers?|blocks?|depth)$"
 )
 """Attributes that hold the number of blocks: ``num_hidden_layers``, ``depth`` …"""
-
 PER_BLOCK = re.compile(r"layer|block")
 """Part of the name of a list with one entry per block: ``layer_types`` …"""
-
 BLOCK_INDEX = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index")
 """Attributes that hold a block's index; attention finds its key-value cache by it."""
 
