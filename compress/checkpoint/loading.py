@@ -150,7 +150,7 @@ def _shapes(tensors: list[Any]) -> list[tuple[int, ...]]:
 
 
 def consolidate(checkpoint: Path, file: Path) -> None:
-    """Write a checkpoint of any format that :func:`read_state_dict` takes as one safetensors file."""
+    """Write a checkpoint, of any format for :func:`read_state_dict`, as one safetensors file."""
     from compress.checkpoint.safetensors_io import write_safetensors
 
     write_safetensors(file, read_state_dict(checkpoint))
