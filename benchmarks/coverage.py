@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import torch_pruning_as_is as peer  # noqa: E402
 from benchmarks.apart import within  # noqa: E402
 from benchmarks.page import PAGE, write_part  # noqa: E402
-from compress.artifacts.edits.slicing import keep_indices_  # noqa: E402
+from compress.artifacts.edits.removal import keep_indices_  # noqa: E402
 from compress.common.forward import run_in_eval  # noqa: E402
 from compress.common.tensor_difference import (  # noqa: E402
     largest,

@@ -38,8 +38,7 @@ from compress.core.diagnosis.layer_diagnosis import max_evaluations  # noqa: E40
 from compress.core.progress import silent  # noqa: E402
 from compress.pipelines import Pipeline  # noqa: E402
 from compress.pipelines.config.run_options import RunOptions  # noqa: E402
-from compress.pipelines.explain.causes import Explained  # noqa: E402
-from compress.pipelines.explain.explain import explain_run  # noqa: E402
+from compress.pipelines.explain.explain import Explained, explain_run  # noqa: E402
 from compress.pipelines.explain.finished_run import FinishedRun  # noqa: E402
 from compress.pipelines.explain.repair import repair_run  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402

@@ -33,7 +33,7 @@ IN_OPEN = 0x20
 # The toolkit's own hook goes first: what that refuses has asked nobody.
 FIRST = """
 import atexit, resource, sys
-from compress.artifacts.offline import _watch_connections
+from compress.artifacts.hf_folder import _watch_connections
 _watch_connections()
 def _watch(event, arguments):
     if event in ("socket.getaddrinfo", "socket.connect", "os.system"):

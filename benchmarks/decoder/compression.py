@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress import Artifact, Context, EagerModel, MaxDivergence, Metric, QuantizeWeights, Train
 from compress.artifacts.hf_folder import files_to_carry, read_folder
-from compress.artifacts.importing import import_module
-from compress.artifacts.libraries.declared_inputs import inputs_of_transformer
+from compress.artifacts.importing import import_module, inputs_of_transformer
 from compress.common.signature import OutputSpec, Signature
 from compress.core.objectives.loss import Loss
 from compress.core.objectives.task import TASKS

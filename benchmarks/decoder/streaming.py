@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress import Artifact, Context, EagerModel, Metric, QuantizeWeights
+from compress.artifacts.importing import import_streamed
 from compress.artifacts.meta_init import parameters_on_meta
-from compress.artifacts.streaming.import_folder import import_streamed
 from compress.checkpoint.safetensors_io import write_safetensors
 from compress.checkpoint.state_dict import StoredTensor
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -26,7 +27,7 @@ from compress.common.atomic_files import (
 from compress.common.config import Settings
 from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
-from compress.common.forward import KeptModels
+from compress.common.forward import KeptModels, OpenedModel
 from compress.common.sealed_json import (
     SEAL,
     dump_sealed,
@@ -37,24 +38,17 @@ from compress.common.sealed_json import (
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
     import torch
 
-    from compress.common.forward import OpenedModel
-
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 2**26
-"""Larger than any manifest that this toolkit writes; more is refused unread."""
+MANIFEST_BYTES = 2**26  # larger than any manifest that this toolkit writes; more is refused unread
 STREAMED = "streamed"
 """Fact of a model whose weights stay on disk: each call reads them part by part."""
 WEIGHTS_ON_DISK = "its weights are read from disk in each call"
 """Why the latency of such a model is not measured."""
 SEALED_MODE = 0o444
-FileVersion = tuple[str | int, ...]
-"""Path, inode, size and times of a file."""
-_known: dict[FileVersion, str] = {}
-"""SHA-256 of the files that this process has hashed, by path, inode, size, mtime and ctime."""
+FileVersion = tuple[str | int, ...]  # path, inode, size and times of a file
+_known: dict[FileVersion, str] = {}  # SHA-256 of the files that this process has hashed
 
 
 class FileDigest(Settings):
@@ -68,9 +62,7 @@ class Step(Settings):
     """One stage in an artifact's lineage."""
 
     stage: str
-    """The stage's type."""
-    settings: dict[str, JsonValue] = {}
-    """Its settings, gates left out."""
+    settings: dict[str, JsonValue] = {}  # gates left out
     inputs: dict[str, str] = {}
     """Digest of each artifact it read, by role."""
 
@@ -120,12 +112,9 @@ class Artifact:
         self.path = path
         self.manifest = manifest
         self.signature: Signature = manifest.signature
-        """The model's interface."""
-        self.digest = digest
-        """SHA-256 of the manifest, which holds the hash of every file."""
+        self.digest = digest  # SHA-256 of the manifest, which holds the hash of every file
         self._module: torch.nn.Module | None = None
         self.kept_models: KeptModels | None = None
-        """Models that :meth:`keep_loaded` keeps."""
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls):
@@ -140,11 +129,7 @@ class Artifact:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Self:
-        """Open the artifact in a directory; ``Artifact`` itself opens any kind.
-
-        Raises:
-            ArtifactInvalid: no readable manifest of this kind, or names or sizes of files differ.
-        """
+        """Open a directory's artifact (``Artifact``: of any kind), or raise ArtifactInvalid."""
         artifact = cls.read_manifest(path)
         artifact.check_files()
         return artifact
@@ -193,9 +178,7 @@ class Artifact:
         """Yield a temporary directory, which becomes the artifact; ``facts`` may still be filled.
 
         ``carried`` are files beside the model, as :meth:`carried_files` of the stage's input.
-
-        Raises:
-            PipelineInvalid: the path holds files that are no artifact.
+        Raises PipelineInvalid where the path holds files that are no artifact.
         """
         # It is synced and renamed, and the manifest comes last: a directory without a manifest is
         # not an artifact, so a half-written one does not exist.
@@ -253,11 +236,7 @@ class Artifact:
         return {name: (self.path / name).read_bytes() for name in names}
 
     def carried_json(self, name: str) -> Any:
-        """Return the content of a carried file, or None where the artifact has no such file.
-
-        Raises:
-            ArtifactInvalid: the file was changed after sealing, or holds no JSON.
-        """
+        """Return a carried file's content, None without it, or raise ArtifactInvalid."""
         if name not in self.manifest.files:
             return None
         self.check_files(hashed=[name])
@@ -282,9 +261,8 @@ class Artifact:
         """Verify the files before they are loaded; raise ArtifactInvalid as :meth:`check_files`."""
         # A run opens an artifact many times. Files that this process has hashed are hashed again
         # only if their inode, size or times have changed.
-        versions = self.file_versions()
-        digests = {name: file.sha256 for name, file in self.manifest.files.items()}
-        unknown = {v: name for v, name in versions.items() if _known.get(v) != digests[name]}
+        files, versions = self.manifest.files, self.file_versions()
+        unknown = {v: name for v, name in versions.items() if _known.get(v) != files[name].sha256}
         if unknown:
             self.check_files(hashed=unknown.values())
         self.note_hashed(unknown)
@@ -299,10 +277,7 @@ class Artifact:
 
     @contextmanager
     def keep_verified(self) -> Iterator[None]:
-        """Link the files elsewhere in a block: those that were hashed before it still count so.
-
-        A link changes a file's ctime, and neither its inode, its size nor its mtime.
-        """
+        """Count files as hashed still though a block links them, which changes their ctime."""
         before = {name: v for v, name in self.file_versions().items() if v in _known}
         yield
         for version, name in self.file_versions().items():
@@ -310,32 +285,25 @@ class Artifact:
                 _known[version] = _known[before[name]]
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
-        """Compare names and sizes of all files, and the hashes of those named, with the manifest.
-
-        Raises:
-            ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
-        """
+        """Compare all names and sizes and some hashes, or raise ArtifactInvalid, naming a file."""
         self._check_sizes()
         for name in hashed:
             if _digest(self.path / name) != self.manifest.files[name]:
-                raise self._altered(name)
+                raise ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
 
     def _check_sizes(self) -> dict[str, os.stat_result]:
-        """Return the directory's files; refuse names or sizes that differ from the manifest."""
+        """Return the stat of each file; raise ArtifactInvalid where names or sizes differ."""
         present = files_below(self.path)
         present.pop(MANIFEST, None)
         for name, expected in self.manifest.files.items():
             if name not in present:
                 raise ArtifactInvalid(f"{self.path}: {name} is missing")
             if present[name].st_size != expected.bytes:
-                raise self._altered(name)
+                raise ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
         added = present.keys() - self.manifest.files.keys()
         if added:
             raise ArtifactInvalid(f"{self.path}: {min(added)} was added after sealing")
         return present
-
-    def _altered(self, name: str) -> ArtifactInvalid:
-        return ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
 
     @property
     def memory_unavailable_reason(self) -> str:
@@ -352,10 +320,7 @@ class Artifact:
         return self.only_device or device
 
     def open(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
-        """Load the model as a predictor with so many CPU threads: for a ``with`` block, or a call.
-
-        ``with artifact.open() as predict: predict(x)``, or ``artifact.open()(x)``.
-        """
+        """Load the model as a predictor, for ``with artifact.open() as predict:`` or a call."""
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
 
     def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
@@ -369,18 +334,14 @@ class Artifact:
     def generation_speed(
         self, prompt_tokens: int, tokens: int, threads: int
     ) -> tuple[float, float]:
-        """Return milliseconds to the first generated token, and tokens a second after it.
-
-        Raises:
-            Unavailable: the runtime that generates is not installed.
-        """
+        """Return ms to the first generated token and tokens/s after it, or raise Unavailable."""
         raise NotImplementedError(f"{self.kind} artifacts cannot generate")
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a new module that computes as the artifact does, in whatever runtime."""
         import torch
 
-        from compress.artifacts.predictor_module import PredictorModule
+        from compress.artifacts.meta_init import PredictorModule
 
         return PredictorModule(self.open(device, torch.get_num_threads()))
 
@@ -393,10 +354,7 @@ class Artifact:
 
     @contextmanager
     def keep_loaded(self) -> Iterator[None]:
-        """Load the model at the first :meth:`open` of a ``with`` block, and keep it to its end.
-
-        It is shared by all that are opened with the same arguments.
-        """
+        """Keep the model that the first :meth:`open` loads, for all calls in a block."""
         if self.kept_models is not None:
             yield
             return
@@ -411,11 +369,7 @@ class Artifact:
         return self._int_fact("parameters")
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
-        """Return the multiply-accumulates of a sample; None where the format has not the operators.
-
-        Named axes have their number in `sizes`, by default 8 as in :meth:`Signature.example`; of
-        these alone a stage may have recorded the count.
-        """
+        """Return the multiply-accumulates of a sample, or None; named axes are of these sizes."""
         return None if sizes else self._int_fact("macs")
 
     def fact(self, name: str) -> Any:
@@ -501,11 +455,7 @@ def protect(folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which gets the name `out` at the end of the block.
-
-    Raises:
-        PipelineInvalid: `out` holds files, or lies in an artifact.
-    """
+    """Yield a folder that is renamed to `out` in the end; PipelineInvalid if that holds files."""
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise PipelineInvalid(f"{out}: exists; remove it, or choose another folder")

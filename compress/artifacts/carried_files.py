@@ -1,16 +1,10 @@
-"""Files of a Hugging Face folder that its model carries through every stage, beside its payload.
-
-They keep their names, so that transformers' `AutoTokenizer` and `AutoConfig` open an artifact's
-folder.
-"""
+"""Files of a Hugging Face folder that a model carries through every stage, names unchanged."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Any
 
 CONFIG, TOKENIZER, IMAGES = "config.json", "tokenizer.json", "preprocessor_config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -21,10 +15,7 @@ CARRIED_NAMES = (CONFIG, TOKENIZER, *TOKENIZER_SETTINGS, IMAGES)
 
 
 def chat_template_of(files: Mapping[str, bytes]) -> str | None:
-    """Return a tokenizer's chat template, of its own file or of the tokenizer's settings.
-
-    Several templates are a list there, by name; None where there is none, or none for chats.
-    """
+    """Return a tokenizer's chat template, of its own file or of its settings; None without one."""
     if CHAT_TEMPLATE in files:
         return files[CHAT_TEMPLATE].decode()
     source = json.loads(files.get(TOKENIZER_CONFIG, b"{}")).get("chat_template")
@@ -34,10 +25,7 @@ def chat_template_of(files: Mapping[str, bytes]) -> str | None:
 
 
 def names_in(config: Any) -> tuple[str, ...]:
-    """Return the names of classes in a config's `id2label`; empty where it names none.
-
-    LABEL_0 and so on, which transformers gives to classes without names, are no names.
-    """
+    """Return the class names in a config's `id2label`; LABEL_0 and so on are no names."""
     labels = config.get("id2label") if isinstance(config, dict) else None
     numbers = [str(i) for i in range(len(labels or ()))]
     if not isinstance(labels, dict) or len(labels) < 2 or set(labels) != set(numbers):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.artifacts.in_process import is_in_process
-from compress.checkpoint.state_dict import load_state_, zero_share
+from compress.checkpoint.state_dict import Weights, load_state_, zero_share
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.factories import imported_libraries, local_sources
@@ -17,18 +18,13 @@ from compress.common.forward import OpenedModel, opened_model, plain_attention, 
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     import torch
 
     from compress.artifacts.recipe import AnyEdit, Recipe
-    from compress.checkpoint.state_dict import Weights
     from compress.common.forward import Predictor
 
 CODE = "code"
-SPARSE = 0.1
-"""Share of zeros from which an imported checkpoint counts as pruned elsewhere."""
+SPARSE = 0.1  # share of zeros from which an imported checkpoint counts as pruned elsewhere
 SPARSITY_KEPT = 0.5
 """Part of the share of zeros below which they are called gone: a cut may take channels of zeros."""
 log = logging.getLogger(__name__)
@@ -57,11 +53,7 @@ class EagerModel(Artifact):
         facts: dict[str, Any] | None = None,
         carried: Mapping[str, bytes] | None = None,
     ) -> EagerModel:
-        """Write an artifact from a recipe, whose factory's source lies in a folder, and weights.
-
-        The state dict may be in memory or on disk; tied tensors are stored once. ``facts`` are
-        results of the producing stage, for the manifest; ``carried``, files beside the model.
-        """
+        """Write an artifact of a recipe, whose source lies in `folder`, and of its weights."""
         from compress.checkpoint.safetensors_io import write_safetensors
 
         sources = local_sources(recipe.factory, folder)
@@ -89,21 +81,19 @@ class EagerModel(Artifact):
         """Write an artifact of a module in memory, and check that its recipe rebuilds it.
 
         Without a factory, a module that its class alone does not rebuild, or whose class cannot be
-        imported, becomes an artifact that loads :attr:`only_here`.
+        imported, becomes an artifact that loads :attr:`only_here`. Raises PipelineInvalid: neither
+        inputs nor signature given, or the factory cannot be imported; ArtifactInvalid: the factory
+        builds another architecture, or one with other outputs.
 
         Args:
             module: a trained module; it is not changed.
             example_inputs: inputs from which the signature is inferred (first axis dynamic); a
                 mapping names them as forward's parameters.
-            factory: ``module:callable`` that returns the same architecture; by default the module's
-                class, or its config where it is one of transformers.
+            factory: ``module:callable`` that returns the same architecture; by default the
+                module's class, or its config where it is one of transformers.
             signature: the interface, where it should not be inferred.
             arguments: keyword arguments of the factory.
             root: directory of the artifact; a temporary one when left out.
-
-        Raises:
-            PipelineInvalid: neither inputs nor signature given, or the factory cannot be imported.
-            ArtifactInvalid: the factory builds another architecture, or one with other outputs.
         """
         from compress.artifacts.recipe_inference import rebuilding_recipe
 
@@ -117,9 +107,8 @@ class EagerModel(Artifact):
         recipe, signature = rebuilding_recipe(module, factory, arguments, signature, inputs)
         if signature.state:
             log.warning("%s", signature.state.line())
-        return cls.create(
-            root or temporary_folder() / "source", recipe, module.state_dict(), signature
-        )
+        path = root or temporary_folder() / "source"
+        return cls.create(path, recipe, module.state_dict(), signature)
 
     @property
     def has_pruned_weights(self) -> bool:
@@ -217,11 +206,7 @@ class EagerModel(Artifact):
         )
 
     def stored_weights(self) -> tuple[torch.nn.Module, Weights]:
-        """Return the module on the meta device, and its weights, still on disk.
-
-        Raises:
-            ArtifactInvalid: the module cannot be built without its weights.
-        """
+        """Return the module on the meta device, its weights on disk, or raise ArtifactInvalid."""
         from compress.artifacts.meta_init import match_state_dict
         from compress.checkpoint.safetensors_io import read_safetensors
 
@@ -247,14 +232,18 @@ class EagerModel(Artifact):
 
     @contextmanager
     def _fused_predictor(self, device: str, threads: int) -> Iterator[Predictor]:
-        if self.is_streamed:
-            from compress.checkpoint.streamed_module import streamed_predictor
-
-            with streamed_predictor(*self.stored_weights(), device, threads) as predict:
-                yield predict
-            return
-        with torch_predictor(self.load(device), device, threads) as predict:
+        with torch_predictor(self._callable_module(device), device, threads) as predict:
             yield predict
+
+    def _callable_module(self, device: str = "cpu") -> torch.nn.Module:
+        """Return the module with its weights, which it reads in each call if they are on disk."""
+        from compress.artifacts.meta_init import stream_weights_
+
+        if not self.is_streamed:
+            return self.load(device)
+        module, weights = self.stored_weights()
+        stream_weights_(module, weights, device)
+        return module
 
     def parameters(self) -> int:
         """Count the weights, tied ones once."""
@@ -265,11 +254,5 @@ class EagerModel(Artifact):
         """Count multiply-accumulates for one sample."""
         from compress.graph.flops import count_macs
 
-        if self.is_streamed:
-            from compress.checkpoint.streamed_module import stream_weights_
-
-            module, weights = self.stored_weights()
-            stream_weights_(module, weights)
-        else:
-            module = self.load()
-        return count_macs(module, self.signature.example(batch=1, sizes=sizes))
+        inputs = self.signature.example(batch=1, sizes=sizes)
+        return count_macs(self._callable_module(), inputs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import Artifact, Step
@@ -17,9 +19,6 @@ from compress.common.forward import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     import torch
 
     from compress.common.signature import Signature
@@ -47,10 +46,7 @@ class GraphModel(Artifact):
         facts: dict[str, Any] | None = None,
         carried: Mapping[str, bytes] | None = None,
     ) -> GraphModel:
-        """Write an artifact of a program; ``facts`` are results of the stage, for the manifest.
-
-        ``carried`` are files beside the model, as :meth:`carried_files` of the stage's input.
-        """
+        """Write a program's artifact; ``facts`` and ``carried`` as in :meth:`atomic_write`."""
         from compress.graph.torch_export import save_program
 
         with cls.atomic_write(
@@ -61,27 +57,14 @@ class GraphModel(Artifact):
 
     @classmethod
     def from_eager(cls, model: EagerModel, path: Path) -> GraphModel:
-        """Trace an eager model to one `.pt2` file, which loads without the model's class.
-
-        Pruned and distilled models are written with their edits. The graph is compared with the
-        model at two sizes of every named axis.
-
-        Raises:
-            StageFailed: the model cannot be traced, or its graph has other outputs.
-        """
+        """Trace an eager model to one `.pt2` file; StageFailed if its outputs are others."""
         from compress.graph.torch_export import export_program
 
-        program = export_program(model.load(), model.signature)
-        refuse_other_answers(model.load(), program, model.signature)
-        lineage, facts = model.manifest.lineage, model.manifest.facts
-        return cls.create(
-            path,
-            program,
-            model.signature,
-            lineage=lineage,
-            facts=dict(facts),
-            carried=model.carried_files(),
-        )
+        signature, lineage = model.signature, model.manifest.lineage
+        program = export_program(model.load(), signature)
+        refuse_other_answers(model.load(), program, signature)
+        facts, carried = dict(model.manifest.facts), model.carried_files()
+        return cls.create(path, program, signature, lineage=lineage, facts=facts, carried=carried)
 
     def program(self, device: str = "cpu") -> torch.export.ExportedProgram:
         """Return the program; raise ArtifactInvalid for anything but tensors and a graph."""
@@ -128,7 +111,7 @@ class GraphModel(Artifact):
         return self._counts(tuple((sizes or {}).items()))[1]
 
     def _counts(self, sizes: tuple[tuple[str, int], ...]) -> tuple[int, int]:
-        """Weights and multiply-accumulates, of a program that is read once."""
+        """Count weights and multiply-accumulates of a program, which is read once."""
         from compress.graph.flops import count_graph_weights, count_macs
 
         if sizes not in self._counted:

@@ -1,18 +1,21 @@
-"""Reads a local Hugging Face folder: nothing is downloaded, and no code in the folder is run.
-
-The artifact holds the architecture's name, its config and the weights, not the folder's path.
-"""
+"""Reads a local Hugging Face folder: nothing is downloaded, and no code in the folder is run."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from contextvars import ContextVar
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
-from compress.artifacts.offline import offline, refuse_lookups
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import INDEX, INSTEAD, checkpoint_digest
 from compress.common.atomic_files import (
     file_beside,
     open_regular,
@@ -23,12 +26,7 @@ from compress.common.errors import ArtifactInvalid, first_line
 from compress.common.foreign.child_process import MEMORY, read_in_child, stored_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from torch import nn
-
-    from compress.artifacts.recipe import Recipe
 
 Task = Literal[
     "audio-classification",
@@ -47,23 +45,16 @@ Task = Literal[
     "video-classification",
 ]
 """A task, by its name in transformers' pipelines."""
-
-CLASSES = (
-    "AutoModelForAudioClassification",
-    "AutoModelForCTC",
-    "AutoModel",
-    "AutoModelForMaskedLM",
-    "AutoModelForImageClassification",
-    "AutoModelForSemanticSegmentation",
-    "AutoModelForMultipleChoice",
-    "AutoModelForObjectDetection",
-    "AutoModelForQuestionAnswering",
-    "AutoModelForSequenceClassification",
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForTokenClassification",
-    "AutoModelForVideoClassification",
-)
+OTHER_CLASSES = {
+    "automatic-speech-recognition": "AutoModelForCTC",
+    "feature-extraction": "AutoModel",
+    "fill-mask": "AutoModelForMaskedLM",
+    "image-segmentation": "AutoModelForSemanticSegmentation",
+    "text-classification": "AutoModelForSequenceClassification",
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+}
+"""Of tasks whose class is not named as they are, such as `AutoModelForImageClassification`."""
 OUTPUTS: dict[str | None, tuple[str, ...]] = {"object-detection": ("logits", "pred_boxes")}
 """Outputs of the tasks that need more than `logits`."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -72,8 +63,8 @@ PROCESSOR_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Of the files that a tokenizer or a preprocessing may be read from."""
 CONFIG_BYTES, PROCESSOR_BYTES = 2**24, 2**27
 """Several times the largest config and tokenizer that are known; larger ones are not read."""
-LARGEST_GROWTH = 4
-"""float32 weights in memory by those stored in 8 bits."""
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LARGEST_GROWTH = 4  # float32 weights in memory by those stored in 8 bits
 LONGEST_TEXT = 10**6
 """A larger `model_max_length` is what transformers writes where the length is not known."""
 TEMPLATES = "additional_chat_templates"
@@ -81,7 +72,18 @@ ADAPTER = "adapter_config.json"
 FACTORY = "compress.artifacts.hf_folder:build"
 WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "auto_map")
 """Entries of a config that do not change the outputs of a float32 model."""
-
+LOOKUPS = ("socket.getaddrinfo", "socket.gethostbyname")
+"""Python's audit events whose first argument is another machine's name."""
+CONNECTIONS = ("socket.connect", "socket.sendto")
+"""Those whose second one is an address: a pair, or the path of a socket on this machine."""
+WEIGHTS_FILE = "checkpoint_path"
+"""Argument of timm's: weights to read, whatever their path looks like."""
+LOOKED_UP = (
+    *("architecture", "attn_implementation", "_attn_implementation", "backbone"),
+    *(WEIGHTS_FILE, "experts_implementation"),
+)
+"""Entries of a config, and of those in it, by which transformers and timm find code or weights."""
+_reading: ContextVar[object] = ContextVar("_reading", default=None)
 logger = logging.getLogger(__name__)
 
 
@@ -92,9 +94,8 @@ def build(architecture: str, config: dict[str, Any]) -> nn.Module:
     refuse_lookups(config, architecture)
     model_class = _model_class(architecture)
     if model_class is None:
-        raise ArtifactInvalid(
-            f"transformers {transformers.__version__} has no model {architecture!r}"
-        )
+        version = transformers.__version__
+        raise ArtifactInvalid(f"transformers {version} has no model {architecture!r}")
     config_class: Any = model_class.config_class
     with offline(architecture):
         module: nn.Module = model_class(config_class.from_dict(config))
@@ -104,12 +105,9 @@ def build(architecture: str, config: dict[str, Any]) -> nn.Module:
 def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tuple[Recipe, Any]:
     """Return the recipe of a folder's model, and the model with the folder's weights in float32.
 
-    Without a task the model's class is the one that its config names. With ``untrained_head``
-    weights may be missing, as training follows: torch's generator draws them.
-
-    Raises:
-        ArtifactInvalid: files are missing, the folder needs code of its own or is quantized, it
-            has no model for the task, or weights are missing.
+    Without a task the config names the model's class. With ``untrained_head`` weights may be
+    missing: torch's generator draws them. Raises ArtifactInvalid where files or weights are
+    missing, the folder needs code of its own or is quantized, or has no model for the task.
     """
     content = refuse_foreign_folder(folder)
     with reading_by_transformers(folder):
@@ -123,9 +121,8 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
             config=config,
             dtype="float32",
             use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
             output_loading_info=True,
+            **LOCAL,
         )
     missing = sorted(loaded["missing_keys"])
     if missing and not untrained_head:
@@ -140,9 +137,8 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
 def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
     """Return what a model's artifacts carry of its folder: config, tokenizer, image preprocessing.
 
-    `tokenizer.json` is what transformers' AutoTokenizer makes of the folder, and holds its padding
-    and its longest text. A tokenizer or preprocessing that transformers cannot read is left out,
-    with a warning.
+    `tokenizer.json` holds the padding and longest text of transformers' AutoTokenizer. What
+    transformers cannot read is left out, with a warning.
     """
     settings: Any = recipe_from(module).arguments["config"]
     content = {**settings, "architectures": [type(module).__name__]}
@@ -160,24 +156,16 @@ def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
             with offline_transformers(folder):
                 files |= read_in_child(str(folder), partial(read, folder, content), *processors)
         except Exception as error:  # noqa: BLE001 - of any library that the folder's class needs
-            logger.warning(
-                "%s: its %s is not carried: %s: %s",
-                folder,
-                kind,
-                type(error).__name__,
-                first_line(error),
-            )
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            logger.warning("%s: its %s is not carried: %s", folder, kind, reason)
     return files
 
 
 def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, bytes]:
-    """Return tokenizer.json with padding and truncation, and the folder's settings of it."""
     import tokenizers
     import transformers
 
-    loaded: Any = transformers.AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    loaded: Any = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
     if not loaded.is_fast:
         raise ArtifactInvalid(f"{type(loaded).__name__} has no tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
@@ -200,9 +188,8 @@ def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, bytes]:
         if (folder / name).is_file():
             with open_regular(folder / name) as stream:
                 # transformers 5 renamed the class; transformers 4, which optimum needs, lacks it.
-                files[name] = stream.read().replace(
-                    b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"'
-                )
+                settings = stream.read()
+                files[name] = settings.replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
     return files
 
 
@@ -211,7 +198,7 @@ def _image_files(folder: Path, _config: dict[str, Any]) -> dict[str, bytes]:
     import transformers
 
     processors: Any = transformers.AutoImageProcessor
-    loaded = processors.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    loaded = processors.from_pretrained(folder, **LOCAL)
     return {IMAGES: _json_bytes(json.loads(loaded.to_json_string()))}
 
 
@@ -228,10 +215,7 @@ def read_architecture(folder: Path, task: Task | None) -> Any:
 
 
 def _refuse_larger_than_stored(folder: Path, task: Task | None, content: dict[str, Any]) -> None:
-    """Raise ArtifactInvalid if a config describes a larger model than the folder has weights for.
-
-    It is built in a child process: a config may ask for ten million layers or a billion labels.
-    """
+    """Raise ArtifactInvalid if a config describes a larger model than the folder holds."""
     import transformers
 
     # In this process, too, which will need the module of the model's class.
@@ -244,6 +228,7 @@ def _refuse_larger_than_stored(folder: Path, task: Task | None, content: dict[st
             return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
         return 0
 
+    # A config may ask for ten million layers or a billion labels.
     needed = read_in_child(str(folder), bytes_of_model, folder)
     stored = stored_bytes(folder)
     if needed > MEMORY + LARGEST_GROWTH * stored:
@@ -264,8 +249,6 @@ def _build_on_meta(folder: Path, task: Task | None) -> Any:
 
 def recipe_from(module: Any) -> Recipe:
     """Return the recipe of a transformers model, from its class and its config."""
-    from compress.artifacts.recipe import Recipe
-
     content = json.loads(module.config.to_json_string(use_diff=False))
     for name in WITHOUT_EFFECT:
         content.pop(name, None)
@@ -275,7 +258,6 @@ def recipe_from(module: Any) -> Recipe:
 
 def refuse_foreign_folder(folder: Path) -> dict[str, Any]:
     """Return a folder's config; raise ArtifactInvalid unless it has float weights alone."""
-    from compress.checkpoint.loading import INDEX, INSTEAD
     from compress.checkpoint.safetensors_io import read_header, weight_map
 
     if not folder.is_dir():
@@ -334,10 +316,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def folder_digest(folder: Path) -> str | None:
     """Return a SHA-256 over a folder's config, weights and processors; None without a model."""
-    import hashlib
-
-    from compress.checkpoint.loading import checkpoint_digest
-
     weights, config = checkpoint_digest(folder), folder / CONFIG
     if weights is None or not config.is_file():
         return None
@@ -351,12 +329,9 @@ def folder_digest(folder: Path) -> str | None:
 
 
 def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
-    """Return a folder's config, and the model class to build from it."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     if task is None:
         names = config.architectures or ["none"]
         model_class = _model_class(names[0])
@@ -367,7 +342,8 @@ def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
                 f"name a `task:` ({', '.join(get_args(Task))})"
             )
         return config, model_class
-    auto: Any = getattr(transformers, dict(zip(get_args(Task), CLASSES, strict=True))[task])
+    usual = f"AutoModelFor{task.title().replace('-', '')}"
+    auto: Any = getattr(transformers, OTHER_CLASSES.get(task, usual))
     try:
         classes = auto._model_mapping[type(config)]
     except KeyError:
@@ -381,7 +357,6 @@ def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
 
 
 def _model_class(name: str) -> Any:
-    """Return the model class of transformers with this name, or None."""
     import transformers
 
     found = getattr(transformers, name, None)
@@ -405,22 +380,60 @@ def reading_by_transformers(source: Path) -> Iterator[None]:
 
 @contextmanager
 def offline_transformers(source: Path) -> Iterator[None]:
-    """Let transformers read a folder or file without network, progress bars and warnings.
+    """Let transformers read a file or folder :func:`offline`, without bars and warnings."""
+    from transformers.utils import logging as verbosity
 
-    Raises:
-        ArtifactInvalid: it asked for a connection.
-    """
-    import logging as levels
-
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(levels.CRITICAL)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
+    level, bars = verbosity.get_verbosity(), verbosity.is_progress_bar_enabled()
+    verbosity.set_verbosity(logging.CRITICAL)
+    verbosity.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
     try:
         with offline(source):
             yield
     finally:
-        logging.set_verbosity(level)
+        verbosity.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
+            verbosity.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
+
+
+@contextmanager
+def offline(source: object) -> Iterator[None]:
+    """Refuse this thread's connections in a block: an ArtifactInvalid that names `source`."""
+    _watch_connections()
+    token = _reading.set(source)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+@cache
+def _watch_connections() -> None:
+    # Each library reads variables such as HF_HUB_OFFLINE when it is imported, and some read none.
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in LOOKUPS + CONNECTIONS or _reading.get() is None:
+            return
+        address = arguments if event in LOOKUPS else arguments[1]
+        if isinstance(address, tuple):
+            raise ArtifactInvalid(
+                f"{_reading.get()}: asks for {address[0]}, and nothing is downloaded; save the "
+                "model with all that it needs (save_pretrained)"
+            )
+
+    sys.addaudithook(audit)
+
+
+def refuse_lookups(config: dict[str, Any], where: object) -> None:
+    """Raise ArtifactInvalid for an entry, at any depth, that names a path or a place on a hub."""
+    parts: list[Any] = [config]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        for key, value in part.items() if isinstance(part, dict) else ():
+            is_place = isinstance(value, str) and bool({*":/\\"} & {*value})
+            if key in LOOKED_UP and (is_place or (value and key == WEIGHTS_FILE)):
+                raise ArtifactInvalid(
+                    f"{where}: {key}: names {value!r}, which is not read: only names that the "
+                    "installed libraries know are; remove that entry"
+                )
+            parts.append(value)

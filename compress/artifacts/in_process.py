@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid, first_line
 from compress.common.forward import copy_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 PREFIX = f"{__name__}:"
@@ -31,11 +30,7 @@ def register(function: Callable[..., Any], name: str) -> str:
 
 
 def register_module(module: torch.nn.Module) -> str:
-    """Return a reference to a factory that returns copies of a module as it is now.
-
-    Raises:
-        ArtifactInvalid: the module cannot be copied.
-    """
+    """Return a reference to a factory of copies of a module, or raise ArtifactInvalid."""
     kind = type(module)
     try:
         original = copy_module(module)

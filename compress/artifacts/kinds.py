@@ -9,16 +9,11 @@ from compress.common.requirements import load_entry_point
 
 ENTRY_POINT_GROUP = "compress.artifacts"
 """Group in which packages, this one included, announce artifacts: `kind = "module:Class"`."""
-LOADED: dict[str, type[Any]] = {}
-"""Classes by kind, of the modules that were imported."""
+LOADED: dict[str, type[Any]] = {}  # classes by kind, of the modules that were imported
 
 
 def artifact_class(kind: str) -> type[Any] | None:
-    """Return the class of a kind, imported if need be; None where no package here has it.
-
-    Raises:
-        Unavailable: the package that has it cannot be imported.
-    """
+    """Return the class of a kind, imported if need be; None if no package here has it."""
     # By name and not by an import: the formats lie above this package, in `export` and `serve`.
     if kind not in LOADED:
         for entry in entry_points(group=ENTRY_POINT_GROUP, name=kind):
@@ -35,9 +30,6 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def import_announced() -> None:
-    """Import the modules of all kinds, with what they register besides, such as runtimes.
-
-    From Python, a stage that exports nothing has imported no exporter.
-    """
+    """Import the modules of all kinds, with what they register besides, such as runtimes."""
     for kind in known_kinds():
         artifact_class(kind)

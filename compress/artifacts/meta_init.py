@@ -1,23 +1,23 @@
-"""Builds modules with parameters on the meta device, which takes no memory for weights."""
+"""Modules whose weights are not in them: on the meta device, on disk, or in another runtime."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compress.checkpoint.state_dict import StoredTensor, in_memory, mismatches, storage_key
+from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, mismatches, storage_key
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from compress.artifacts.recipe import Recipe
-    from compress.checkpoint.state_dict import Weights
+    from compress.common.forward import Predictor
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +61,16 @@ def parameters_on_meta() -> Iterator[None]:
 def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, source: str) -> Weights:
     """Return weights with the names, dtypes and ties of the state dict of a recipe's module.
 
-    Tensors on disk stay there until they are read.
-
-    Raises:
-        ArtifactInvalid: they are not the weights of such a module; the message names the source.
+    Tensors on disk stay there until they are read. Raises ArtifactInvalid, with the source in its
+    message, where they are not the weights of such a module.
     """
     module = build_skeleton(recipe, folder)
     module = recipe.build(folder) if module is None else module
     own = module.state_dict(keep_vars=True)
     problems = mismatches(own, weights)
     if problems:
-        raise ArtifactInvalid(
-            f"{source} does not hold the weights of {recipe.factory!r}: {'; '.join(problems)}"
-        )
+        wrong = "; ".join(problems)
+        raise ArtifactInvalid(f"{source} does not hold the weights of {recipe.factory!r}: {wrong}")
     by_storage: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
     for name, tensor in own.items():
         if name in weights:
@@ -101,3 +98,46 @@ def _unusable_tensor(module: nn.Module) -> str | None:
                 if on_meta and id(tensor) not in parameters:
                     return f"{name}.{key} is computed from weights".removeprefix(".")
     return None
+
+
+def stream_weights_(module: nn.Module, weights: Weights, device: str = "cpu") -> None:
+    """Let each submodule read its own parameters when it is called, and drop them afterwards.
+
+    The parameters are on the meta device; buffers are read here, onto the device to run on. A
+    module that reads the parameters of another one finds them on the meta device, and fails.
+    """
+    for prefix, part in module.named_modules():
+        path = f"{prefix}." if prefix else ""
+        names = {key: f"{path}{key}" for key, p in part._parameters.items() if p is not None}
+        if names:
+            part.register_forward_pre_hook(partial(_read_, names, weights, device))
+            part.register_forward_hook(partial(_drop_, dict(part._parameters)), always_call=True)
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = {k: in_memory(weights[k]) for k in module.state_dict() if k not in parameters}
+    module.load_state_dict(buffers, strict=False)
+    for part in module.modules():
+        for key, buffer in part._buffers.items():
+            part._buffers[key] = None if buffer is None else buffer.to(device)
+
+
+def _read_(names: dict[str, str], weights: Weights, device: str, part: nn.Module, _: Any) -> None:
+    for key, name in names.items():
+        value = in_memory(weights[name]).to(device)
+        part._parameters[key] = nn.Parameter(value, requires_grad=False)
+
+
+def _drop_(on_meta: dict[str, Any], part: nn.Module, *_: Any) -> None:
+    part._parameters.update(on_meta)
+
+
+class PredictorModule(nn.Module):
+    """Calls a predictor of another runtime; it has no parameters and cannot be trained."""
+
+    def __init__(self, predict: Predictor) -> None:
+        super().__init__()
+        self.predict = predict
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return the model's output, or all of them where it has several."""
+        outputs = self.predict(*inputs)
+        return outputs[0] if len(outputs) == 1 else outputs

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue, PrivateAttr
 
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import checkpoint_digest
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.factories import Reference, local_sources, sources_digest
@@ -45,20 +47,17 @@ class Origin(Settings):
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the model, for cache keys: source of the factory, weights."""
-        from compress.checkpoint.loading import checkpoint_digest
-
         sources = local_sources(self.factory, self._code)
         return {
             "factory": self.factory,
             "arguments": self.arguments,
-            "code": sources_digest(sources) if sources else _installed(self.factory),
+            "code": sources_digest(sources) if sources else installed_version(self.factory),
             "checkpoint": checkpoint_digest(Path(self.checkpoint)) if self.checkpoint else None,
         }
 
     def seal(self, path: Path, signature: Signature, seed: int) -> EagerModel:
         """Write the model as an artifact; raises as :func:`import_checkpoint`."""
         from compress.artifacts.importing import import_checkpoint
-        from compress.artifacts.recipe import Recipe
 
         return import_checkpoint(
             path,
@@ -71,8 +70,8 @@ class Origin(Settings):
 
 
 @cache
-def _installed(reference: str) -> str | None:
-    """Return the version of the installed package that a factory is in."""
+def installed_version(reference: str) -> str | None:
+    """Return the version of the installed package that a factory or module is in."""
     package = reference.partition(":")[0].partition(".")[0]
     found = packages_distributions().get(package, ())
     return next((f"{name} {version(name)}" for name in found), None)

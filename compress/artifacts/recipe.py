@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
+from compress.artifacts.carried_files import TIED
+from compress.artifacts.edits.named_sizes import NamedCall, NamedSize, name_sizes_
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.factories import Reference, resolve
@@ -14,8 +17,6 @@ from compress.common.foreign.lock_waits import bounded_lock_waits
 from compress.common.forward import outputs_by_name
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
 
@@ -30,7 +31,7 @@ class KeepIndices(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Cut the tensors and update the modules' sizes (``out_channels`` …), in place."""
-        from compress.artifacts.edits.slicing import keep_indices_
+        from compress.artifacts.edits.removal import keep_indices_
 
         keep_indices_(module, self.kept, self.attributes)
 
@@ -49,23 +50,6 @@ class SplitAttention(Settings):
         split_attention_(module, self.modules)
 
 
-# It becomes part of code that is compiled.
-NamedSize = Annotated[str, Field(pattern=r"^[a-z]+_sizes?_[0-9]+$")]
-"""An attribute that holds a size, such as ``view_size_0``."""
-
-
-class NamedCall(Settings):
-    """A call in a method's source some of whose sizes become attributes of the module."""
-
-    method: str
-    source: str
-    """The call as ``ast.unparse`` writes it."""
-    occurrence: int = 0
-    """The number of calls before it in the method that read the same."""
-    attributes: dict[int, NamedSize]
-    """Index of a size among those that the call takes → attribute."""
-
-
 class NameSizes(Settings):
     """Sizes in the code of modules of one class that become attributes, so that they can change."""
 
@@ -76,10 +60,7 @@ class NameSizes(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Replace the modules' methods and set the attributes, in place."""
-        from compress.artifacts.edits.named_sizes import SizeNames, name_sizes_
-
-        calls = [SizeNames(c.method, c.source, c.occurrence, c.attributes) for c in self.calls]
-        name_sizes_(module, calls, self.sizes)
+        name_sizes_(module, self.calls, self.sizes)
 
 
 class KeepBlocks(Settings):
@@ -91,7 +72,7 @@ class KeepBlocks(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Remove the other blocks and update attributes that count them, in place."""
-        from compress.artifacts.edits.block_removal import keep_blocks_
+        from compress.artifacts.edits.removal import keep_blocks_
 
         keep_blocks_(module, self.kept)
 
@@ -101,13 +82,19 @@ class UntieWeights(Settings):
 
     edit: Literal["untie_weights"] = "untie_weights"
     parameters: tuple[str, ...]
-    """Names of the parameters that become separate."""
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Copy the parameters, and set `tie_word_embeddings` of a config to false, in place."""
-        from compress.artifacts.edits.untied_weights import untie_
+        from torch import nn
 
-        untie_(module, self.parameters)
+        for name in self.parameters:
+            owner, _, key = name.rpartition(".")
+            part = module.get_submodule(owner)
+            value = part.get_parameter(key)
+            part.register_parameter(key, nn.Parameter(value.detach().clone(), value.requires_grad))
+        config: Any = getattr(module, "config", None)
+        if getattr(config, TIED, False):
+            setattr(config, TIED, False)
 
 
 class CallByName(Settings):
@@ -183,7 +170,6 @@ class Recipe(Settings):
     factory: Reference
     """``module:callable`` that returns the module."""
     arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of the factory."""
     edits: tuple[AnyEdit, ...] = ()
     """Changes of the architecture, in the order in which they were made."""
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.edits.independent_calls import (
-    call_effects,
-    needed_hooks_alone,
-    unchanged,
-)
+from compress.artifacts.edits.independent_calls import call_effects, needed_hooks_alone, unchanged
+from compress.artifacts.hf_folder import recipe_from
 from compress.artifacts.in_process import is_in_process, register_module
-from compress.artifacts.recipe import CallByName, IndependentCalls, Recipe
+from compress.artifacts.recipe import AnyEdit, CallByName, IndependentCalls, Recipe
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.common.forward import (
@@ -26,11 +24,8 @@ from compress.common.forward import (
 from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
 
-    from compress.artifacts.recipe import AnyEdit
     from compress.common.signature import Signature
 
 log = logging.getLogger(__name__)
@@ -45,8 +40,6 @@ def recipe_from_module(
     kind = type(module)
     transformers = sys.modules.get("transformers")
     if transformers and getattr(transformers, kind.__name__, None) is kind:
-        from compress.artifacts.hf_folder import recipe_from
-
         return recipe_from(module)
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         return Recipe(factory=register_module(module))
@@ -62,12 +55,9 @@ def rebuilding_recipe(
 ) -> tuple[Recipe, Signature]:
     """Return a recipe that is known to rebuild a module, and the completed signature.
 
-    Where neither a factory nor arguments are given and the class alone does not rebuild the module,
-    the recipe is one of this process. Hooks that change no output are left out.
-
-    Raises:
-        PipelineInvalid: names contradict the model, or the factory cannot be imported.
-        ArtifactInvalid: the factory builds another architecture, or one with other outputs.
+    If the class alone, without factory and arguments, does not, the recipe is one of this process.
+    Hooks that change no output are left out. Raises PipelineInvalid: names contradict the model, or
+    the factory cannot be imported; ArtifactInvalid: as :func:`check_rebuild`.
     """
     call, _ = _by_signature(module, signature)
     with needed_hooks_alone(module, call, inputs):
@@ -85,11 +75,7 @@ def rebuilding_recipe(
 def check_rebuild(
     module: torch.nn.Module, recipe: Recipe, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recipe, Signature]:
-    """Return the recipe with the edits of :func:`fit_call`, and the signature with output names.
-
-    Raises:
-        ArtifactInvalid: the factory builds another architecture, or one with other outputs.
-    """
+    """Return recipe and signature with :func:`fit_call`'s edits, or raise ArtifactInvalid."""
 
     def rebuild() -> torch.nn.Module:
         built = recipe.build()
@@ -131,50 +117,36 @@ def fit_call(
 ) -> tuple[tuple[AnyEdit, ...], Signature]:
     """Return the edits by which a module becomes a function of a signature's tensors.
 
-    By one forward pass, and two more of a module that it changes. Inputs named like parameters of
-    forward are passed to them, whatever their order, others by position. Names of outputs select
-    among the model's, or rename all of them. The signature is returned, completed, too.
-
-    Args:
-        module: a module, which is not changed.
-        signature: its interface.
-        inputs: an example, in the signature's order.
-        name: the module's name in errors.
-
-    Raises:
-        PipelineInvalid: names contradict forward's parameters or what it returns.
-        ArtifactInvalid: the module does not take the inputs.
+    The module, ``name`` in errors, is called once, twice more if that changes it, and restored.
+    Inputs named like parameters of forward are passed to them, others by position. Names of outputs
+    select among the model's, or rename all. The completed signature is returned, too. Raises
+    PipelineInvalid: names contradict forward; ArtifactInvalid: the module does not take the inputs.
     """
     call, keywords = _by_signature(module, signature)
     try:
-        effects = call_effects(module, call, inputs)
+        output, state, changes_inputs, is_random = call_effects(module, call, inputs)
     except CompressError:
         raise
     except Exception as error:
-        shapes = ", ".join(
-            f"{spec.name} {list(x.shape)} {spec.dtype}"
-            for spec, x in zip(signature.inputs, inputs, strict=True)
-        )
+        pairs = zip(signature.inputs, inputs, strict=True)
+        shapes = ", ".join(f"{spec.name} {list(x.shape)} {spec.dtype}" for spec, x in pairs)
         raise ArtifactInvalid(
             f"model.inputs: {name} does not take {shapes}: "
             f"{type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
         ) from error
-    if effects.is_random:
+    if is_random:
         raise ArtifactInvalid(
             f"{name} draws random numbers in eval mode, so that equal calls answer differently; "
             "pass `training=self.training` to functional dropout, leave parts that forward puts "
             "into training mode in eval mode, or make the random numbers an input of forward"
         )
-    selected, signature = match_outputs(effects.output, signature)
+    selected, signature = match_outputs(output, signature)
     edits: list[AnyEdit] = []
     if keywords or selected:
         edits.append(CallByName(inputs=keywords, outputs=selected))
-    state = effects.state
-    if state is not None or effects.changes_inputs:
-        names, is_read = (state.names, state.is_read) if state else ((), False)
-        edits.append(
-            IndependentCalls(state=names, in_training=is_read, copies_inputs=effects.changes_inputs)
-        )
+    if state is not None or changes_inputs:
+        names, reads = (state.names, state.is_read) if state else ((), False)
+        edits.append(IndependentCalls(state=names, in_training=reads, copies_inputs=changes_inputs))
     return tuple(edits), signature.model_copy(update={"state": state})
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.checkpoint.state_dict import Weights, mismatches
 from compress.common.atomic_files import file_beside, refuse_irregular, sha256_while_unchanged
 from compress.common.errors import ArtifactInvalid
 from compress.common.foreign.child_process import read_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
     import torch
-
-    from compress.checkpoint.state_dict import Weights
 
 INDEX = ".safetensors.index.json"
 PICKLE_INDEX = ".bin.index.json"
@@ -44,20 +42,15 @@ log = logging.getLogger(__name__)
 
 
 def read_state_dict(checkpoint: Path) -> Weights:
-    """Return a checkpoint's tensors, still on disk where the format allows.
+    """Return a checkpoint's tensors, on disk where the format allows, or raise ArtifactInvalid.
 
     Formats: ``.safetensors``, alone or sharded with a ``.safetensors.index.json``; a directory of
-    torch.distributed.checkpoint; one of DeepSpeed's ZeRO stages; a directory of Hugging Face's
+    torch.distributed.checkpoint; one of DeepSpeed's ZeRO stages; one of Hugging Face's
     save_pretrained, Trainer or Accelerate; and what torch.save wrote, such as Lightning's ``.ckpt``
     or a sharded ``.bin`` with its ``.bin.index.json``. Nothing in a pickle is executed: objects of
-    other classes beside the weights are skipped.
-
-    Of several sets of weights that under a trainer's usual key is taken, and a warning names the
-    others; where one of these has tensors of the same shapes, such as a moving average, the
-    checkpoint is refused.
-
-    Raises:
-        ArtifactInvalid: missing, truncated, holding code, no tensors, or several sets of weights.
+    other classes are skipped. Of several sets of weights that under a trainer's usual key is taken,
+    and a warning names the others; where one of these has tensors of the same shapes, such as a
+    moving average, the checkpoint is refused.
     """
     state = _read(_entry_point(checkpoint))
     average = state.get("average")
@@ -98,30 +91,37 @@ def read_state_dict(checkpoint: Path) -> Weights:
 
 
 def _read(entry: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, nested as it is there."""
+    from compress.checkpoint.safetensors_io import weight_map
+
     read: Callable[[Path], Mapping[str, Any]]
     if (entry / ".metadata").is_file():
         from compress.checkpoint.distributed_checkpoint import read_distributed as read
     elif entry.is_dir():
-        from compress.checkpoint.deepspeed_checkpoint import read_zero as read
-    elif entry.name.endswith(INDEX):
-        from compress.checkpoint.safetensors_io import read_indexed as read
-    elif entry.suffix == ".safetensors":
+        from compress.checkpoint.torch_pickle import read_zero as read
+    elif entry.name.endswith((INDEX, ".safetensors")):
         from compress.checkpoint.safetensors_io import read_safetensors as read
-    elif entry.name.endswith(PICKLE_INDEX):
-        from compress.checkpoint.torch_pickle import read_indexed_pickles as read
     else:
         from compress.checkpoint.torch_pickle import read_pickle as read
+    is_index = entry.name.endswith((INDEX, PICKLE_INDEX))
+
+    def read_entry() -> dict[str, Any]:
+        if not is_index:
+            return dict(read(entry))
+        files = weight_map(entry)
+        shards = {file: read(file) for file in sorted(set(files.values()))}
+        for name, file in files.items():
+            if not hasattr(shards[file].get(name), "shape"):
+                raise ArtifactInvalid(f"checkpoint {entry}: {name} is not in {file.name}")
+        return {name: shards[file][name] for name, file in files.items()}
 
     def read_all_but_bytes() -> None:
-        for tensor in _tensors_in(dict(read(entry))):
+        for tensor in _tensors_in(read_entry()):
             getattr(tensor, "read_headers", int)()
 
     # In a child process first: its pickles may ask for any memory. Tensors stay in their files, so
     # that reading twice costs little.
-    stored = entry.parent if entry.name.endswith((INDEX, PICKLE_INDEX)) else entry
-    read_in_child(f"checkpoint {entry}", read_all_but_bytes, stored)
-    return dict(read(entry))
+    read_in_child(f"checkpoint {entry}", read_all_but_bytes, entry.parent if is_index else entry)
+    return read_entry()
 
 
 def _tensors_in(value: Any) -> list[Any]:
@@ -150,16 +150,7 @@ def _shapes(tensors: list[Any]) -> list[tuple[int, ...]]:
 
 
 def consolidate(checkpoint: Path, file: Path) -> None:
-    """Write a checkpoint's weights as one safetensors file, a tensor at a time.
-
-    Args:
-        checkpoint: any that :func:`read_state_dict` takes, such as a directory of
-            torch.distributed.checkpoint.
-        file: the ``.safetensors`` file to write; its folder must exist.
-
-    Raises:
-        ArtifactInvalid: the checkpoint cannot be read.
-    """
+    """Write a checkpoint, of any format for :func:`read_state_dict`, as one safetensors file."""
     from compress.checkpoint.safetensors_io import write_safetensors
 
     write_safetensors(file, read_state_dict(checkpoint))
@@ -168,15 +159,9 @@ def consolidate(checkpoint: Path, file: Path) -> None:
 def match_names(state: Weights, own: Mapping[str, torch.Tensor], source: str) -> Weights:
     """Strip the prefix that a trainer put before a module's names, and leave out what lacks it.
 
-    A prefix is whatever comes before the names in the module's own state dict, such as Lightning's
-    ``model.``, DistributedDataParallel's ``module.`` or both. Names that match none are returned as
-    they are.
-
-    Raises:
-        ArtifactInvalid: several prefixes give weights that fit, such as a teacher's.
+    Such as Lightning's ``model.``, DistributedDataParallel's ``module.`` or both. Names that match
+    none stay. Raises ArtifactInvalid: several prefixes give weights that fit, such as a teacher's.
     """
-    from compress.checkpoint.state_dict import mismatches
-
     for wrapper in IN_NAMES:
         if not any(wrapper in name for name in own):
             state = {name.replace(wrapper, ""): tensor for name, tensor in state.items()}
@@ -201,13 +186,8 @@ def match_names(state: Weights, own: Mapping[str, torch.Tensor], source: str) ->
     prefix = chosen[0]
     others = [name for name in state if not name.startswith(prefix)]
     more = f"; {len(others)} others are left out, such as {others[0]!r}" if others else ""
-    log.info(
-        "%s: read without the prefix %r of %d names%s",
-        source,
-        prefix,
-        len(state) - len(others),
-        more,
-    )
+    count = len(state) - len(others)
+    log.info("%s: read without the prefix %r of %d names%s", source, prefix, count, more)
     return parts[prefix]
 
 
@@ -232,8 +212,7 @@ def checkpoint_digest(checkpoint: Path) -> str | None:
 
 
 def _entry_point(checkpoint: Path) -> Path:
-    """Return the file to open first, or the directory whose files belong together."""
-    from compress.checkpoint.deepspeed_checkpoint import tag_folder
+    from compress.checkpoint.torch_pickle import tag_folder
 
     if not checkpoint.exists():
         raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")

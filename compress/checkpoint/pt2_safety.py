@@ -10,12 +10,11 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.export.pt2_archive import PT2ArchiveReader
 
 GRAPH = "models/model.json"
@@ -46,11 +45,7 @@ SHAPE_FUNCTION = re.compile(
 
 
 def find_code(archive: PT2ArchiveReader) -> Iterator[str]:
-    """Yield a description of everything in an archive that could run code when torch loads it.
-
-    Pickles, compiled libraries, and strings that become Python source. An archive of a graph and
-    plain tensors yields nothing.
-    """
+    """Describe everything in an archive that could run code when torch loads it."""
     names = archive.get_file_names()
     for name in names:
         if not RECORD.fullmatch(name):

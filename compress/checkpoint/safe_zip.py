@@ -1,7 +1,4 @@
-"""Checks zip archives from untrusted sources before anything in them is read.
-
-A small archive may unpack to any size (zip bomb), and readers may disagree on its contents.
-"""
+"""Checks zip archives for bombs, and for contents that two readers may understand differently."""
 
 from __future__ import annotations
 
@@ -9,14 +6,11 @@ import stat
 import struct
 import zipfile
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import BinaryIO
 
 from compress.common.atomic_files import refuse_irregular, stays_inside
 from compress.common.errors import ArtifactInvalid
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import BinaryIO
 
 HEADER = struct.Struct("<4s5H3I2H")
 """Signature, version, flags, method, time, date, CRC, both sizes, lengths of name and extra."""
@@ -25,13 +19,10 @@ END_RECORD = struct.Struct("<4s4H2IH")
 END_SIGNATURE = b"PK\5\6"
 FROM_THE_END = 2**16 + 22
 """Largest distance of the end record from the end of the file: the record and a comment."""
-DESCRIBED_LATER = 8
-"""Flag: CRC and sizes follow the content (data descriptor)."""
+DESCRIBED_LATER = 8  # flag: CRC and sizes follow the content (data descriptor)
 ENCRYPTED, UTF8 = 1, 0x800
-LARGE = 0xFFFFFFFF
-"""In place of a size: it is in the extra field (zip64)."""
-MEMBERS = 100_000
-"""More than one for each tensor of any model."""
+LARGE = 0xFFFFFFFF  # in place of a size: it is in the extra field (zip64)
+MEMBERS = 100_000  # more than one for each tensor of any model
 UNPACKED_BYTES = 2**28
 """Bytes that compressed members may unpack to: torch.jit.save compresses source code, never
 tensors."""

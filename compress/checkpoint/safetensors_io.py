@@ -12,27 +12,24 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
+from io import BufferedReader, FileIO
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 from pydantic import Field, ValidationError
 
-from compress.checkpoint.state_dict import StoredTensor, in_memory, storage_key
-from compress.checkpoint.storage_reader import bytes_of, read_exactly
+from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, storage_key
 from compress.common.atomic_files import file_beside, open_atomically, open_regular
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from io import BufferedReader, FileIO
-    from pathlib import Path
-
-    from compress.checkpoint.state_dict import Weights
+    import io
 
 DTYPES = {
     "U64": torch.uint64,
@@ -58,8 +55,7 @@ DTYPES = {
 """The format's names of dtypes, in the order in which tensors are laid out."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 RANKS = {dtype: rank for rank, dtype in enumerate(CODES)}
-LARGEST_HEADER = 100_000_000
-"""Bytes of a header that the safetensors library (0.8) accepts."""
+LARGEST_HEADER = 100_000_000  # bytes of a header that the safetensors library (0.8) accepts
 MOST_TENSORS = 200_000
 """All files of a mixture of 256 experts in 61 layers (DeepSeek-V3) have 92,000; a million take
 2 GiB and 20 s to check."""
@@ -70,28 +66,16 @@ class Entry(Settings):
     """A tensor in a file's header."""
 
     dtype: str
-    """The format's name of its dtype."""
     shape: tuple[Size, ...]
     data_offsets: tuple[Size, Size]
     """Where its bytes begin and end, counted from the end of the header."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """The checked header of a safetensors file."""
-
-    size: int
-    """Bytes from the start of the file to the first tensor."""
-    entries: dict[str, Entry]
-    tied: dict[str, str]
-    """Further name of a tensor → the name that it is stored under."""
-
-
 def write_safetensors(file: Path, state: Weights) -> None:
     """Write a state dict as one file, with at most one tensor from disk in memory at a time.
 
-    Raises:
-        ArtifactInvalid: a tensor differs from what its index says, or the format lacks its dtype.
+    Raises ArtifactInvalid: a tensor differs from what its index says, or the format lacks its
+    dtype.
     """
     # A tensor with several names is written once; the header's metadata lists the others.
     first_name: dict[tuple[object, ...], str] = {}
@@ -106,13 +90,9 @@ def write_safetensors(file: Path, state: Weights) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt", **tied}}
     begin = 0
     for name in names:
-        tensor = state[name]
-        end = begin + tensor.nbytes
-        header[name] = {
-            "dtype": CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        end = begin + state[name].nbytes
+        shape, offsets = list(state[name].shape), [begin, end]
+        header[name] = {"dtype": CODES[state[name].dtype], "shape": shape, "data_offsets": offsets}
         begin = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
@@ -148,30 +128,21 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
 
     try:
         with open_regular(file) as stream:
-            header = read_header(stream)
-            state = _stored_tensors(header, file, read)
+            size, entries, tied = read_header(stream)
+            state = _stored_tensors(size, entries, file, read)
     except ArtifactInvalid as error:
         raise ArtifactInvalid(f"checkpoint {error}") from error
     except OSError as error:
         raise ArtifactInvalid(
             f"checkpoint {file}: not a readable safetensors file, or truncated ({error})"
         ) from error
-    return state | {name: state[first] for name, first in header.tied.items() if first in state}
+    return state | {name: state[first] for name, first in tied.items() if first in state}
 
 
 def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
     """Return the tensors of an open file without the tied names, each read when it is needed."""
-    return _stored_tensors(read_header(stream), stream.name, partial(_read_tensor, stream))
-
-
-def read_indexed(index: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the files in a `….safetensors.index.json`, or raise ArtifactInvalid."""
-    files = weight_map(index)
-    shards = {file: read_safetensors(file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
-        if name not in shards[file]:
-            raise ArtifactInvalid(f"checkpoint {index}: {name} is not in {file.name}")
-    return {name: shards[file][name] for name, file in files.items()}
+    size, entries, _ = read_header(stream)
+    return _stored_tensors(size, entries, stream.name, partial(_read_tensor, stream))
 
 
 def weight_map(index: Path) -> dict[str, Path]:
@@ -192,8 +163,8 @@ def weight_map(index: Path) -> dict[str, Path]:
     return {name: file_beside(index, file) for name, file in files.items()}
 
 
-def read_header(stream: FileIO | BufferedReader) -> Header:
-    """Read a header; raise ArtifactInvalid if it or its layout is not as the format demands."""
+def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry], dict[str, str]]:
+    """Return where tensors begin, entries, and tied names, or raise ArtifactInvalid."""
     try:
         length = int.from_bytes(stream.read(8), "little")
         if length > LARGEST_HEADER:
@@ -227,26 +198,25 @@ def read_header(stream: FileIO | BufferedReader) -> Header:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error)
     else:
-        return Header(8 + length, entries, tied)
+        return 8 + length, entries, tied
     raise ArtifactInvalid(
         f"{stream.name}: not a readable safetensors file, or truncated ({reason})"
     )
 
 
 def _stored_tensors(
-    header: Header, file: object, read: Callable[[int, str, Entry], torch.Tensor]
+    start: int,
+    entries: dict[str, Entry],
+    file: object,
+    read: Callable[[int, str, Entry], torch.Tensor],
 ) -> dict[str, StoredTensor]:
-    for name, entry in header.entries.items():
+    stored = {}
+    for name, entry in entries.items():
         if entry.dtype not in DTYPES:
             raise ArtifactInvalid(f"{file}: {name} is {entry.dtype}, which is not read here")
-    return {
-        name: StoredTensor(
-            entry.shape,
-            DTYPES[entry.dtype],
-            partial(read, header.size + entry.data_offsets[0], name, entry),
-        )
-        for name, entry in header.entries.items()
-    }
+        load = partial(read, start + entry.data_offsets[0], name, entry)
+        stored[name] = StoredTensor(entry.shape, DTYPES[entry.dtype], load)
+    return stored
 
 
 def _read_tensor(
@@ -259,3 +229,17 @@ def _read_tensor(
     except EOFError as error:
         raise ArtifactInvalid(f"{stream.name}: truncated within {name}") from error
     return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
+
+
+def read_exactly(stream: io.RawIOBase | BufferedReader, buffer: memoryview) -> None:
+    """Fill a buffer from a stream; raise EOFError if that ends before."""
+    while buffer:
+        count = stream.readinto(buffer)
+        if not count:
+            raise EOFError(f"{len(buffer)} bytes are missing")
+        buffer = buffer[count:]

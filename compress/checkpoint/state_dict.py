@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
@@ -10,8 +11,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import torch
 
 COMPLEX = "complex numbers for the real"
@@ -50,11 +49,9 @@ def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
         built_by = inspect.getmodule(type(module))
         place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
         refused = f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
-        own_bytes, stored_bytes = (
-            sum(prod(t.shape) * t.dtype.itemsize for t in tensors.values())
-            for tensors in (own, state)
-        )
-        is_larger = stored_bytes > 2 * own_bytes + BYTES_AT_ONCE
+        parts = (own, state)
+        sizes = [sum(prod(x.shape) * x.dtype.itemsize for x in part.values()) for part in parts]
+        is_larger = sizes[1] > 2 * sizes[0] + BYTES_AT_ONCE
         if is_larger or any(problem.startswith(COMPLEX) for problem in problems):
             raise ArtifactInvalid(refused)
         try:
@@ -86,18 +83,17 @@ def _copy_(module: torch.nn.Module, state: Weights, names: list[str]) -> None:
 
 def mismatches(own: Mapping[str, torch.Tensor], state: Weights) -> list[str]:
     """Describe how weights differ from a module's state dict; empty where they fit."""
-    tied = {storage_key(own[k]) for k in own if k in state}
+    shared = [k for k in own if k in state]
+    tied = {storage_key(own[k]) for k in shared}
     missing = [k for k in own if k not in state and storage_key(own[k]) not in tied]
     unexpected = [k for k in state if k not in own]
     shapes = [
         f"{k}: {tuple(state[k].shape)} instead of {tuple(own[k].shape)}"
-        for k in own
-        if k in state and tuple(state[k].shape) != tuple(own[k].shape)
+        for k in shared
+        if tuple(state[k].shape) != tuple(own[k].shape)
     ]
     # Copying would leave out the imaginary parts.
-    complex_ = [
-        k for k in own if k in state and state[k].dtype.is_complex and not own[k].dtype.is_complex
-    ]
+    complex_ = [k for k in shared if state[k].dtype.is_complex and not own[k].dtype.is_complex]
     found = {"missing": missing, "unexpected": unexpected, "shape of": shapes, COMPLEX: complex_}
     return [
         f"{label} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

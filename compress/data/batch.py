@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,11 @@ from compress.common.errors import PipelineInvalid, first_line
 from compress.data.targets import as_target, check_batch, describe, flatten, map_leaves, select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from compress.data.targets import Targets
 
 LABELS = "labels"
-IGNORED_LABEL = -100
-"""The target that torch's cross-entropy ignores."""
-NO_ARRAYS = (torch.bfloat16,)
-"""Types of tensors that numpy has not."""
+IGNORED_LABEL = -100  # the target that torch's cross-entropy ignores
+NO_ARRAYS = (torch.bfloat16,)  # types of tensors that numpy has not
 
 
 @dataclass(frozen=True)
@@ -100,17 +96,13 @@ def collate(
 
     Inputs of mappings are padded with 0 by default and ``labels`` with -100; their order is that of
     the first sample by default. Samples without a target get -100 or NaN, unless all have none.
-    Targets that are mappings, lists or tuples become a list with one entry for each sample.
-
-    Raises:
-        PipelineInvalid: a sample has none of the accepted forms, or shapes differ.
+    Targets that are mappings, lists or tuples become a list with one entry for each sample. Raises
+    PipelineInvalid: a sample has none of the accepted forms, or shapes differ.
     """
     if isinstance(samples[0], SampleWithTeacher):
         batch = collate([s.sample for s in samples], pad_values, input_names)
         outputs = zip(*(s.teacher_outputs for s in samples), strict=True)
-        return replace(
-            batch, teacher_outputs=tuple(torch.stack(list(column)) for column in outputs)
-        )
+        return replace(batch, teacher_outputs=tuple(torch.stack(column) for column in outputs))
     names: list[str] = []
     if isinstance(samples[0], Mapping):
         names = list(input_names) or [key for key in samples[0] if key != LABELS]
@@ -210,14 +202,12 @@ def _input(value: Any) -> torch.Tensor:
         ) from error
 
 
-def _stack(
-    tensors: Sequence[torch.Tensor], name: object, fill: Mapping[str, float]
-) -> torch.Tensor:
-    shapes = {tuple(t.shape) for t in tensors}
+def _stack(column: Sequence[torch.Tensor], name: object, fill: Mapping[str, float]) -> torch.Tensor:
+    shapes = {tuple(x.shape) for x in column}
     if len(shapes) == 1:
-        return torch.stack(list(tensors))
+        return torch.stack(list(column))
     if isinstance(name, str) and all(len(shape) == 1 for shape in shapes):
-        return pad_sequence(list(tensors), batch_first=True, padding_value=fill.get(name, 0))
+        return pad_sequence(list(column), batch_first=True, padding_value=fill.get(name, 0))
     shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
     raise PipelineInvalid(
         f"samples of one batch have shapes {shown}; only 1-D tensors of mapping samples are "

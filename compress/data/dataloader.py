@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,15 @@ from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from compress.common.dependency_recorder import recording_paused
-from compress.common.errors import CompressError, StageFailed, exits_refused, first_line
+from compress.common.errors import (
+    CompressError,
+    PipelineInvalid,
+    StageFailed,
+    exits_refused,
+    first_line,
+)
 from compress.common.process import derive_seed, reseed, seeded
+from compress.data.fingerprint import hash_of_state
 from compress.data.own_generators import (
     draws_nothing,
     own_generators,
@@ -26,18 +34,15 @@ from compress.data.own_generators import (
     seed_generators,
     states_restored,
 )
-from compress.data.stream import StreamReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from compress.data.loader_config import Loading
-
 
 # "(pid(s) 7) exited unexpectedly", caused by "(pid 7) is killed by signal: Killed."
 DIED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: exited)?(?:.*signal: ([\w ]+))?", re.DOTALL
 )
+FIRST_SAMPLES = 512  # samples of a stream that are held in memory, for whatever needs them by index
 
 
 class WorkerEnded(StageFailed):
@@ -56,11 +61,7 @@ class Reader:
         keeps_workers: bool,
         records: bool = False,
     ) -> None:
-        """Create the loader and, unless they are zero, its worker processes.
-
-        With ``keeps_workers`` these stay alive between calls of :meth:`read`. With ``records``, not
-        needed if all samples are hashed, files that the dataset opens are recorded.
-        """
+        """Workers stay alive between reads if ``keeps_workers``; ``records`` files opened."""
         # Changed before each iteration, so that workers can stay alive.
         self.plan = _Plan()
         workers: dict[str, Any] = {}
@@ -73,7 +74,7 @@ class Reader:
             _Seeded(dataset, collate_fn, records),
             # Typed as lists of indices; each item is passed to __getitems__ unchanged.
             batch_sampler=self.plan,  # type: ignore[arg-type]
-            collate_fn=_unchanged,
+            collate_fn=lambda batch: batch,  # each batch is collated where it is read
             num_workers=loading.workers,
             pin_memory=loading.pin_memory and torch.accelerator.is_available(),
             # The loader draws a seed for its workers, which must not change training's generator.
@@ -104,8 +105,6 @@ class Reader:
 
 @dataclass
 class _Plan:
-    """The batches that a loader reads next; a batch sampler."""
-
     seed: int = 0
     batches: Iterable[Sequence[int]] = ()
 
@@ -156,7 +155,6 @@ class _Seeded(Dataset[Any]):
         return own_generators(self.dataset, self.collate_fn)
 
     def _read(self, seed: int, indices: Sequence[int]) -> Any:
-        """Read and collate samples; what is drawn meanwhile follows from seed and indices."""
         # A batch that is read as a whole has one seed, and so has its collating.
         batch_seed = derive_seed(seed, indices[0], len(indices))
         with seeded(batch_seed, "cpu"), states_restored(self.generators):
@@ -177,14 +175,16 @@ class _Seeded(Dataset[Any]):
             return self.collate_fn(samples)
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
 def original_error(error: Exception) -> Exception:
     """Return a worker's error without the traceback that torch puts into its message."""
     died = DIED.search(f"{error} {error.__cause__ or error.__context__ or ''}")
-    if (died or _is_of_connection(error)) and not isinstance(error, CompressError):
+    # Another process ended while torch took over a tensor of it. A connection of the user's own may
+    # end as well, outside of torch's code for tensors.
+    frames = traceback.walk_tb(error.__traceback__)
+    is_lost = isinstance(error, EOFError | ConnectionError) and any(
+        frame.f_code.co_filename == reductions.__file__ for frame, _ in frames
+    )
+    if (died or is_lost) and not isinstance(error, CompressError):
         which = f" (pid {died[1]})" if died else ""
         how = f"was killed by signal: {died[2]}" if died and died[2] else "ended unexpectedly"
         return WorkerEnded(
@@ -196,15 +196,6 @@ def original_error(error: Exception) -> Exception:
         return error
     message = lines[-1].partition(f"{type(error).__name__}: ")[2] or lines[-1]
     return type(error)(message) if isinstance(error, CompressError) else StageFailed(lines[-1])
-
-
-def _is_of_connection(error: Exception) -> bool:
-    """Whether another process ended while torch took over a tensor of it."""
-    if not isinstance(error, EOFError | ConnectionError):
-        return False
-    frames = traceback.walk_tb(error.__traceback__)
-    # A connection of the user's own may end as well, outside of torch's code for tensors.
-    return reductions.__file__ in {frame.f_code.co_filename for frame, _ in frames}
 
 
 def spread_indices(available: int, wanted: int) -> Sequence[int]:
@@ -220,3 +211,109 @@ def spread_indices(available: int, wanted: int) -> Sequence[int]:
     draw = torch.rand(wanted, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     indices: list[int] = (starts[:-1] + (draw * starts.diff()).long()).tolist()
     return indices
+
+
+class Stream(Dataset[Any]):
+    """An iterable dataset; by index it gives its first samples, which stay in memory."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._first: list[Any] | None = None
+
+    @property
+    def samples(self) -> int | None:
+        """The stream's own length; None where it has none."""
+        try:
+            return len(self.source) if isinstance(self.source, Sized) else None
+        except TypeError:  # DataPipes and others have a `__len__` that raises
+            return None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What the dataset says identifies its content, as `fingerprint` or `_fingerprint`."""
+        names = ("fingerprint", "_fingerprint")
+        known = (getattr(self.source, name, None) for name in names)
+        return next((value for value in known if isinstance(value, str)), None)
+
+    def read_first(self) -> list[Any]:
+        """Read the first samples; raise PipelineInvalid if a second pass begins with another."""
+        if self._first is None:
+            once = StreamReader(self, seed=0).first_samples(1)
+            self._first = StreamReader(self, seed=0).first_samples(FIRST_SAMPLES)
+            if list(map(hash_of_state, once)) != list(map(hash_of_state, self._first[:1])):
+                raise PipelineInvalid(
+                    "a second pass over this stream begins with another sample than the first; let "
+                    "__iter__ begin anew each time, and shuffle by a seed, so that training can "
+                    "resume"
+                )
+        return self._first
+
+    def __len__(self) -> int:
+        """Return how many samples are held."""
+        return len(self.read_first())
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read_first()[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_first": None}
+
+
+class StreamReader(Dataset[Any]):
+    """Reads a stream by the sample's number over all passes; going forward is cheap."""
+
+    def __init__(self, stream: Stream, seed: int, pass_length: int | None = None) -> None:
+        """Take the number of samples in a pass; None to count them in the first one."""
+        self.source: Any = stream.source
+        self.seed, self.pass_length = seed, pass_length
+        self.generators = own_generators(self.source)
+        self.iterator: Iterator[Any] | None = None
+        self.pass_number = self.next_index = 0
+
+    def __getitem__(self, index: int) -> Any:
+        number = index // self.pass_length if self.pass_length else 0
+        if self.iterator is None or index < self.next_index or number > self.pass_number:
+            self._begin_pass(number)
+        try:
+            # The samples between are those of other ranks, or were trained on before a resume.
+            while self.next_index <= index:
+                sample = self._next_sample()
+        except StopIteration:
+            samples = self.next_index - self.pass_number * (self.pass_length or 0)
+            if not samples or self.pass_length:
+                raise StageFailed(
+                    f"split 'train' is a stream that ended after {samples} samples in pass "
+                    f"{self.pass_number + 1}, expected {self.pass_length or 'at least one'}; give "
+                    "as many in each pass, and the same __len__, or none and steps_per_epoch"
+                ) from None
+            self.pass_length = samples
+            return self[index]
+        return sample
+
+    def first_samples(self, count: int) -> list[Any]:
+        """Return the first samples of the first pass, leaving all generators as they were."""
+        samples: list[Any] = []
+        with seeded(self.seed, "cpu"), states_restored(self.generators), suppress(StopIteration):
+            self._begin_pass(0)
+            while len(samples) < count:
+                samples.append(self._next_sample())
+        return samples
+
+    def _begin_pass(self, number: int) -> None:
+        self.pass_number, self.next_index = number, number * (self.pass_length or 0)
+        self._seed_generators()
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(number)
+        self.iterator = iter(self.source)
+
+    def _next_sample(self) -> Any:
+        self._seed_generators()
+        sample = next(self.iterator)  # type: ignore[arg-type]  # _begin_pass has made it
+        self.next_index += 1
+        return sample
+
+    def _seed_generators(self) -> None:
+        """Seed by the next sample's number, so that a pass read again draws the same."""
+        seed = derive_seed(self.seed, self.next_index)
+        reseed(seed, "cpu")
+        seed_generators(self.generators, seed)

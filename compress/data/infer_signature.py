@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
-from compress.common.signature import TensorSpec
+from compress.common.signature import Signature, TensorSpec
 from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     import torch
 
-    from compress.common.signature import Signature
     from compress.data.splits import Splits
 
-SAMPLES = 32
-"""Samples read from each split, evenly spaced."""
+SAMPLES = 32  # samples read from each split, evenly spaced
 SAMPLES_OF_FLOATS = 8
 """Samples read where they only show whether declared inputs of floats hold NaN or infinities."""
 BATCH, LENGTH = "batch", "length"
@@ -32,10 +28,9 @@ def inputs_of(
 ) -> tuple[TensorSpec, ...]:
     """Return the inputs of the samples: the batch and axes of varying size named, others fixed.
 
-    Axes whose sizes vary together share a name. Mappings name their inputs; other samples take the
-    names of forward's positional parameters, which are asked for only then. Floats of any type have
-    the model's own, `float_dtype`. PipelineInvalid is raised where a sample cannot be read, or
-    samples differ in more than sizes.
+    Axes whose sizes vary together share a name. Mappings name their inputs; others take the names
+    of forward's ``parameters``, asked for only then. Floats get the model's `float_dtype`. Raises
+    PipelineInvalid where a sample cannot be read, or samples differ in more than sizes.
     """
     names: list[str] = []
     found: list[tuple[torch.Tensor, ...]] = []
@@ -61,12 +56,7 @@ def inputs_of(
 
 
 def sample_inputs(data: Splits | None, signature: Signature) -> tuple[torch.Tensor, ...] | None:
-    """Return the inputs of the first samples of the data, as a batch; None without data.
-
-    What a model does with them it does with invented ones only where any values will do: lengths
-    of 0 and indices that occur in no sample are refused by some. None, too, if they do not fit the
-    signature, which stages then report.
-    """
+    """Return the first samples' inputs, as some models refuse invented ones; None if unfit."""
     if data is None:
         return None
     name = next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
@@ -134,10 +124,7 @@ def _specs(
 
 
 def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
-    """Return declared inputs with what samples show: a range, a mask, NaN or infinities.
-
-    They are unchanged where samples cannot be read or do not fit, which stages then report.
-    """
+    """Return declared inputs with the range, mask, NaN or infinities that samples show."""
     names = [spec.name for spec in inputs]
     count = SAMPLES if any(spec.holds_integers for spec in inputs) else SAMPLES_OF_FLOATS
     try:
@@ -160,6 +147,4 @@ def with_named_length(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 def described(inputs: Sequence[TensorSpec]) -> str:
     """Describe inputs by name, shape and element type."""
-    return ", ".join(
-        f"{spec.name} [{', '.join(map(str, spec.shape))}] {spec.dtype}" for spec in inputs
-    )
+    return ", ".join(f"{x.name} [{', '.join(map(str, x.shape))}] {x.dtype}" for x in inputs)

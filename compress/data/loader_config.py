@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Self
+from pathlib import Path
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from compress.common.config import Count, Settings
 from compress.common.factories import Reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Loading(Settings):

@@ -7,11 +7,12 @@ import logging
 import random
 import sys
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +20,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from compress.common.code_origin import origin_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-MOST_OBJECTS = 20_000
-"""At most as many objects are searched for generators."""
+MOST_OBJECTS = 20_000  # at most as many objects are searched for generators
 LONGEST = 256
 """At most as many items of a container are searched: longer ones hold data, not transforms."""
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -35,7 +32,7 @@ PLAIN = (
 
 
 def own_generators(*roots: Any) -> list[Any]:
-    """Return generators that are reachable from objects, without the global ones, in fixed order.
+    """Return generators reachable from objects, without the global ones, in fixed order.
 
     Searched are attributes, containers, closures, and the globals that the user's code names.
     """
@@ -72,23 +69,20 @@ def seed_generators(generators: Sequence[Any], seed: int) -> None:
 @contextmanager
 def states_restored(generators: Sequence[Any]) -> Iterator[None]:
     """Restore the states of generators after a block."""
-    states = [_state(generator) for generator in generators]
+    restore: list[Callable[[], object]] = []
+    for generator in generators:
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            restore.append(partial(setattr, bits, "state", bits.state))
+        elif isinstance(generator, random.Random):
+            restore.append(partial(generator.setstate, generator.getstate()))
+        else:
+            restore.append(partial(generator.set_state, generator.get_state()))
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            if isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            else:
-                generator.set_state(state)
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+        for restore_one in restore:
+            restore_one()
 
 
 def draws_nothing(dataset: Any) -> bool:
@@ -112,10 +106,7 @@ def reads_batches(dataset: Any) -> bool:
 
 
 def reachable_objects(*roots: Any, longest: int | None = None) -> Iterator[Any]:
-    """Yield objects and all that is reachable from them, each once, in a fixed order.
-
-    Of containers the first ``longest`` items are visited.
-    """
+    """Yield objects and all that they refer to, at most ``longest`` items of a container."""
     seen: dict[int, Any] = {}  # the values stay alive, so that no id is used twice
     queue = deque(roots)  # breadth first: generators lie nearer than the leaves of nested data
     while queue:

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-DEPTH = 4
-"""Datasets that wrap one another, at most."""
-MOST_FIELDS = 8
-"""Of a sample's list; longer ones are token ids or pixels."""
+DEPTH = 4  # datasets that wrap one another, at most
+MOST_FIELDS = 8  # of a sample's list; longer ones are token ids or pixels
 
 
 def raw_columns(dataset: Any, indices: Sequence[int]) -> dict[str, list[Any]]:
     """Return everything that a dataset holds one of for each sample, by name, for some samples.
 
-    These are the columns of a Hugging Face dataset, those that its format leaves out too, and of a
-    data frame, and attributes as long as the dataset, such as `samples` of torchvision's folders;
-    also those of datasets that it wraps. A name of a file becomes its path, where the file's folder
-    is another attribute.
+    Columns of a Hugging Face dataset, also those that its format leaves out, and of a data frame;
+    attributes as long as the dataset, such as `samples` of torchvision's folders; those of datasets
+    that it wraps. A file's name becomes its path where its folder is another attribute.
     """
     rows: list[dict[str, Any]] = [{}]
     with suppress(Exception):  # attributes may fail in any way; none of them need be read
@@ -37,7 +31,6 @@ def raw_columns(dataset: Any, indices: Sequence[int]) -> dict[str, list[Any]]:
 
 
 def _entries(dataset: Any, index: int, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of one sample with their names."""
     if isinstance(dataset, Subset):
         yield from _entries(dataset.dataset, dataset.indices[index], depth)
     elif isinstance(dataset, ConcatDataset):

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+import struct
+import uuid
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch.utils.data import Dataset
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.process import seeded
 from compress.data.batch import LABELS, adapt
-from compress.data.record_log import RecordLog
-from compress.data.targets import flatten, map_leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from compress.data.targets import Targets
+from compress.data.targets import Targets, flatten, map_leaves
 
 NEST = f"{LABELS}:nest"
-"""Name of the tensor that holds how the tensors of a target are nested."""
-PROBES = 8
-"""Samples read from a dataset twice, to detect changed data and what is drawn at random."""
+PROBES = 8  # samples read from a dataset twice, to detect changed data and what is drawn at random
+HEADER = struct.Struct("<4sQQII")
+VALID, VOID = b"keep", b"void"
+SUFFIX = ".samples"
+log = logging.getLogger(__name__)
+Probes: TypeAlias = dict[int, tuple[str, str]]
+"""Index of a sample → its digests, which differ if something is drawn at random."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +59,10 @@ class Sample:
         return dict(zip(self.names, self.inputs, strict=True)) | labels
 
     def to_bytes(self) -> bytes:
-        """Return it as safetensors: inputs are named `position:name`, the target `labels`.
-
-        A nest of targets is named `labels:number`, and `labels:nest` holds it as JSON in bytes.
-        """
-        from safetensors.torch import save
-
+        """Return safetensors: `position:name` of inputs, `labels`, or `labels:number` and nest."""
         names = self.names or [""] * len(self.inputs)
-        tensors = {
-            f"{i}:{name}": x for i, (name, x) in enumerate(zip(names, self.inputs, strict=True))
-        }
+        inputs = enumerate(zip(names, self.inputs, strict=True))
+        tensors = {f"{i}:{name}": x for i, (name, x) in inputs}
         if isinstance(self.target, dict | list):
             leaves, nest = flatten(self.target)
             tensors |= {f"{LABELS}:{i}": leaf for i, leaf in enumerate(leaves)}
@@ -74,8 +75,6 @@ class Sample:
     @classmethod
     def from_bytes(cls, content: bytes) -> Sample:
         """Restore what :meth:`to_bytes` stored."""
-        from safetensors.torch import load
-
         tensors = load(content)
         target: Targets | None = tensors.pop(LABELS, None)
         if NEST in tensors:
@@ -122,21 +121,14 @@ class CachedDataset(Dataset[Any]):
         return {index: Sample.from_bytes(c) for index, c in contents if c is not None}
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Digests of a sample that was read from the dataset twice."""
-
-    index: int
-    first: str
-    again: str
-    """Differs from ``first`` if something is drawn at random."""
-
-
-def probe(dataset: Dataset[Any]) -> list[Probe]:
-    """Read a few evenly spaced samples from a dataset twice, with different seeds."""
-    indices = indices_to_probe(dataset)
-    first, again = (_digests(dataset, indices, seed) for seed in (0, 1))
-    return [Probe(*fields) for fields in zip(indices, first, again, strict=True)]
+def probe(dataset: Dataset[Any]) -> Probes:
+    """Digest a few samples, by index, read twice: with other seeds, to see what is random."""
+    indices, digests = indices_to_probe(dataset), []
+    for seed in (0, 1):
+        with seeded(seed, "cpu"):
+            samples = [Sample.from_value(value) for value in read_samples(dataset, indices)]
+        digests.append([hashlib.sha256(sample.to_bytes()).hexdigest() for sample in samples])
+    return dict(zip(indices, zip(*digests, strict=True), strict=True))
 
 
 def indices_to_probe(dataset: Dataset[Any]) -> list[int]:
@@ -145,21 +137,15 @@ def indices_to_probe(dataset: Dataset[Any]) -> list[int]:
     return sorted({round(i * last / (PROBES - 1)) for i in range(PROBES)})
 
 
-def cache_folder(cache: Path, split: str, origin: str, probes: Sequence[Probe]) -> Path:
-    """Create and return the folder for a split's samples; changed data get another folder.
-
-    ``origin`` is what else the samples depend on: their number, the source code that makes them.
-
-    Raises:
-        PipelineInvalid: samples are drawn at random, or the folder cannot be made.
-    """
-    drawn = next((p.index for p in probes if p.first != p.again), None)
+def cache_folder(cache: Path, split: str, origin: str, probes: Probes) -> Path:
+    """Create the folder of a split's samples, or raise PipelineInvalid if they are random."""
+    drawn = next((index for index, (first, again) in probes.items() if first != again), None)
     if drawn is not None:
         raise PipelineInvalid(
             f"data.loader.cache: sample {drawn} of split {split!r} differs each time it is read, "
             "and a cache would freeze what is drawn at random; leave data.loader.cache out"
         )
-    decisive = repr((origin, split, [p.first for p in probes]))
+    decisive = repr((origin, split, [first for first, _ in probes.values()]))
     folder = cache / f"{split}-{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +163,106 @@ def read_samples(dataset: Dataset[Any], indices: list[int]) -> Iterable[Any]:
     return (dataset[index] for index in indices)
 
 
-def _digests(dataset: Dataset[Any], indices: list[int], seed: int) -> list[str]:
-    with seeded(seed, "cpu"):
-        samples = [Sample.from_value(value) for value in read_samples(dataset, indices)]
-    return [hashlib.sha256(sample.to_bytes()).hexdigest() for sample in samples]
+@dataclass
+class Segment:
+    """A segment file, and how far it has been indexed."""
+
+    path: Path
+    descriptor: int
+    known: int = 0
+    """Bytes whose records are in the index."""
+    damaged: bool = False
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class RecordLog:
+    """Records by number in a folder that any number of processes read and append to.
+
+    Each process appends to a segment file of its own, and reads those of all, as of the last
+    :meth:`refresh`. A record is
+
+        magic | number | length | checksum of the content | checksum of these three | content
+
+    One that a killed process left half-written is never read; one that does not match its checksum
+    is marked void with a warning, and may be appended again.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        """Index all records in a folder; their numbers are below ``count``."""
+        # Seeded with the folder's name: a file copied from another folder reads as damaged.
+        self.folder, self.salt = folder, zlib.crc32(folder.name.encode())
+        self.segments: list[Segment] = []
+        # Segment and offset of each record: twelve bytes per record.
+        self.segment_of = np.full(count, -1, np.int32)
+        self.place_of = np.zeros(count, np.int64)
+        self.own: tuple[int, int] | None = None
+        """Process id, and index of the segment that it appends to."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Index what other processes have appended since."""
+        known = {segment.path for segment in self.segments}
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            if path not in known:
+                self.segments.append(Segment(path, os.open(path, os.O_RDONLY)))
+        for place, segment in enumerate(self.segments):
+            size = os.fstat(segment.descriptor).st_size
+            while not segment.damaged and segment.known + HEADER.size <= size:
+                header = os.pread(segment.descriptor, HEADER.size, segment.known)
+                magic, number, length, _, checksum = HEADER.unpack(header)
+                end = segment.known + HEADER.size + length
+                is_valid = zlib.crc32(header[4:-4], self.salt) == checksum
+                if not is_valid or magic not in (VALID, VOID) or number >= len(self.segment_of):
+                    segment.damaged = True
+                    damage = "%s is damaged from byte %d on; those samples are read again"
+                    log.warning(damage, segment.path, segment.known)
+                    break
+                if end > size:
+                    break  # being written, or left by a process that was killed
+                if magic == VALID:
+                    self.segment_of[number], self.place_of[number] = place, segment.known
+                segment.known = end
+
+    def read(self, number: int) -> bytes | None:
+        """Return a record; None if it is unknown or damaged."""
+        place = int(self.segment_of[number])
+        if place < 0:
+            return None
+        segment, start = self.segments[place], int(self.place_of[number])
+        header = os.pread(segment.descriptor, HEADER.size, start)
+        if len(header) == HEADER.size:
+            _, _, length, checksum, _ = HEADER.unpack(header)
+            content = os.pread(segment.descriptor, length, start + HEADER.size)
+            if len(content) == length and zlib.crc32(content, self.salt) == checksum:
+                return content
+        log.warning("%s is damaged; sample %d is read again", segment.path, number)
+        self.segment_of[number] = -1
+        with suppress(OSError), segment.path.open("r+b") as stream:
+            stream.seek(start)
+            stream.write(VOID)  # so that no other process indexes it
+        return None
+
+    def append(self, number: int, content: bytes) -> None:
+        """Append a record, unsynced, completely or not at all; raise OSError if it cannot be."""
+        # A forked worker inherits its parent's segment, and must append to another one.
+        if self.own is None or self.own[0] != os.getpid():
+            path = self.folder / f"{uuid.uuid4().hex}{SUFFIX}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            self.segments.append(Segment(path, descriptor))
+            self.own = os.getpid(), len(self.segments) - 1
+        place = self.own[1]
+        segment = self.segments[place]
+        fields = struct.pack("<QQI", number, len(content), zlib.crc32(content, self.salt))
+        record = VALID + fields + struct.pack("<I", zlib.crc32(fields, self.salt)) + content
+        try:
+            written = 0
+            while written < len(record):
+                written += os.pwrite(segment.descriptor, record[written:], segment.known + written)
+        except OSError:
+            # Or what is left of it behind a shorter record, appended next, would read as damage.
+            os.ftruncate(segment.descriptor, segment.known)
+            raise
+        self.segment_of[number], self.place_of[number] = place, segment.known
+        segment.known += len(record)

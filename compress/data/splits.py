@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,11 +30,14 @@ from compress.common.errors import (
 )
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.data.batch import LABELS, Batch, adapt, collate, collate_as, collate_by
-from compress.data.dataloader import Reader, WorkerEnded, spread_indices
+from compress.data.dataloader import Reader, Stream, StreamReader, WorkerEnded, spread_indices
 from compress.data.fingerprint import (
+    FACTS,
     Contents,
+    SplitFacts,
     as_hashes,
     digest_of_hashes,
+    facts_of_rows,
     hash_of_state,
     hash_samples,
     hashes_of_tensors,
@@ -43,24 +46,20 @@ from compress.data.fingerprint import (
 )
 from compress.data.loader_config import Loading
 from compress.data.sample_cache import CachedDataset, cache_folder, indices_to_probe, probe
-from compress.data.sample_facts import FACTS, SplitFacts, facts_of_rows
-from compress.data.stream import Stream, StreamReader
 from compress.data.targets import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from numpy.typing import NDArray
 
+    Key = tuple[str, Sequence[int]]
+
 __all__ = ["Batch", "DataReference", "Splits", "collate"]
-
-
 CALLED_BYTES = 10 * 2**20
-"""Inputs of a call in evaluation: 16 images of 224 x 224 pixels.
-
-More rows take no less time a row, and memory for activations, which are a multiple of this: of 64
-rows a MobileNetV2 took 470 MiB more than of 16.
-"""
+"""Inputs of a call in evaluation: 16 images of 224 x 224 pixels. More rows take no less time a row,
+and memory for activations, a multiple of this: of 64 rows a MobileNetV2 took 470 MiB more."""
+UNLABELLED = "unlabelled"
+View: TypeAlias = "Callable[[Splits, Dataset[Any]], Dataset[Any]]"
+"""Wraps the dataset of `train`; small enough to be sent to other processes."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,8 @@ class DataReference:
         except PipelineInvalid:
             raise
         except (Exception, SystemExit) as error:
-            raise PipelineInvalid(
-                f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
-            ) from error
+            problem = f"{type(error).__name__}: {error}"
+            raise PipelineInvalid(f"data.factory {self.factory!r}: {problem}") from error
         splits = Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
         return replace(splits, recorded=recorded, input_dtypes=self.input_dtypes)
 
@@ -106,7 +104,6 @@ class Splits:
     batch_size: int = 128
     """Samples per batch in evaluation."""
     loading: Loading = field(default_factory=Loading)
-    """Settings of the data loader."""
     input_names: tuple[str, ...] = ()
     """Order in which the model takes the entries of a mapping; the mapping's own by default."""
     source: DataReference | None = field(default=None, compare=False)
@@ -116,26 +113,19 @@ class Splits:
     views: tuple[View, ...] = ()
     """Wrappers of ``train``, applied in order; they can be pickled."""
     recorded: Recording = field(default_factory=Recording, compare=False, repr=False)
-    """Files and variables that the factory read."""
     _opened: Recording = field(default_factory=Recording, compare=False, repr=False)
     """Files that datasets opened whose samples were not all hashed."""
     _kept_readers: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
     """Readers by split whose workers stay alive, for each active :meth:`keep_workers`."""
+    # By split, once they are known.
     _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
-    """Sample lengths by split, once they are known."""
     _caches: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
-    """Folders of cached samples by split, once they are known."""
     _cached: dict[str, CachedDataset] = field(default_factory=dict, compare=False, repr=False)
     _viewed: list[Dataset[Any]] = field(default_factory=list, compare=False, repr=False)
     """``train`` with the views applied, once it is known; at most one."""
-    _hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    """Hashes by split and indices, of datasets that are read sample by sample: once per run."""
-    _facts: dict[tuple[str, Sequence[int]], NDArray[np.void]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    """As :attr:`_hashes`, what else is known of these samples."""
+    # Of samples that are read one by one, by split and indices: once per run.
+    _hashes: dict[Key, NDArray[np.uint64]] = field(default_factory=dict, compare=False, repr=False)
+    _facts: dict[Key, NDArray[np.void]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         where = self._where
@@ -151,27 +141,24 @@ class Splits:
                     "loader.dataset, or Subset(loader.dataset, rows) where a sampler chooses rows; "
                     "batch size and workers are settings of `data:`"
                 )
-        if self._is_stream(self.datasets.get("train")):
+        if _is_stream(self.datasets.get("train")):
             stream = Stream(self.datasets["train"])
             object.__setattr__(self, "datasets", {**self.datasets, "train": stream})
-            with self._sample_errors("train"), recording() as read:
+            with self._reading("train"):
                 stream.read_first()
-            self._opened.add(read)
             if self.loading.bucket_by:
                 raise PipelineInvalid(
                     f"{where}: split 'train' is a stream and data.loader.bucket_by needs the "
                     "lengths of all samples; leave bucket_by out"
                 )
         for name, dataset in self.datasets.items():
-            if name != "train" and self._is_stream(dataset):
+            if name != "train" and _is_stream(dataset):
                 raise PipelineInvalid(
                     f"{where}: split {name!r} is a stream and is read by index; only 'train' may "
                     "be one: return a Dataset with a length, such as an Arrow one of Hugging Face "
                     "datasets without streaming, which is not loaded into memory"
                 )
-            # torch gives an iterable dataset a __getitem__ that raises.
-            by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-            if not isinstance(dataset, Sized) or not by_index:
+            if not isinstance(dataset, Sized) or not _reads_by_index(dataset):
                 raise PipelineInvalid(
                     f"{where}: split {name!r} is {describe(dataset)}, "
                     "expected a Dataset with a length and samples by index"
@@ -183,11 +170,10 @@ class Splits:
         make: Callable[..., Splits] = Splits
         datasets = {n: d.source if isinstance(d, Stream) else d for n, d in self.datasets.items()}
         given: Any = (datasets, self.batch_size, self.loading, self.input_names)
-        dtypes = self.input_dtypes
         if self.source is not None:
             make, given = DataReference.load, (self.source,)
         known = (self._caches, self._hashes, self._facts)
-        return _unpickled, (make, given, self.views, dtypes, known)
+        return _unpickled, (make, given, self.views, self.input_dtypes, known)
 
     def replaced(self, **changes: Any) -> Splits:
         """Return the splits with other settings; a run may hold what stands for splits."""
@@ -200,17 +186,11 @@ class Splits:
                 "split 'train' is a stream, to which neither 'unlabelled' samples nor a cache of "
                 "the teacher's outputs can be joined; return a Dataset with samples by index"
             )
-        hashes = {key: value for key, value in self._hashes.items() if key[0] != "train"}
-        facts = {key: value for key, value in self._facts.items() if key[0] != "train"}
-        return replace(
-            self,
-            views=(*self.views, view),
-            _kept_readers=[],
-            _lengths={},
-            _viewed=[],
-            _hashes=hashes,
-            _facts=facts,
-        )
+        # What was known of `train` is so no more.
+        changed: dict[str, Any] = {"_kept_readers": [], "_lengths": {}, "_viewed": []}
+        for name in ("_hashes", "_facts"):
+            changed[name] = {k: v for k, v in getattr(self, name).items() if k[0] != "train"}
+        return replace(self, views=(*self.views, view), **changed)
 
     def interleaved_parts(self, name: str, count: int) -> list[Splits]:
         """Return every `count`-th sample of a split, from each of its first ones on."""
@@ -246,9 +226,8 @@ class Splits:
         if name in self._cached:
             return self._cached[name]
         if name not in self._caches:
-            with self._sample_errors(name), recording() as read:
+            with self._reading(name) as read:
                 probes = probe(dataset)
-            self._opened.add(read)
             # Only a few samples are probed: a changed file of labels is detected by its digest.
             read.add(self.recorded)
             opened = read.dependencies(Path()).model_dump()
@@ -261,10 +240,7 @@ class Splits:
     def batches(
         self, name: str, batch_size: int | None = None, limit: int | None = None
     ) -> Iterator[Batch]:
-        """Yield a split's batches in its order: all samples, or ``limit`` spread over them.
-
-        Without ``batch_size`` batches of large samples are divided.
-        """
+        """Yield a split's batches in its order: of all samples, or of ``limit`` spread ones."""
         samples = len(self.split(name))  # type: ignore[arg-type]
         order = range(samples) if limit is None else spread_indices(samples, limit)
         for batch in self.read(name, order, batch_size or self.batch_size):
@@ -276,10 +252,7 @@ class Splits:
     def read(
         self, name: str, order: Sequence[int], batch_size: int, seed: int = 0, first: int = 0
     ) -> Iterator[Batch]:
-        """Yield a split's samples in an order, in batches, from the position ``first`` on.
-
-        The seed is that of random numbers drawn while samples are read.
-        """
+        """Yield batches of samples in an order from ``first`` on; what is random follows `seed`."""
         readers = self._kept_readers[-1] if self._kept_readers else {}
         if name not in readers:
             keeps = bool(self._kept_readers)
@@ -307,14 +280,10 @@ class Splits:
     def collate_fn(self) -> Callable[[list[Any]], Batch]:
         """The function that makes a batch of samples."""
         name, folder = self.loading.collate_fn, self.source.folder if self.source else None
+        own: Any = partial(collate, pad_values=self.loading.pad_values)
         if name:
-            function = resolve(name, folder)
-            own: Callable[[list[Any]], Batch] = partial(
-                collate_by, function=function, name=name, input_names=self.input_names
-            )
-        else:
-            pad_values = self.loading.pad_values
-            own = partial(collate, pad_values=pad_values, input_names=self.input_names)
+            own = partial(collate_by, function=resolve(name, folder), name=name)
+        own = partial(own, input_names=self.input_names)
         return partial(collate_as, collate_fn=own, dtypes=self.input_dtypes)
 
     @contextmanager
@@ -328,17 +297,15 @@ class Splits:
 
     def lengths(self, name: str) -> list[int] | None:
         """Return the length of each sample if training buckets by length, else None."""
-        key = self.loading.bucket_by
-        if key is None:
+        if self.loading.bucket_by is None:
             return None
-        if name in self._lengths:
-            return self._lengths[name]
-        dataset = self.split(name)
-        # By the reader, so that lengths drawn at random are the same in each run and process.
-        collate_fn = partial(_lengths_of, name, key)
-        reader = Reader(dataset, self.loading, collate_fn, keeps_workers=False)
-        batches = reader.read(range(len(dataset)), self.batch_size, seed=0)  # type: ignore[arg-type]
-        self._lengths[name] = [length for batch in batches for length in batch]
+        if name not in self._lengths:
+            dataset: Any = self.split(name)
+            # By the reader, so that lengths drawn at random are the same in each run and process.
+            collate_fn = partial(_lengths_of, name, self.loading.bucket_by)
+            reader = Reader(dataset, self.loading, collate_fn, keeps_workers=False)
+            batches = reader.read(range(len(dataset)), self.batch_size, seed=0)
+            self._lengths[name] = [length for batch in batches for length in batch]
         return self._lengths[name]
 
     @property
@@ -358,9 +325,9 @@ class Splits:
         return self.read(name, self._calibration_order(samples, seed), self.batch_size)
 
     def _calibration_order(self, samples: int, seed: int) -> list[int]:
-        available = len(self.split(self.calibration_split))  # type: ignore[arg-type]
         if isinstance(self.datasets[self.calibration_split], Stream):
             return list(range(samples))
+        available = len(self.split(self.calibration_split))  # type: ignore[arg-type]
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
         return order[:samples].tolist()
 
@@ -383,10 +350,7 @@ class Splits:
         return self.contents().fingerprint
 
     def contents(self, most: int | None = None) -> Contents:
-        """Return what the data depend on: hashes of samples, batch size, source of the factory.
-
-        With `most`, at most so many samples, spread over each split, are read one by one.
-        """
+        """Return what the data depend on; with `most`, so many samples of a split are read."""
         made = {"batch_size": self.batch_size, **self._origin()}
         if self.loading.bucket_by or self.loading.pad_values:
             made["loader"] = f"{self.loading.bucket_by} {self.loading.pad_values}"
@@ -425,16 +389,11 @@ class Splits:
                 counts[name] = len(indices) if is_repeatable else 0
                 if not is_repeatable:
                     unrepeatable.add(name)
-        cached = frozenset(self._cached)
-        return Contents(
-            made, lengths, hashes, counts, cached, frozenset(unrepeatable), facts, streams
-        )
+        sets = frozenset(self._cached), frozenset(unrepeatable)
+        return Contents(made, lengths, hashes, counts, *sets, facts, streams)
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
-        """Return hashes of samples, read by the loader's workers: [samples, 2].
-
-        Where samples differ each time, it is one hash of what the dataset holds: [1, 2].
-        """
+        """Return hashes of samples, [samples, 2]; [1, 2], of the dataset, if samples vary."""
         key = name, tuple(indices) if isinstance(indices, list) else indices
         if key not in self._hashes:
             dataset = self.split(name)
@@ -442,16 +401,15 @@ class Splits:
             # Samples that only the user's function understands are hashed as batches of one.
             as_batch = self.collate_fn if self.loading.collate_fn else None
             collate_fn = partial(hash_samples, as_batch=as_batch)
-            reader = Reader(
-                dataset, self.loading, collate_fn, keeps_workers=False, records=is_sampled
-            )
+            options = {"keeps_workers": False, "records": is_sampled}
+            reader = Reader(dataset, self.loading, collate_fn, **options)
             # A cache was probed when it was made; two workers would read the same samples at once.
             is_cached = isinstance(dataset, CachedDataset)
             probes = [] if is_cached else [indices_to_probe(dataset)] * 2
-            size = self.batch_size
-            chunks = [indices[i : i + size] for i in range(0, len(indices), size)]
+            starts = range(0, len(indices), self.batch_size)
+            chunks = [indices[i : i + self.batch_size] for i in starts]
             hashes, facts, is_repeatable = [], [], True
-            with self._sample_errors(name), recording() as recorded:
+            with self._reading(name):
                 for batch, known, worker_reads in reader.read_batches([*probes, *chunks], seed=0):
                     add_to_recordings(worker_reads)
                     hashes.append(batch)
@@ -459,25 +417,16 @@ class Splits:
                     if probes and len(hashes) == 2 and hashes[0] != hashes[1]:
                         is_repeatable = False
                         break
-            self._opened.add(recorded)
             own = hashes[len(probes) :] if is_repeatable else [hash_of_state(dataset)]
             self._hashes[key] = as_hashes(own)
             self._facts[key] = np.frombuffer(b"".join(facts[len(probes) :]), FACTS)
         return self._hashes[key]
-
-    @staticmethod
-    def _is_stream(dataset: Any) -> bool:
-        if isinstance(dataset, Stream):
-            return False
-        by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-        return isinstance(dataset, Iterable) and not by_index
 
     @property
     def _where(self) -> str:
         return f"data.factory {self.source.factory!r}" if self.source else "the data"
 
     def _origin(self) -> dict[str, Any]:
-        """Return the factory's name, arguments and source digest, if there is one."""
         if self.source is None:
             return {}
         code = sources_digest(local_sources(self.source.factory, self.source.folder))
@@ -485,10 +434,11 @@ class Splits:
         return {"factory": self.source.factory, "arguments": arguments, "code": code}
 
     @contextmanager
-    def _sample_errors(self, split: str) -> Iterator[None]:
+    def _reading(self, split: str) -> Iterator[Recording]:
+        """Record which files a block opens, and say which split it could not read."""
         try:
-            with exits_refused():
-                yield
+            with exits_refused(), recording() as read:
+                yield read
         except WorkerEnded:
             raise
         except Exception as error:
@@ -497,10 +447,20 @@ class Splits:
                 f"{self._where}: a sample of split {split!r} cannot be read: "
                 f"{kind}{first_line(error)}"
             ) from error
+        self._opened.add(read)
+
+
+def _reads_by_index(dataset: Any) -> bool:
+    # torch gives an iterable dataset a __getitem__ that raises.
+    return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+
+
+def _is_stream(dataset: Any) -> bool:
+    is_unread = isinstance(dataset, Iterable) and not _reads_by_index(dataset)
+    return is_unread and not isinstance(dataset, Stream)
 
 
 def _lengths_of(split: str, key: str, samples: list[Any]) -> list[int]:
-    """Return the lengths of samples' entries; a collate_fn."""
     try:
         return [len(sample[key]) for sample in samples]
     except (KeyError, IndexError, TypeError) as error:
@@ -516,7 +476,6 @@ def _unpickled(
     input_dtypes: tuple[str, ...],
     known: Sequence[dict[Any, Any]],
 ) -> Splits:
-    """Rebuild splits in the process that they were sent to."""
     splits = make(*given)
     own: tuple[dict[Any, Any], ...] = (splits._caches, splits._hashes, splits._facts)
     for cache, content in zip(own, known, strict=True):
@@ -524,29 +483,11 @@ def _unpickled(
     return replace(splits, views=views, input_dtypes=input_dtypes)
 
 
-UNLABELLED = "unlabelled"
+def _append_unlabelled(splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
+    return ConcatDataset([dataset, _WithoutLabels(splits.stored(UNLABELLED))])
 
 
-class View(Protocol):
-    """Wraps the dataset of `train`; small enough to be sent to other processes."""
-
-    def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-        """Return the wrapped dataset."""
-        ...
-
-
-@dataclass(frozen=True)
-class WithUnlabelled:
-    """`train` followed by the samples of `unlabelled`, without their labels if they have any."""
-
-    def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-        """Return the concatenated dataset."""
-        return ConcatDataset([dataset, WithoutLabels(splits.stored(UNLABELLED))])
-
-
-class WithoutLabels(Dataset[Any]):
-    """A dataset's samples without their targets."""
-
+class _WithoutLabels(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
@@ -562,4 +503,4 @@ class WithoutLabels(Dataset[Any]):
 
 def with_unlabelled(splits: Splits) -> Splits:
     """Return the splits with `unlabelled` appended to `train`; unchanged without that split."""
-    return splits.with_view(WithUnlabelled()) if UNLABELLED in splits.datasets else splits
+    return splits.with_view(_append_unlabelled) if UNLABELLED in splits.datasets else splits

@@ -7,16 +7,13 @@ mappings, lists and tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 
 from compress.common.errors import PipelineInvalid
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 Targets: TypeAlias = "torch.Tensor | list[Any] | dict[str, Any]"
 """The targets of a batch, or those of a sample."""

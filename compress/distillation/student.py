@@ -50,7 +50,7 @@ class SomeBlocks(Settings):
 
     def container(self, module: torch.nn.Module) -> tuple[str, int]:
         """Return the name of the list of blocks, and how many it has: at least those that stay."""
-        from compress.artifacts.edits.block_removal import blocks_of
+        from compress.artifacts.edits.removal import blocks_of
 
         known = blocks_of(module)
         if not known or (self.blocks is not None and self.blocks not in known):

@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 from compress.common.errors import StageFailed
 from compress.common.process import threads_to_use
 from compress.data.batch import SampleWithTeacher, adapt
-from compress.data.record_log import RecordLog
-from compress.data.sample_cache import probe, read_samples
+from compress.data.sample_cache import RecordLog, probe, read_samples
 from compress.training.loop.train_state import AUTOCAST
 from compress.training.loop.trainer import cpu_threads
 
@@ -94,13 +93,13 @@ def with_teacher_outputs(
         )
     dataset = data.split("train")
     probes = probe(dataset)
-    drawn = next((p.index for p in probes if p.first != p.again), None)
+    drawn = next((index for index, (first, again) in probes.items() if first != again), None)
     if drawn is not None:
         raise CannotCache(
             f"sample {drawn} of split 'train' differs each time it is read, so that an answer kept "
             "would belong to another sample"
         )
-    samples = read_samples(dataset, [p.index for p in probes])
+    samples = read_samples(dataset, [*probes])
     shapes = {tuple(tuple(x.shape) for x in adapt(sample)[0]) for sample in samples}
     if len(shapes) > 1:
         raise CannotCache(

@@ -15,10 +15,10 @@ from compress.artifacts.streaming.packed_model import (
     FACTOR,
     ROUNDS,
     PackedModel,
+    PackedWeight,
     packed_weights,
     shared_parameters,
 )
-from compress.artifacts.streaming.packed_weight import PackedWeight
 from compress.common.errors import ArtifactInvalid, StageFailed
 
 if TYPE_CHECKING:

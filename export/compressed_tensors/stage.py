@@ -213,8 +213,7 @@ def opened_folder(folder: Path, signature: Signature) -> Any:
     """Return a folder's model as transformers opens it, called with the signature's inputs."""
     import transformers
 
-    from compress.artifacts.hf_folder import reading_by_transformers
-    from compress.artifacts.offline import refuse_lookups
+    from compress.artifacts.hf_folder import reading_by_transformers, refuse_lookups
     from compress.artifacts.recipe import CallByName
 
     with reading_by_transformers(folder), warnings.catch_warnings():
@@ -238,10 +237,9 @@ def opened_folder(folder: Path, signature: Signature) -> Any:
 def streamed_folder(folder: Path, signature: Signature, device: str = "cpu") -> Any:
     """Return a folder's model, which reads and dequantizes a layer's weights when it is called."""
     from compress.artifacts.hf_folder import build
-    from compress.artifacts.meta_init import parameters_on_meta
+    from compress.artifacts.meta_init import parameters_on_meta, stream_weights_
     from compress.artifacts.recipe import CallByName
     from compress.checkpoint.safetensors_io import read_safetensors
-    from compress.checkpoint.streamed_module import stream_weights_
     from compress.export.compressed_tensors.tensors import floats_of
 
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.artifacts.streaming.packed_weight import PackedWeight
+from compress.artifacts.streaming.packed_model import PackedWeight
 from compress.checkpoint.state_dict import StoredTensor, in_memory
 from compress.common.errors import StageFailed
 

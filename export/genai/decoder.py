@@ -34,7 +34,7 @@ from compress.graph.torch_export import export_program
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from compress.artifacts.streaming.packed_weight import PackedWeight
+    from compress.artifacts.streaming.packed_model import PackedWeight
     from compress.export.common.packed_weights import DecoderWeights
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
     from numpy.typing import NDArray
 
-    from compress.artifacts.streaming.packed_weight import PackedWeight
+    from compress.artifacts.streaming.packed_model import PackedWeight
     from compress.export.common.packed_weights import DecoderWeights
 
 BLOCK = 32

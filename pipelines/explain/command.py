@@ -5,7 +5,9 @@ What they run imports torch, which the file of a run may turn out not to need.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,21 +19,13 @@ from compress.pipelines.terminal.console import current_mode, notify, print_resu
 from compress.pipelines.terminal.progress_bars import show_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from compress.pipelines.results.explanation import Explanations
 
 
 def explain_and_print(
     directory: Path, stage: str | None = None, gate: str | None = None, time_limit: str = "3m"
 ) -> None:
-    """Explain a run's refusals, or the gates that are named, and print what was found.
-
-    Raises:
-        PipelineInvalid: nothing refused and no gate is named, or the time has no unit.
-        GateRefused: no cause was found.
-    """
+    """Explain a run's refusals, or the gates that are named; GateRefused: no cause was found."""
     from compress.pipelines.explain.function import explain
 
     seconds = _seconds(time_limit)
@@ -50,12 +44,7 @@ def repair_and_print(
     apply: bool = False,
     prints: bool = True,
 ) -> None:
-    """Try repairs of a run's refusals, and print what was tried unless that is not wanted.
-
-    Raises:
-        PipelineInvalid: nothing refused, or the time has no unit.
-        GateRefused: no repair that was tried passes; the message names the nearest.
-    """
+    """Try repairs of a run's refusals; GateRefused, if none passes, names the nearest."""
     from compress.pipelines.explain.function import repair
     from compress.pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED
 
@@ -81,11 +70,7 @@ def repair_and_print(
 
 @contextmanager
 def repaired_on_refusal(directory: Path) -> Iterator[None]:
-    """Try repairs where a gate refuses within the block, and raise the refusal all the same.
-
-    The pipeline as it stands is refused, so the exit code says so; what passes is in
-    `repair/pipeline.yaml`.
-    """
+    """Try repairs where a gate refuses within the block, and raise the refusal all the same."""
     try:
         yield
     except GateRefused as refusal:
@@ -95,7 +80,7 @@ def repaired_on_refusal(directory: Path) -> Iterator[None]:
             refusal.add_note(f"repair: {error}")
         else:
             refusal.add_note(f"repair: what passes is in {directory / 'repair' / 'pipeline.yaml'}")
-        raise
+        raise  # the pipeline as it stands is refused, and the exit code says so
 
 
 def _lines(found: Explanations) -> Iterator[str]:

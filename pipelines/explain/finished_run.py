@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
@@ -21,9 +23,6 @@ from compress.pipelines.results.schema import FailureReport, Report, StageReport
 from compress.pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.pipelines.runner.run_state import RunState
@@ -35,11 +34,6 @@ class JudgedStage:
 
     report: StageReport | FailureReport
     verdict: Verdict
-
-    @property
-    def digest(self) -> str:
-        """Of what the stage made; empty where it failed."""
-        return self.report.artifact.digest if isinstance(self.report, StageReport) else ""
 
 
 @dataclass
@@ -53,11 +47,10 @@ class FinishedRun:
 
     @classmethod
     def open(cls, out: Path, progress: Progress) -> Self:
-        """Read a run's report, its pipeline file, and which artifacts are cached.
+        """Read a run's report and pipeline file, and which artifacts are cached.
 
-        Raises:
-            ArtifactInvalid: there is no report.
-            PipelineInvalid: the pipeline file is not where it was, or is invalid.
+        Raises ArtifactInvalid: there is no report; PipelineInvalid: no valid pipeline file is
+        there.
         """
         report = Report.read(out)
         command = shlex.split(str(report.lock.get("command", "")))
@@ -72,24 +65,15 @@ class FinishedRun:
         return cls(out, report, pipeline, state)
 
     def with_pipeline(self, pipeline: Pipeline, out: Path) -> FinishedRun:
-        """Return the run of a changed pipeline in another folder, with the same store.
-
-        Raises:
-            ArtifactInvalid: there is no report.
-        """
-        options = RunOptions(
-            cache=self.out / ".store", judge=self.report.judged, progress=self.state.progress
-        )
+        """Return the run of a changed pipeline in another folder, with the same store."""
+        store, progress = self.out / ".store", self.state.progress
+        options = RunOptions(cache=store, judge=self.report.judged, progress=progress)
         _, state = preview_state(pipeline, out, options)
-        state.progress = self.state.progress
+        state.progress = progress
         return FinishedRun(out, Report.read(out), pipeline, state)
 
     def judged(self, stage: str | None, gate: str | None) -> list[JudgedStage]:
-        """Return the verdicts to explain: those that are named, else all that refused.
-
-        Raises:
-            PipelineInvalid: there is none.
-        """
+        """Return the verdicts that are named, else all that refused, or raise PipelineInvalid."""
         every = [JudgedStage(s, v) for s in self.report.stages for v in s.verdicts]
         every += self._wrong_exports()
         named = [
@@ -145,9 +129,8 @@ class FinishedRun:
     def context(self, name: str, judged: JudgedStage, root: Path) -> Context:
         """Return the context in which a stage of the chain is measured.
 
-        Raises:
-            ArtifactInvalid: the run's artifacts are not in the store any more, or the pipeline
-                file has changed.
+        Raises ArtifactInvalid: its artifacts are not in the store any more, or the pipeline has
+        changed.
         """
         planned = self.state.plan.stage(name)
         failed = {failure.name for failure in self.report.failures}
@@ -203,6 +186,5 @@ class FinishedRun:
             return float(measured.metric.value)
         if name not in self.state.artifacts:
             raise StageFailed(f"{self.out}: the metric of {name} was not measured")
-        return self.state.context(self.report.stages[-1].name, self.out / "work").score(
-            self.state.artifacts[name]
-        )
+        context = self.state.context(self.report.stages[-1].name, self.out / "work")
+        return context.score(self.state.artifacts[name])

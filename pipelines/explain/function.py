@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from compress.core.progress import silent
+from compress.core.progress import Progress, silent
 from compress.pipelines.explain.explain import explain_run
 from compress.pipelines.explain.finished_run import FinishedRun
 from compress.pipelines.explain.repair import repair_run
@@ -15,11 +15,6 @@ from compress.pipelines.reporting.html import render
 from compress.pipelines.results.explanation import Explanations
 from compress.pipelines.system.jsonl_log import LOG, LogFile, log_handler
 from compress.pipelines.system.temp_files import temporary_files
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from compress.core.progress import Progress
 
 
 def explain(
@@ -30,19 +25,12 @@ def explain(
     seconds: float = 180.0,
     progress: Progress = silent,
 ) -> Explanations:
-    """Explain a run's refusals, or the gates that are named; write `explain.json` and the page.
+    """Explain a run's refusals; write `explain.json` and the page to its folder `out`.
 
-    Args:
-        out: the run's folder.
-        stage: name of a stage whose gates are explained, whether they passed or not.
-        gate: type of the gates that are explained.
-        seconds: after which sets of layers are not reduced further.
-        progress: called with the progress.
-
-    Raises:
-        PipelineInvalid: nothing refused and no gate is named.
-        ArtifactInvalid: there is no report, or what the run made is not in its store any more.
-        StageFailed: there is no data to judge by.
+    With the name of a `stage` or the type of a `gate`, those verdicts are explained, whether they
+    passed or not. After `seconds` sets of layers are not reduced further. Raises PipelineInvalid:
+    nothing refused and no gate is named; ArtifactInvalid: there is no report, or what the run made
+    is not in its store any more; StageFailed: there is no data to judge by.
     """
     with _opened(Path(out), progress) as run:
         explained = explain_run(run, stage, gate, time.monotonic() + seconds)
@@ -63,19 +51,9 @@ def repair(
 ) -> Explanations:
     """Explain a run's refusals, and try repairs until one passes all gates; `chosen` is that one.
 
-    Args:
-        out: the run's folder.
-        seconds: after which no further repair is begun.
-        best: whether to go on for the fastest of those that pass.
-        trains: whether repairs that train are tried too.
-        apply: whether the pipeline file itself is changed.
-        progress: called with the progress.
-        announce: receives a line for each repair.
-
-    Raises:
-        PipelineInvalid: nothing refused.
-        ArtifactInvalid: there is no report, or what the run made is not in its store any more.
-        StageFailed: there is no data to judge by.
+    None is begun after `seconds`. With `best` the search goes on for the fastest that passes, with
+    `trains` also by those that train; with `apply` the pipeline file itself is changed. `announce`
+    receives a line for each repair. Raises as :func:`explain`.
     """
     deadline = time.monotonic() + seconds
     with _opened(Path(out), progress) as run:
@@ -94,7 +72,6 @@ def repair(
 
 @contextmanager
 def _opened(out: Path, progress: Progress) -> Iterator[FinishedRun]:
-    """Open a finished run and its log."""
     with temporary_files():
         run = FinishedRun.open(out, progress)
         with log_handler(LogFile(out / LOG, "explain", lambda: "")):

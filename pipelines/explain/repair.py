@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
@@ -22,32 +25,25 @@ from compress.pipelines.config.matrix import expand_matrices
 from compress.pipelines.config.relative_paths import relocated
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.config.yaml_source import Source
-from compress.pipelines.explain.edited_file import changed_content, changed_text
-from compress.pipelines.results.explanation import TriedRepair
+from compress.pipelines.explain.explain import Explained, explain_run
+from compress.pipelines.results.explanation import Explanation, TriedRepair
 from compress.pipelines.results.schema import Report, remove_report
 from compress.pipelines.system import yaml_core
 from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from compress.core.diagnosis.cause import Repair
     from compress.core.verdict import Verdict
-    from compress.pipelines.explain.causes import Explained
     from compress.pipelines.explain.finished_run import FinishedRun
-    from compress.pipelines.results.explanation import Explanation
 
-Edits = dict[str, dict[str, Any]]
-"""Stage → changed settings."""
+Edits = dict[str, dict[str, Any]]  # stage → changed settings
 FOLDER, TRIED = "repair", "tried"
 """In the run's folder: the repaired pipeline, and the runs of all repairs that were tried."""
 REPAIRED, DIFFERENCE = "pipeline.yaml", "repair.diff"
 STORE = ".store"
-PAIRED = 4
-"""Single changes of which pairs are tried: those after which least was lost."""
-BUILT_ON = 2
-"""Changes that mend a refusal and leave another one, on which further ones are tried."""
+KEPT = ("name", "input", "gates")  # what a stage keeps that becomes another one
+PAIRED = 4  # single changes of which pairs are tried: those after which least was lost
+BUILT_ON = 2  # changes that mend a refusal and leave another one, on which further ones are tried
 
 
 def repair_run(
@@ -59,16 +55,7 @@ def repair_run(
     trains: bool = False,
     finds_best: bool = False,
 ) -> RepairSearch:
-    """Try the repairs of all refused verdicts until every gate passes.
-
-    Args:
-        run: the run that was refused.
-        explained: its verdicts.
-        deadline: when no further repair is tried, on the clock of :func:`time.monotonic`.
-        announce: receives a line for each repair.
-        trains: whether repairs that train are tried too.
-        finds_best: whether the search goes on for the fastest repair that passes.
-    """
+    """Try the repairs of a run's refused verdicts until every gate passes; see RepairSearch."""
     search = RepairSearch(run, deadline, announce, trains, finds_best)
     search.search(run, explained, {}, None)
     return search
@@ -83,27 +70,19 @@ class RepairSearch:
     """On the clock of :func:`time.monotonic`."""
     announce: Callable[[str], None]
     trains: bool = False
-    """Whether repairs that train are tried too."""
     finds_best: bool = False
     """Whether the search goes on for the fastest of those that pass."""
-    tried: list[TriedRepair] = field(default_factory=list)
-    _began_with: list[Explained] = field(default_factory=list)
-    """For each repair that was tried, the verdict of the refused run that it began with."""
+    tried: list[tuple[Explained, TriedRepair]] = field(default_factory=list)
+    """Each repair that was tried, with the verdict of the refused run that it began with."""
 
     def search(
-        self,
-        run: FinishedRun,
-        explained: Sequence[Explained],
-        kept: Edits,
-        began_with: Explained | None,
+        self, run: FinishedRun, explained: Sequence[Explained], kept: Edits, root: Explained | None
     ) -> bool:
         """Try single changes and then pairs, until one passes beside those that are kept.
 
         Where a change mends one refusal and another one stays, or a later stage now refuses, what
-        is left is explained in turn, and its repairs are tried beside that change.
-
-        Returns:
-            Whether the search may end.
+        is left is explained in turn, and its repairs are tried beside that change. Returns whether
+        the search may end.
         """
         built_on = 0
         for each in explained:
@@ -113,8 +92,7 @@ class RepairSearch:
                     return False
                 found = self.run_repaired(each, repair, kept)
                 tried.append(found)
-                self.tried.append(found)
-                self._began_with.append(began_with or each)
+                self.tried.append((root or each, found))
                 outcome = "passes" if found.passed else found.error
                 self.announce(f"{found.name}: {outcome}")
                 log_event("repair_tried", f"{found.name}: {outcome}", settings=found.settings)
@@ -123,21 +101,19 @@ class RepairSearch:
                 if built_on < BUILT_ON and self._mends(run, each, found):
                     built_on += 1
                     left = self._explained_anew(found)
-                    if left and self.search(*left, found.edits, began_with or each):
+                    if left and self.search(*left, found.edits, root or each):
                         return True
         return False
 
     @property
     def found(self) -> TriedRepair | None:
         """The fastest repair with which all gates pass; None where there is none."""
-        passed = [tried for tried in self.tried if tried.passed]
+        passed = [tried for _, tried in self.tried if tried.passed]
         return min(passed, key=lambda tried: tried.latency_ms or float("inf"), default=None)
 
     def with_tried(self, explained: Explained) -> Explanation:
         """Return an explanation with the repairs that were tried for it."""
-        tried = tuple(
-            t for t, e in zip(self.tried, self._began_with, strict=True) if e is explained
-        )
+        tried = tuple(tried for root, tried in self.tried if root is explained)
         return explained.explanation.model_copy(update={"tried": tried})
 
     def allowed(self, explained: Explained) -> list[Repair]:
@@ -156,25 +132,17 @@ class RepairSearch:
                 yield both
 
     def _mends(self, run: FinishedRun, explained: Explained, tried: TriedRepair) -> bool:
-        """Whether a change mends the refusal that it is for, and makes no gate refuse that passed.
-
-        Gates of stages that did not run before may refuse.
-        """
+        """Whether a change mends its refusal, and no gate now refuses that passed before."""
         if tried.passed or not tried.verdicts or not excess(explained, tried) <= 0:
             return False
-        passed = {
-            (s.name, v.gate, v.rule) for s in run.report.stages for v in s.verdicts if v.passed
-        }
-        refused = {
-            (s, v.gate, v.rule) for s, vs in tried.verdicts.items() for v in vs if not v.passed
-        }
+        before = [(s.name, v) for s in run.report.stages for v in s.verdicts]
+        after = [(name, v) for name, verdicts in tried.verdicts.items() for v in verdicts]
+        passed = {(name, v.gate, v.rule) for name, v in before if v.passed}
+        refused = {(name, v.gate, v.rule) for name, v in after if not v.passed}
         return not passed & refused
 
     def _explained_anew(self, tried: TriedRepair) -> tuple[FinishedRun, list[Explained]] | None:
         """Explain what a changed pipeline is refused for; None where that cannot be explained."""
-        # explain.py comes before this module: it names the repairs.
-        from compress.pipelines.explain.explain import explain_run
-
         try:
             pipeline = self._pipeline(tried.edits)
             run = self.run.with_pipeline(pipeline, self._folder(len(self.tried)))
@@ -185,8 +153,7 @@ class RepairSearch:
     @property
     def nearest(self) -> TriedRepair | None:
         """The repair after which the refused gate misses its limit by least."""
-        by = [excess(e, tried) for tried, e in zip(self.tried, self._began_with, strict=True)]
-        return self.tried[by.index(min(by))] if by else None
+        return min(self.tried, key=lambda pair: excess(*pair), default=(None, None))[1]
 
     def _folder(self, number: int) -> Path:
         return self.run.out / FOLDER / TRIED / str(number)
@@ -194,20 +161,10 @@ class RepairSearch:
     def run_repaired(
         self, explained: Explained, repair: Repair, kept: Edits | None = None
     ) -> TriedRepair:
-        """Run the pipeline with changed settings, and judge it by all of its gates.
-
-        Args:
-            explained: the refusal that the change is to mend.
-            repair: the change, of the stage that loses most.
-            kept: changes that stay beside it.
-        """
+        """Run the pipeline with a change beside those `kept`, and judge it by all gates."""
         began = time.monotonic()
-        tried = TriedRepair(
-            settings=dict(repair.settings),
-            stage=str(explained.explanation.culprit),
-            beside=kept or {},
-            passed=False,
-        )
+        settings, stage = dict(repair.settings), str(explained.explanation.culprit)
+        tried = TriedRepair(settings=settings, stage=stage, beside=kept or {}, passed=False)
         folder = self._folder(len(self.tried) + 1)
         try:
             pipeline = self._pipeline(tried.edits)
@@ -222,7 +179,6 @@ class RepairSearch:
             report, error = self._run(pipeline, folder)
         if report is None:
             return tried.model_copy(update={"error": error})
-        seconds = round(time.monotonic() - began, 2)
         verdicts = {stage.name: stage.verdicts for stage in report.stages if stage.verdicts}
         last = report.stages[-1].measurements if report.stages else None
         refused = _same_verdict(explained, verdicts)
@@ -233,12 +189,11 @@ class RepairSearch:
             "latency_ms": last.latency_ms.p50 if last else None,
             "bytes": last.bytes if last else None,
             "error": error,
-            "seconds": seconds,
+            "seconds": round(time.monotonic() - began, 2),
         }
         return tried.model_copy(update=changes)
 
     def _run(self, pipeline: Pipeline, folder: Path) -> tuple[Report | None, str]:
-        """Run a pipeline; return its report, None where there is none, and why it did not pass."""
         cache, judge = self.run.out / STORE, self.run.report.judged
         # What is chosen by its score on `test` would be worse on other samples.
         options = RunOptions(cache=cache, test=False, judge=judge, progress=self.run.state.progress)
@@ -259,8 +214,8 @@ class RepairSearch:
 
     def _index(self, stage: str) -> int:
         """Return the place of a stage in the file, before a matrix is expanded."""
-        planned = self.run.state.plan.stage(stage)
-        return int(self._source.written(("stages", planned.index))[1])
+        index = self.run.state.plan.stage(stage).index
+        return int(self._source.written(("stages", index))[1])
 
     def _pipeline(self, edits: Edits) -> Pipeline:
         """Return the pipeline with changed settings; raise ValidationError if they do not fit."""
@@ -273,20 +228,13 @@ class RepairSearch:
         return pipeline
 
     def write(self, found: TriedRepair, *, apply: bool) -> None:
-        """Write the repaired pipeline and the difference to the original.
-
-        With `apply` the original file is changed too.
-        """
+        """Write the repaired pipeline and a diff; with `apply` change the original file, too."""
         original, folder = self._source.path, self.run.out / FOLDER
         before = after = original.read_text(encoding="utf-8")
         for stage, settings in found.edits.items():
             after = changed_text(after, self._index(stage), settings)
-        difference = difflib.unified_diff(
-            before.splitlines(keepends=True),
-            after.splitlines(keepends=True),
-            str(original),
-            f"{original} (repaired)",
-        )
+        old, new = (text.splitlines(keepends=True) for text in (before, after))
+        difference = difflib.unified_diff(old, new, str(original), f"{original} (repaired)")
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / DIFFERENCE, "".join(difference))
         content = {"name": original.stem, **yaml_core.load(after)}
@@ -305,12 +253,71 @@ def excess(explained: Explained, tried: TriedRepair) -> float:
     return -missed if gate_class(verdict.gate).higher_passes else missed
 
 
-def _same_verdict(
-    explained: Explained, verdicts: Mapping[str, Sequence[Verdict]]
-) -> Verdict | None:
-    """Return the verdict on a changed pipeline of the gate whose refusal was explained."""
-    refused = explained.judged.verdict
-    for verdict in verdicts.get(explained.judged.report.name, ()):
+def _same_verdict(refusal: Explained, verdicts: Mapping[str, Sequence[Verdict]]) -> Verdict | None:
+    refused = refusal.judged.verdict
+    for verdict in verdicts.get(refusal.judged.report.name, ()):
         if (verdict.gate, verdict.rule) == (refused.gate, refused.rule):
             return verdict
     return None
+
+
+def changed_content(
+    content: Mapping[str, Any], index: int, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a file's content with other settings of the stage at an index; None removes one."""
+    stages = [dict(stage) for stage in content["stages"]]
+    stage = stages[index]
+    if "stage" in settings:
+        # Others may name it by its kind.
+        kept = {"name": stage["stage"], **{k: stage[k] for k in KEPT if k in stage}}
+        stages[index] = {"stage": settings["stage"], **kept, **settings}
+    else:
+        stages[index] = {**stage, **settings}
+    stages[index] = {name: value for name, value in stages[index].items() if value is not None}
+    return {**content, "stages": stages}
+
+
+def changed_text(text: str, index: int, settings: Mapping[str, Any]) -> str:
+    """Return a file's text with a stage's settings changed; comments and order stay."""
+    wanted = changed_content(yaml_core.load(text), index, settings)
+    try:
+        edited = _with_lines(text, index, settings)
+        if yaml_core.load(edited) == wanted:
+            return edited
+    except (yaml.YAMLError, StopIteration, ValueError, KeyError):
+        pass
+    return yaml_core.dump(wanted)  # written anew: its lines cannot be changed one by one
+
+
+def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    stages = next(value for key, value in root.value if key.value == "stages")
+    stage = stages.value[index]
+    changes: list[tuple[int, int, str]] = []
+    known = {key.value: value for key, value in stage.value}
+    keys = {key.value: key for key, _ in stage.value}
+    for name in settings.keys() & known.keys():
+        start, end = known[name].start_mark.index, known[name].end_mark.index
+        if settings[name] is not None:
+            changes.append((start, end, yaml_core.dump_on_one_line(settings[name])))
+        elif stage.flow_style:  # it is not the first: that is the stage's kind or name
+            changes.append((text.rindex(",", 0, keys[name].start_mark.index), end, ""))
+        else:  # its whole line
+            start = text.rindex("\n", 0, keys[name].start_mark.index)
+            changes.append((start, _line_end(text, end), ""))
+    if stage.flow_style:
+        place, separator = stage.end_mark.index - 1, ", "  # before the brace
+    else:  # behind the line of `stage:`, at the same indentation
+        place = _line_end(text, known["stage"].end_mark.index)
+        separator = "\n" + " " * stage.value[0][0].start_mark.column
+    added = {k: v for k, v in settings.items() if k not in known and v is not None}
+    lines = (f"{separator}{k}: {yaml_core.dump_on_one_line(v)}" for k, v in added.items())
+    changes.append((place, place, "".join(lines)))
+    for start, end, replacement in sorted(changes, reverse=True):
+        text = text[:start] + replacement + text[end:]
+    return text
+
+
+def _line_end(text: str, start: int) -> int:
+    found = text.find("\n", start)
+    return len(text) if found < 0 else found  # the last line may have no end

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from compress.core.metrics import Metric
     from compress.core.objectives.loss import Loss
     from compress.data.batch import Batch
-    from compress.data.fingerprint import Contents
-    from compress.data.sample_facts import SplitFacts
+    from compress.data.fingerprint import Contents, SplitFacts
     from compress.data.splits import Splits
     from compress.data.targets import Targets
     from compress.pipelines.config.pipeline import PipelineConfig

@@ -131,15 +131,15 @@ def _declared_inputs(
     """Return the inputs that a library's model declares, and bounds of their axes."""
     import torch
 
-    from compress.artifacts.libraries import declared_inputs
+    from compress.artifacts.importing import inputs_of_timm, inputs_of_transformer
 
     if isinstance(spec, HuggingFaceModel):
         from compress.artifacts.hf_folder import read_architecture
 
         folder = pipeline.folder / spec.huggingface
-        return declared_inputs.inputs_of_transformer(read_architecture(folder, spec.task), folder)
+        return inputs_of_transformer(read_architecture(folder, spec.task), folder)
     with torch.device("meta"):
-        return declared_inputs.inputs_of_timm(_recipe(spec).build())
+        return inputs_of_timm(_recipe(spec).build())
 
 
 def load_data(pipeline: PipelineConfig) -> Splits | None:
@@ -265,7 +265,7 @@ def _import_hugging_face(
     from compress.common.signature import OutputSpec
 
     if spec.stream:
-        from compress.artifacts.streaming.import_folder import import_streamed
+        from compress.artifacts.importing import import_streamed
 
         return import_streamed(path, pipeline.folder / spec.huggingface, spec.task, signature)
     trains = pipeline.stages[0].stage == "train"

@@ -139,8 +139,8 @@ def _sampling_warnings(state: RunState) -> Iterator[str]:
     contents: Any = state.contents
     if contents is None or isinstance(contents, RememberedContents):
         return  # every sample was hashed
+    from compress.data.dataloader import FIRST_SAMPLES
     from compress.data.sample_cache import PROBES
-    from compress.data.stream import FIRST_SAMPLES
 
     for name in sorted({"val", "test"} & contents.cached):
         yield (

@@ -12,9 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
@@ -22,15 +24,10 @@ from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import canonical_json, dump_sealed, load_sealed, read_sealed
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-FORMAT = 1
-"""Of the folders and files of a store; a store without a format file has this one too."""
+FORMAT = 1  # of the folders and files of a store; a store without a format file has this one too
 FORMAT_FILE = "format.json"
 RECORD = "record.json"
 ANSWERS = "answers.json"
@@ -45,7 +42,6 @@ class Record(Settings):
     digest: str
     """Of the artifact's manifest."""
     seconds: float
-    """How long the stage ran."""
     depends: Dependencies = Dependencies()
     """What user code read while the artifact was made."""
 
@@ -55,11 +51,7 @@ class Record(Settings):
 
     @classmethod
     def from_bytes(cls, raw: bytes, key: str) -> Record:
-        """Return the record of a key.
-
-        Raises:
-            ArtifactInvalid: it was changed since it was written, or belongs to another key.
-        """
+        """Return the record of a key, or raise ArtifactInvalid if it was changed."""
         try:
             record = cls.model_validate(load_sealed(raw))
         except ValidationError:
@@ -82,9 +74,7 @@ class StoredValues(Settings):
 
     version: Literal[1] = 1
     key: str
-    """Of the entry."""
     digest: str
-    """Of the artifact that was measured."""
     answers: dict[str, StoredValue] = {}
     """What was measured and under which conditions, as canonical JSON → the value."""
 
@@ -96,7 +86,6 @@ class Surroundings:
     folder: Path
     """The pipeline file's: files that user code reads are named relative to it."""
     code: Path
-    """The folder of the user's modules."""
     outputs: tuple[Path, ...]
     """Folders that the toolkit writes."""
     warn: Callable[[str], None]
@@ -118,15 +107,10 @@ class Entry:
         self.artifact_path = path / "artifact"
         self._record_path, self._answers_path = path / RECORD, path / ANSWERS
         self._surroundings = surroundings
-        self.fetched_from = ""
-        """URL of the shared store that the artifact came from in this run."""
+        self.fetched_from = ""  # URL of the shared store that the artifact came from in this run
 
     def load(self) -> tuple[Artifact, Record] | None:
-        """Return the artifact and its record, or None where there is no record.
-
-        Raises:
-            ArtifactInvalid: the record or the artifact is not as it was written.
-        """
+        """Return the artifact and its record, None without one, or raise ArtifactInvalid."""
         try:
             raw = self._record_path.read_bytes()
         except FileNotFoundError:
@@ -151,10 +135,7 @@ class Entry:
             os.utime(self._record_path)
 
     def lookup(self, key: dict[str, Any], artifact: Artifact) -> StoredValue | None:
-        """Return a value that was measured on an artifact, unless user code would now read others.
-
-        `key` has what was measured, and everything that the value depends on.
-        """
+        """Return a measured value by all it depends on, unless user code would read others."""
         stored = self._values_of(artifact).answers.get(canonical_json(key))
         return None if not stored or self._surroundings.change(stored.depends) else stored
 
@@ -170,7 +151,6 @@ class Entry:
         write_atomically(self._answers_path, dump_sealed(values.model_dump(mode="json")))
 
     def _values_of(self, artifact: Artifact) -> StoredValues:
-        """Return what was measured on an artifact; nothing where the file is not as written."""
         empty = StoredValues(key=self.path.name, digest=artifact.digest)
         try:
             values = read_sealed(self._answers_path, StoredValues)
@@ -194,13 +174,17 @@ def key_of(parts: dict[str, Any]) -> str:
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
 
-def read_format(content: bytes) -> str | int:
-    """Return the format that a store's format file names; `unknown` if it names none."""
+def check_format(content: bytes, store: str, advice: str) -> None:
+    """Raise PipelineInvalid for a format file that does not name the format of this version."""
     try:
         found = json.loads(content)["format"]
     except (ValueError, TypeError, KeyError):
         found = "unknown"
-    return found if found == FORMAT else shortened(found)
+    if found != FORMAT:
+        raise PipelineInvalid(
+            f"{store}: is of format {shortened(found)}, and this version of compress reads "
+            f"format {FORMAT}; {advice}"
+        )
 
 
 def shortened(value: Any) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.artifacts.artifact import MANIFEST
 from compress.common.atomic_files import remove, sha256_of
@@ -25,9 +26,6 @@ from compress.pipelines.store.remote import (
     Remote,
 )
 from compress.pipelines.system.error_context import readable_disk_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SECONDS_OF_UNIT = {"h": 3600, "d": 86_400, "w": 604_800}
 MIN_SHARED_SECONDS = 2 * SECONDS_TRUSTED
@@ -48,11 +46,8 @@ class Cleaned(Settings):
     place: str
     dry_run: bool
     artifacts: int
-    """How many were, or would be, removed."""
     kept: int
-    """How many stay."""
     bytes: int
-    """What that frees."""
 
     def lines(self) -> Iterator[str]:
         """Yield the result in words."""
@@ -63,11 +58,7 @@ class Cleaned(Settings):
 
 
 def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
-    """Remove artifacts that have not been used for some time; stages make them again if needed.
-
-    `place` is a run's directory, or the URL of a shared store; `announce` receives a line where
-    another run has to end first.
-    """
+    """Remove artifacts of a run's directory or a shared store's URL, not used for some time."""
     age = re.fullmatch(r"(\d{1,6})([hdw])", older_than)
     if not age:
         raise PipelineInvalid(
@@ -104,12 +95,8 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
         begun = (*(root / WORK).glob("*"), *(f for f in folders if f not in entries))
         # All files: writing one does not change the time of a folder further up.
         work = [f for f in begun if _idle_seconds(*f.rglob("*"), f) > seconds]
-        stats = [
-            path.lstat()
-            for folder in (*old, *work)
-            for path in folder.rglob("*")
-            if not path.is_dir()
-        ]
+        paths = (path for folder in (*old, *work) for path in folder.rglob("*"))
+        stats = [path.lstat() for path in paths if not path.is_dir()]
         # Removing a file with other hard links, as of a published artifact, frees nothing.
         freed = sum(stat.st_size for stat in stats if stat.st_nlink == 1)
         for folder in () if dry_run else (*old, *work):

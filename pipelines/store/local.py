@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -27,30 +28,26 @@ from compress.pipelines.store.entry import (
     Entry,
     Record,
     Surroundings,
+    check_format,
     key_of,
-    read_format,
     shortened,
 )
 from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from compress.data.fingerprint import Contents
     from compress.pipelines.store.remote import Remote
 
 WORKING_FOLDER = Path()
-WORK = "work"
-"""Folder of the checkpoints from which interrupted stages resume, by stage."""
+WORK = "work"  # folder of the checkpoints from which interrupted stages resume, by stage
 LAST_PARTS_FILE = "last.json"
 """What decided each stage when it last ran, from which a run explains why it runs again."""
 DONE_FILE = "done"
 """In a stage's work folder: the key of the artifact, once that is being committed."""
 LOCK_FILE = "lock"
 SAMPLES_FOLDER = "samples"
-KEPT_SPLITS = 16
-"""Number of splits whose hashes stay in a store; the oldest are removed."""
+KEPT_SPLITS = 16  # number of splits whose hashes stay in a store; the oldest are removed
 BYTES_OF_A_HASH = 16
 
 
@@ -66,20 +63,13 @@ class Store:
         code: Path | None = None,
         announce: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Use a directory inside that of a run's results as a store.
-
-        Files that user code reads are relative to the pipeline's `folder`; `code` has its modules.
-        """
+        """Use a folder as a store; `folder` is the pipeline file's, `code` has user modules."""
         self.root, self._remote, self._announce = root, remote, announce
         self.lock: int | None = None
-        """Descriptor that holds the lock of an open store."""
-        self.warnings: list[str] = []
-        """Damaged or changed files that were found, for the report."""
-        self.surroundings = Surroundings(
-            folder, code or folder, (root, root.parent / "artifacts"), self._warn
-        )
-        self._unusable: dict[str, str] = {}
-        """Key → why its entry was not used."""
+        self.warnings: list[str] = []  # damaged or changed files that were found, for the report
+        outputs = root, root.parent / "artifacts"
+        self.surroundings = Surroundings(folder, code or folder, outputs, self._warn)
+        self._unusable: dict[str, str] = {}  # key → why its entry was not used
 
     @contextmanager
     def locked(self) -> Iterator[Self]:
@@ -105,16 +95,10 @@ class Store:
 
     def refuse_another_format(self) -> None:
         """Refuse a store of another format."""
-        try:
-            found = read_format((self.root / FORMAT_FILE).read_bytes())
-        except FileNotFoundError:
-            return
-        if found != FORMAT:
-            raise PipelineInvalid(
-                f"{self.root}: is of format {found}, and this version of compress reads "
-                f"format {FORMAT}; choose another --out, or remove {self.root} (everything in it "
-                "can be made again)"
-            )
+        with suppress(FileNotFoundError):
+            content = (self.root / FORMAT_FILE).read_bytes()
+            again = f"remove {self.root} (everything in it can be made again)"
+            check_format(content, str(self.root), f"choose another --out, or {again}")
 
     def commit(self, name: str, entry: Entry, record: Record) -> None:
         """Add a stage's artifact to the store, and remove the checkpoints that it resumed from."""
@@ -147,12 +131,12 @@ class Store:
         """Return what :meth:`get` would, without fetching it from the shared store."""
         found = self._load(entry)
         if not found and self._remote:
-            found = self._remote.look(entry.path.name, entry.artifact_path, self._outdated)
+            path = entry.artifact_path
+            found = self._remote.fetch(entry.path.name, path, self._outdated, downloads=False)
             entry.fetched_from = self._remote.url
         return found
 
     def _load(self, entry: Entry) -> tuple[Artifact, Record] | None:
-        """Return the artifact and record of an entry, unless it is damaged or outdated."""
         try:
             found = entry.load()
         except ArtifactInvalid as error:
@@ -162,7 +146,6 @@ class Store:
         return None if found is None or self._outdated(found[1]) else found
 
     def _outdated(self, record: Record) -> str:
-        """Return which file or variable that user code read has changed; empty if none has."""
         change = self.surroundings.change(record.depends)
         if change:
             self._unusable[key_of(record.parts)] = change
@@ -186,7 +169,8 @@ class Store:
         before = self.last_parts(name)
         if before is None:
             return "not run before"
-        found = _declared(before).difference(_declared(parts)) or _difference(before, parts)
+        old, new = (Dependencies.model_validate(p.get("depends", {})) for p in (before, parts))
+        found = old.difference(new) or _difference(before, parts)
         if data is not None and found.startswith("data.splits."):
             found = samples_changed(self.root, before["data"], data) or found
         return found or "its artifact is gone"
@@ -202,7 +186,6 @@ class Store:
             write_sealed(self.root / LAST_PARTS_FILE, {**last, name: parts})
 
     def _last(self) -> dict[str, Any]:
-        """Return what :meth:`save_last_parts` saved of all stages; empty if the file changed."""
         try:
             return read_sealed(self.root / LAST_PARTS_FILE, dict[str, Any])
         except (FileNotFoundError, ArtifactInvalid):
@@ -229,10 +212,6 @@ def _link(source: str, target: str) -> None:
     except OSError:
         # Another file system, or one without hard links.
         shutil.copy2(source, target)
-
-
-def _declared(parts: dict[str, Any]) -> Dependencies:
-    return Dependencies.model_validate(parts.get("depends", {}))
 
 
 def _difference(before: Any, after: Any, path: str = "") -> str:
@@ -265,8 +244,8 @@ def keep_idle(out: Path) -> Iterator[bool]:
 def store_lock(root: Path, announce: Callable[[str], None]) -> Iterator[int]:
     """Hold a store's lock during a block; announce and wait while another run holds it.
 
-    Yields the descriptor that holds the lock. Worker processes inherit it, so that the workers of a
-    killed run keep the store locked until they have ended.
+    Yields its descriptor, which worker processes inherit: those of a killed run keep the store
+    locked until they have ended.
     """
     descriptors: list[int] = []
     # Without flock, an existing file would be the lock, and a killed run would hold it for ever.
@@ -308,10 +287,7 @@ def note_samples(store: Path, contents: Contents) -> None:
 
 
 def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
-    """Describe how many samples of the first changed split differ; empty if that is not known.
-
-    `before` is what :attr:`Contents.parts` was for an earlier run.
-    """
+    """Describe how many samples of the first changed split differ; empty if that is unknown."""
     past = before.get("splits", {})
     for split, parts in now.parts["splits"].items():
         if split in past and past[split] != parts:

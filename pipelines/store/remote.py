@@ -18,9 +18,11 @@ import re
 import shutil
 import socket
 import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
 from compress.common.atomic_files import partial_folder
@@ -32,14 +34,8 @@ from compress.common.errors import (
     first_line,
 )
 from compress.common.requirements import pip_install
-from compress.pipelines.store.entry import FORMAT, FORMAT_FILE, Record, read_format
+from compress.pipelines.store.entry import FORMAT, FORMAT_FILE, Record, check_format
 from compress.pipelines.system.jsonl_log import log_event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from compress.artifacts.artifact import FileDigest
 
 RECORD_BYTES, MANIFEST_BYTES, MAX_FILES = 2**24, 2**26, 10_000
 """Limits on bytes of a record, bytes of a manifest and number of files: far above real ones."""
@@ -49,10 +45,8 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci"}
 """Protocols whose objects appear only once they are complete, and which have no folders."""
 PARTIAL_FOLDER = "partial"
 """Folder of incomplete files, for protocols whose files appear before they are complete."""
-BYTES_READ_AT_ONCE, UPLOAD_PART_BYTES = 2**24, 2**23
-"""Bytes that are read, and uploaded, at a time."""
-MAX_UPLOAD_PARTS = 9_000
-"""S3 takes 10 000 parts of a file."""
+BYTES_READ_AT_ONCE, UPLOAD_PART_BYTES = 2**24, 2**23  # bytes that are read, and uploaded, at a time
+MAX_UPLOAD_PARTS = 9_000  # S3 takes 10 000 parts of a file
 TIME_KEYS = ("LastModified", "mtime", "last_modified", "updated", "modified", "created")
 """Names of the time when a file was written: of s3, files and sftp, Azure, Google, others."""
 CREDENTIALS = re.compile(r"://[^@]*:[^@]*@|\?")  # a key's secret may hold slashes
@@ -77,11 +71,8 @@ class Remote:
             raise self._refused("reached", error) from error
         if content is None:
             return False
-        if (found := read_format(content)) != FORMAT:
-            raise PipelineInvalid(
-                f"store {self.url}: is of format {found}, and this version of compress reads "
-                f"format {FORMAT}; choose another, or remove it: everything in it can be made again"
-            )
+        advice = "choose another, or remove it: everything in it can be made again"
+        check_format(content, f"store {self.url}", advice)
         return True
 
     def begin(self, root: Path) -> None:
@@ -95,30 +86,29 @@ class Remote:
         except Failed as error:
             raise self._refused("written", error) from error
 
-    def look(
-        self, key: str, path: Path, outdated: Callable[[Record], str]
-    ) -> tuple[Artifact, Record] | None:
-        """Return what :meth:`fetch` would, without fetching the files."""
-        found = None
-        with self._warn_on_errors(key):
-            found = self._read_record(key, path, outdated) if self._reads else None
-        return found and found[:2]
-
     def fetch(
-        self, key: str, path: Path, outdated: Callable[[Record], str]
+        self, key: str, path: Path, outdated: Callable[[Record], str], *, downloads: bool = True
     ) -> tuple[Artifact, Record] | None:
         """Download the artifact of a key to a path; return None if it is missing or damaged.
 
-        It is not fetched if `outdated` names a file or variable that user code read and that has
-        changed. An OSError of the local disk ends the run, other than one of the store.
+        Also where `outdated` names something that user code read and that has changed. An OSError
+        of the local disk ends the run, other than one of the store.
         """
-        fetched = None
-        with self._warn_on_errors(key):
+        try:
             found = self._read_record(key, path, outdated) if self._reads else None
-            if found:
+            if found and downloads:
                 self._download(found[0], found[2])
-            fetched = found
-        return fetched and fetched[:2]
+            return found and found[:2]
+        except _Damaged as error:
+            self._replaced.add(key)
+            self._warn(f"{self.url}/{error}; it is refused, and made anew")
+        except Failed as error:
+            self._reads = self._writes = False
+            self._warn(
+                f"store {self.url}: cannot be reached any more ({error}); the run goes on "
+                "without it"
+            )
+        return None
 
     def share(self, key: str, artifact: Artifact, record: Record) -> None:
         """Upload an artifact, and its record last, unless it is there already."""
@@ -173,7 +163,6 @@ class Remote:
         return artifact, record, raw
 
     def _download(self, artifact: Artifact, manifest: bytes) -> None:
-        """Download an artifact's files, check their hashes, and rename the folder into place."""
         files, path = artifact.manifest.files, artifact.path
         path.parent.mkdir(parents=True, exist_ok=True)
         needed, free = sum(f.bytes for f in files.values()), shutil.disk_usage(path.parent).free
@@ -186,43 +175,25 @@ class Remote:
             )
         with partial_folder(path) as partial:
             for name, file in files.items():
-                self._download_file(file, partial / name)
+                place = f"files/{file.sha256}"
+                found = self._objects.look(place)
+                if found is None or found.bytes != file.bytes:
+                    what = f"is {found.bytes} bytes, not {file.bytes}" if found else "is missing"
+                    raise _Damaged(place, what)
+                digest, left = hashlib.sha256(), file.bytes
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                with (partial / name).open("wb") as target:
+                    for block in self._objects.blocks(place):
+                        digest.update(block)
+                        left -= len(block)
+                        if left < 0:  # it grew meanwhile
+                            break
+                        target.write(block)
+                if digest.hexdigest() != file.sha256:
+                    raise _Damaged(place, "is not what its name says")
             (partial / MANIFEST).write_bytes(manifest)
             seal(partial)
             replace_artifact(partial, path)
-
-    def _download_file(self, expected: FileDigest, file: Path) -> None:
-        place = f"files/{expected.sha256}"
-        found = self._objects.look(place)
-        if found is None or found.bytes != expected.bytes:
-            what = f"is {found.bytes} bytes, not {expected.bytes}" if found else "is missing"
-            raise _Damaged(place, what)
-        digest, left = hashlib.sha256(), expected.bytes
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as target:
-            for block in self._objects.blocks(place):
-                digest.update(block)
-                left -= len(block)
-                if left < 0:  # it grew meanwhile
-                    break
-                target.write(block)
-        if digest.hexdigest() != expected.sha256:
-            raise _Damaged(place, "is not what its name says")
-
-    @contextmanager
-    def _warn_on_errors(self, key: str) -> Iterator[None]:
-        """Turn errors of a block into a warning: damaged content is ignored, and replaced later."""
-        try:
-            yield
-        except _Damaged as error:
-            self._replaced.add(key)
-            self._warn(f"{self.url}/{error}; it is refused, and made anew")
-        except Failed as error:
-            self._reads = self._writes = False
-            self._warn(
-                f"store {self.url}: cannot be reached any more ({error}); the run goes on "
-                "without it"
-            )
 
     def _warn(self, what: str) -> None:
         self._announce(f"warning: {what}")
@@ -263,12 +234,10 @@ class StoredFile(NamedTuple):
 
 
 class Objects:
-    """The files below a URL, by names such as ``files/1f…``.
+    """The files below a URL, by names such as ``files/1f…``; requests that fail raise Failed.
 
-    Raises:
-        PipelineInvalid: no URL that fsspec knows, or one that holds credentials.
-        Unavailable: the package for its protocol is not installed.
-        Failed: from any method: its request failed.
+    Raises PipelineInvalid: no URL that fsspec knows, or one with credentials; Unavailable: no
+    package for its protocol.
     """
 
     def __init__(self, url: str) -> None:
@@ -384,11 +353,6 @@ def _fsspec_errors() -> Iterator[None]:
     """Turn the exceptions of any protocol's package into `Missing` and `Failed`."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise Missing(_error_summary(error)) from error
     except Exception as error:
-        raise Failed(_error_summary(error)) from error
-
-
-def _error_summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)[:200]}"
+        kind = Missing if isinstance(error, FileNotFoundError) else Failed
+        raise kind(f"{type(error).__name__}: {first_line(error)[:200]}") from error

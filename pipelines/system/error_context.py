@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.pipelines.system.signals import only_signals_interrupt
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -21,12 +18,7 @@ PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextmanager
 def readable_disk_errors(out: Path) -> Iterator[None]:
-    """Turn OSErrors within a block into the toolkit's errors.
-
-    Raises:
-        PipelineInvalid: the directory of the results cannot be written.
-        StageFailed: the disk is full, or fails otherwise.
-    """
+    """Raise OSErrors of a block as PipelineInvalid (`out` is read-only) or StageFailed."""
     try:
         yield
     except OSError as error:
@@ -51,7 +43,6 @@ def name_stage_in_errors(stage: str, out: Path) -> Iterator[None]:
 
 
 def _explain(error: OSError, out: Path) -> CompressError:
-    """Translate an OSError into an error that names the path and a remedy."""
     path = error.filename or out
     if error.errno in DISK_FULL_ERRORS:
         place = Path(str(path)).absolute()

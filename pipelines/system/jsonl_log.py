@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from pydantic_core import to_json
 
 from compress.common.printable import escaped_json
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 LOG = "log.jsonl"
-MAX_LOG_BYTES = 8 * 2**20
-"""Size at which the log rotates to `log.jsonl.1`; older lines are dropped."""
+MAX_LOG_BYTES = 8 * 2**20  # size at which the log rotates to `log.jsonl.1`; older lines are dropped
 LOGGER = "compress"
-
 log = logging.getLogger(__name__)
 EventName: TypeAlias = Literal[
     "run_started",
@@ -53,10 +48,7 @@ def log_event(event: str, message: str, **fields: Any) -> None:
 
 @contextmanager
 def log_handler(handler: logging.Handler) -> Iterator[None]:
-    """Attach a handler for the toolkit's records from INFO on, and close it in the end.
-
-    Other handlers receive no more records than before.
-    """
+    """Attach a handler for the toolkit's records from INFO on; others receive no more."""
     logger = logging.getLogger(LOGGER)
     level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
     threshold = logger.getEffectiveLevel()

@@ -7,10 +7,11 @@ import os
 import platform
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import compress
+from compress.artifacts.model_source import installed_version
 
 LIBRARIES = (
     "torch",
@@ -61,9 +62,4 @@ def versions() -> dict[str, str]:
 
 def version_of(module_name: str) -> str | None:
     """Return the version of the installed package that a module belongs to; None for our own."""
-    package = module_name.partition(".")[0]
-    if package == "compress":
-        return None
-    for distribution in packages_distributions().get(package, ()):
-        return f"{distribution} {version(distribution)}"
-    return None
+    return None if module_name.split(".")[0] == "compress" else installed_version(module_name)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from compress.common.config import Settings
 from compress.common.counts import count, counted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
 """Audit events of a process's start."""
@@ -57,10 +55,8 @@ class RunProfile(Settings):
         columns["total"] = self.total
         width = max(map(len, columns))
         for name, found in columns.items():
-            yield f"{name:<{width}}  " + ", ".join(
-                f"{what.replace('_', ' ')} {_readable(what, value)}"
-                for what, value in found.items()
-            )
+            counts = (f"{k.replace('_', ' ')} {_readable(k, x)}" for k, x in found.items())
+            yield f"{name:<{width}}  {', '.join(counts)}"
 
 
 class Profiler:
@@ -93,9 +89,8 @@ class Profiler:
         """Return what was counted so far; None where it is off."""
         if not self.is_on:
             return None
-        return RunProfile.model_validate(
-            {"total": _difference(self._start, _now()), "stages": self._stages}
-        )
+        total = _difference(self._start, _now())
+        return RunProfile.model_validate({"total": total, "stages": self._stages})
 
 
 @cache
@@ -110,7 +105,6 @@ def _count_starts() -> None:
 
 
 def _now() -> dict[str, float]:
-    """Return the counts of this process since it began, and CPU seconds of it and its children."""
     found: dict[str, float] = {CPU_SECONDS: _cpu_seconds(), **counted()}
     with suppress(OSError, ValueError):  # Linux alone has it
         lines = Path("/proc/self/io").read_text().splitlines()

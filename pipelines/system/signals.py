@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from types import FrameType
+from typing import Final
 
 from compress.common.errors import CompressError, StageFailed, describe_exit, exits_refused
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
-
 INTERRUPTED: Final = "interrupted"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 _received: list[int] = []
 
 
@@ -38,11 +35,8 @@ def ignore_signals() -> None:
 
 
 def exit_code() -> int | None:
-    """Return 128 + the number of the first signal; None if there was none.
-
-    An interrupted import may raise another exception instead, so any error after a signal counts
-    as an interruption.
-    """
+    """Return 128 + the number of the first signal, whatever was raised after it, or None."""
+    # An interrupted import may raise another exception instead: any error counts as interruption.
     return 128 + _received[0] if _received else None
 
 

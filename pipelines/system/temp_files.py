@@ -8,16 +8,14 @@ import shutil
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver, resource_sharer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.common.atomic_files import create_locked, remove_unlocked
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FOLDER_PREFIX = "compress-run-"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

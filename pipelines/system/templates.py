@@ -31,12 +31,9 @@ def _environment(is_html: bool) -> Environment:
         keep_trailing_newline=not is_html,
         autoescape=is_html,
     )
-    environment.filters |= {
-        "bytes": readable_bytes,
-        "count": readable_count,
-        "breakable": breakable,
-        "yaml": dump_on_one_line,
-    }
+    environment.filters.update(
+        bytes=readable_bytes, count=readable_count, breakable=breakable, yaml=dump_on_one_line
+    )
     return environment
 
 

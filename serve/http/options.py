@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path  # noqa: TC003 - a dataclass field
+from pathlib import Path
 
 from compress.common.process import usable_cores
 

@@ -1,17 +1,12 @@
-"""Calls of a module that leave its state and its inputs as they were.
-
-A module may keep state between calls, such as the last frames of a stream, or change the tensors
-that it is called with. Here models are called in any order, on examples and on batches of many
-users. So each call starts from the state that the model was given with.
-"""
+"""Calls of a module that leave its state and inputs as they were, in whatever order they come."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +20,9 @@ from compress.common.signature import CallState
 from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     Outputs = list[torch.Tensor]
-    Call = Callable[[Sequence[torch.Tensor]], Any]
+    Inputs = Sequence[torch.Tensor]
+    Call = Callable[[Inputs], Any]
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -42,7 +36,7 @@ misaligned copies of its weights, by at most 3e-6."""
 ABSENT = object()
 
 
-class ModuleState:
+class _ModuleState:
     """The buffers and own attributes of a module's parts at one moment, perhaps weights."""
 
     def __init__(self, module: nn.Module, *, weights: bool = False) -> None:
@@ -51,12 +45,9 @@ class ModuleState:
         self._weights = [(weight, weight.data, weight.detach().clone()) for weight in every]
         # Weights and parts are not copied with an attribute that refers to them.
         self._memo: dict[int, Any] = {id(x): x for x in (*module.modules(), *module.parameters())}
-        self._values = {
-            name: (value, _copied(value, self._memo)) for name, value in _attributes(module).items()
-        }
+        self._values = {k: (x, _copied(x, self._memo)) for k, x in _attributes(module).items()}
 
     def changed(self) -> list[str]:
-        """Return the names of buffers and attributes that have other values now."""
         now = _attributes(self._module)
         return [
             name
@@ -66,7 +57,6 @@ class ModuleState:
         ]
 
     def restore(self) -> None:
-        """Give every part its buffers and attributes back, and its weights if kept."""
         now = _attributes(self._module)
         parts = dict(self._module.named_modules(remove_duplicate=False))
         for name in dict.fromkeys([*self._values, *now]):
@@ -91,12 +81,9 @@ class ModuleState:
 
 
 @contextmanager
-def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[ModuleState]:
-    """Restore a module's modes, buffers and attributes, and random numbers, after a block.
-
-    With ``weights`` also parameters, of which copies are held until then.
-    """
-    state = ModuleState(module, weights=weights)
+def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[_ModuleState]:
+    """Restore modes, buffers, attributes, random numbers, and perhaps weights after a block."""
+    state = _ModuleState(module, weights=weights)
     with preserve_modes(module), random_state_kept("cpu"):
         try:
             yield state
@@ -104,23 +91,14 @@ def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[ModuleSta
             state.restore()
 
 
-@dataclass(frozen=True)
-class CallEffects:
-    """What a call of a module in eval mode returns, and what it changes."""
-
-    output: Any
-    state: CallState | None
-    """Buffers and attributes to restore after each call; None without any."""
-    changes_inputs: bool
-    is_random: bool
-    """Whether an equal call with other random numbers returns something else."""
-
-
-def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) -> CallEffects:
+def call_effects(
+    module: nn.Module, call: Call, inputs: Inputs
+) -> tuple[Any, CallState | None, bool, bool]:
     """Call a module once, more often if that changes it or draws random numbers, and restore it.
 
-    ``call`` calls it with tensors in order. Attributes that are no persistent buffers, such as
-    masks that are created when they are needed, count only if later outputs depend on state.
+    Returns its output in eval mode, what to restore after each call, and whether a call changes its
+    inputs, and is random. Attributes that are no persistent buffers, such as masks that are created
+    when they are needed, count only if later outputs depend on state.
     """
     with unchanged(module) as before, plain_attention():
         module.eval()
@@ -147,13 +125,11 @@ def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) 
     stored = module.state_dict(keep_vars=True)
     names = tuple(name for name in changed if is_read or name in stored)
     state = CallState(names=names, is_read=is_read) if names else None
-    return CallEffects(output, state, changes_inputs, is_random)
+    return output, state, changes_inputs, is_random
 
 
 @contextmanager
-def needed_hooks_alone(
-    module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
-) -> Iterator[None]:
+def needed_hooks_alone(module: nn.Module, call: Call, inputs: Inputs) -> Iterator[None]:
     """Remove a module's forward and backward hooks for a block, unless they change its outputs.
 
     Those of torch, such as ``weight_norm``, stay. Others are called for two forward passes, in eval
@@ -246,7 +222,6 @@ def replace_forward_(
 
 
 def _is_torchs(value: Any) -> bool:
-    """Whether a function or an object's class is torch's."""
     return str(getattr(value, "__module__", "")).startswith("torch.")
 
 
@@ -256,7 +231,6 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return buffers and own attributes of a module's parts by their dotted names."""
     if isinstance(module, torch.jit.ScriptModule):
         return {name: attrgetter(name)(module) for name in script_attributes(module)}
     return {
@@ -269,13 +243,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def script_attributes(module: torch.jit.ScriptModule) -> dict[str, str]:
-    """Return what forward reads of a TorchScript module's parts: dotted names → TorchScript types.
-
-    Of other attributes nothing depends that forward returns.
-
-    Raises:
-        ArtifactInvalid: forward writes to an object that is no module, which cannot be restored.
-    """
+    """Return what TorchScript's forward reads: names → types; ArtifactInvalid if unrestorable."""
     graph: Any = module.inlined_graph  # the nodes live as long as this name does
     parts = {name for name, _ in module.named_modules(remove_duplicate=False)}
     types = {}
@@ -333,15 +301,11 @@ def _is_same(a: Any, b: Any, compared: set[int] | None = None) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in which NaN equals NaN."""
     return tensor.nan_to_num(nan=0.5) if tensor.is_floating_point() else tensor
 
 
-def _outcome(call: Call, inputs: Sequence[torch.Tensor]) -> Outputs | None:
-    """Return copies of a call's outputs, with the same random numbers each time; None if it fails.
-
-    The copies do not change with the state that an output may be a view of.
-    """
+def _outcome(call: Call, inputs: Inputs) -> Outputs | None:
+    """Copy a call's outputs, with the same random numbers each time; None if it fails."""
     try:
         with random_state_kept("cpu"), torch.inference_mode():
             outputs = outputs_by_name(call([x.clone() for x in inputs]))

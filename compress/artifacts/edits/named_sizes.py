@@ -13,48 +13,45 @@ import functools
 import inspect
 import linecache
 import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+from pydantic import Field
+
+from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from torch import nn
 
-SHAPED = ("view", "reshape", "unflatten", "expand")
-"""Calls that take the shape of their result."""
+    Sizes = Mapping[str, Mapping[str, int | tuple[int, ...]]]
+
+SHAPED = ("view", "reshape", "unflatten", "expand")  # calls that take the shape of their result
 PARTED = ("split", "chunk")
 """Calls that take the sizes, or the number, of the parts of an axis; both become `split`."""
 INDEX = "__getitem__"
-
 SizedExpression: TypeAlias = ast.Call | ast.Subscript
-"""A call or an index in the source of a method."""
 FUTURE_ANNOTATIONS = annotations.compiler_flag
+# It becomes part of code that is compiled.
+NamedSize = Annotated[str, Field(pattern=r"^[a-z]+_sizes?_[0-9]+$")]
+"""An attribute that holds a size, such as ``view_size_0``."""
 
 
-class SizeNames(NamedTuple):
-    """What sizes of one call are named; see :class:`~compress.artifacts.recipe.NamedCall`."""
+class NamedCall(Settings):
+    """A call in a method's source some of whose sizes become attributes of the module."""
 
     method: str
     source: str
-    occurrence: int
-    attributes: Mapping[int, str]
+    """The call as ``ast.unparse`` writes it."""
+    occurrence: int = 0
+    """The number of calls before it in the method that read the same."""
+    attributes: dict[int, NamedSize]
+    """Index of a size among those that the call takes → attribute."""
 
 
-def name_sizes_(
-    module: nn.Module,
-    calls: Sequence[SizeNames],
-    sizes: Mapping[str, Mapping[str, int | tuple[int, ...]]],
-) -> None:
-    """Replace methods of some modules, and set the attributes, in place.
-
-    ``sizes`` has module → attribute → value; the modules are of one class.
-
-    Raises:
-        ArtifactInvalid: the code is not that for which the edit was made.
-    """
+def name_sizes_(module: nn.Module, calls: Sequence[NamedCall], sizes: Sizes) -> None:
+    """Let methods read sizes from attributes, set here by module, or raise ArtifactInvalid."""
     classes: dict[type, type] = {}
     for name, values in sizes.items():
         part = module.get_submodule(name)
@@ -75,23 +72,22 @@ def name_sizes_(
 
 
 def method_source(kind: type, method: str, code: CodeType) -> ast.FunctionDef | None:
-    """Return the syntax tree of a method, with positions as in its file, if it can be replaced.
-
-    It cannot if its source is not there, or if ``code``, which runs under its name, is wrapped in a
-    decorator.
-    """
+    """Return a method's syntax tree; None without source, or if ``code`` is a decorator's."""
     function = inspect.getattr_static(kind, method, None)
     if not isinstance(function, FunctionType) or function.__code__ is not code:
         return None
     tree = _definition(function)
-    return None if tree is None or _has_private_names(tree) else tree
+    nodes = ast.walk(tree) if tree is not None else ()
+    names = [getattr(node, "id", None) or getattr(node, "attr", None) or "" for node in nodes]
+    # Names that Python changes within a class, such as ``__size``.
+    is_private = any(name.startswith("__") and not name.endswith("__") for name in names)
+    return None if is_private else tree
 
 
 def sizes_of(call: SizedExpression) -> list[ast.expr] | None:
     """Return the list of a call's sizes, or None if they are not written one by one.
 
-    Those of `split` and `chunk` are one entry: the size or the number of the parts. Those of an
-    index, such as ``x[..., :width]``, are the bounds of its slices.
+    Of `split` and `chunk` the size or number of parts; of an index, the bounds of its slices.
     """
     if isinstance(call, ast.Subscript):
         bounds = [b for part in slices_of(call) for b in (part.lower, part.upper) if b is not None]
@@ -136,8 +132,7 @@ def occurrence_of(call: SizedExpression, tree: ast.AST) -> tuple[str, int]:
     return text, alike.index(call)
 
 
-def _with_names(kind: type, method: str, calls: Iterable[SizeNames]) -> FunctionType:
-    """Return a copy of a method in which sizes are attributes."""
+def _with_names(kind: type, method: str, calls: Iterable[NamedCall]) -> FunctionType:
     function = inspect.getattr_static(kind, method, None)
     source = _definition(function) if isinstance(function, FunctionType) else None
     if source is None:
@@ -226,11 +221,3 @@ def _definition(function: FunctionType) -> ast.FunctionDef | None:
 @functools.lru_cache(maxsize=16)
 def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
-
-
-def _has_private_names(tree: ast.AST) -> bool:
-    """Whether a method uses names that Python changes within a class, such as ``__size``."""
-    names = (
-        getattr(node, "id", None) or getattr(node, "attr", None) or "" for node in ast.walk(tree)
-    )
-    return any(name.startswith("__") and not name.endswith("__") for name in names)

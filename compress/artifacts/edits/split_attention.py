@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class SplitMultiheadAttention(nn.Module):
@@ -126,14 +124,10 @@ def is_splittable(layer: nn.Module) -> bool:
 
 
 def _parts(packed: torch.Tensor) -> list[Any]:
-    return [
-        nn.Parameter(part.detach().clone(), requires_grad=packed.requires_grad)
-        for part in packed.chunk(3)
-    ]
+    return [nn.Parameter(p.detach().clone(), packed.requires_grad) for p in packed.chunk(3)]
 
 
 def _linear(weight: Any, bias: Any) -> nn.Linear:
-    """Return a linear layer with the given parameters, not copies of them."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     layer._parameters |= {"weight": weight, "bias": bias}
     return layer

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compress.artifacts.offline import offline, refuse_lookups
+from compress.artifacts.hf_folder import offline, refuse_lookups
 from compress.common.errors import Unavailable, first_line
 
 FACTORY = "compress.artifacts.libraries.timm_model:build"
@@ -27,11 +27,7 @@ def build(model_name: str, **arguments: Any) -> torch.nn.Module:
 
 
 def import_timm() -> Any:
-    """Import timm and return it; without torchvision all of it but `timm.data`.
-
-    Raises:
-        Unavailable: timm or the torchvision that is installed cannot be imported.
-    """
+    """Import timm, or raise Unavailable; without torchvision all of it but `timm.data`."""
     try:
         if "timm" in sys.modules or importlib.util.find_spec("torchvision") is not None:
             return importlib.import_module("timm")

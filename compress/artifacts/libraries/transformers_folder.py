@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from compress.artifacts.artifact import Artifact, new_folder
 from compress.artifacts.carried_files import CONFIG, TIED
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.edits.block_removal import COUNTS
+from compress.artifacts.edits.removal import COUNTS
 from compress.artifacts.hf_folder import FACTORY, build, offline_transformers, recipe_from
 from compress.artifacts.recipe import KeepBlocks, UntieWeights
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import torch_predictor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
+    Config = dict[str, Any]
     Shapes = dict[str, tuple[int, ...]]
 
 WIDTH = re.compile(r"size|dim|head|inner|embd|channel|layer|block|d_model|d_ff|d_kv|groups")
@@ -38,9 +40,7 @@ class TransformersFolder:
 
     path: str
     model: str
-    """The model's class."""
     changed: dict[str, Any]
-    """The entries of the config that pruning changed."""
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the terminal."""
@@ -53,19 +53,12 @@ class TransformersFolder:
 
 
 def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
-    """Write config, weights, tokenizer and image preprocessing as transformers reads them.
+    """Write an artifact's config, weights, tokenizer and preprocessing to the folder ``out``.
 
-    What pruning made narrower or shorter is changed in the config. The folder is opened by
-    transformers, and has to give the artifact's outputs bit for bit.
-
-    Args:
-        path: directory of an `eager` artifact of a model of transformers.
-        out: the folder to write, which must not exist or be empty.
-
-    Raises:
-        ArtifactInvalid: the artifact is of another kind, or not what was sealed.
-        PipelineInvalid: `out` holds files.
-        StageFailed: no config of transformers has the model's widths, or outputs differ.
+    What pruning made narrower or shorter is changed in the config. transformers opens the folder,
+    and has to give the artifact's outputs bit for bit. Raises ArtifactInvalid: no `eager` artifact
+    of a model of transformers, or not what was sealed; PipelineInvalid: `out` holds files;
+    StageFailed: no config has the model's widths, or outputs differ.
     """
     artifact = Artifact.from_directory(path)
     with new_folder(out) as partial, offline_transformers(out):
@@ -84,11 +77,9 @@ def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
 def described_by_config(artifact: Artifact) -> tuple[dict[str, Any], Any]:
     """Return the entries of a config that pruning changed, and transformers' model of the config.
 
-    The model has the artifact's weights, and gives its outputs bit for bit.
-
-    Raises:
-        ArtifactInvalid: the artifact is no eager model of a Hugging Face folder.
-        StageFailed: widths differ between layers, or no config has them.
+    It gives the artifact's outputs bit for bit. Raises ArtifactInvalid: the artifact is no eager
+    model of a Hugging Face folder; StageFailed: widths differ between layers, or no config has
+    them.
     """
     if not isinstance(artifact, EagerModel) or artifact.recipe.factory != FACTORY:
         raise ArtifactInvalid(
@@ -113,7 +104,7 @@ def described_by_config(artifact: Artifact) -> tuple[dict[str, Any], Any]:
     before, after = _shapes_of_config(architecture, config) or {}, _shapes(state)
     if _depth(before) == _depth(after):
         _refuse_unequal_layers(before, after, artifact.path)
-    head_size = _unstated_head_size(architecture, config, before)
+    head_size = _unstated_head_dim(architecture, config, before)
     config = config | head_size
     for changed in islice(_possible_changes(config, before, after), TRIES):
         if _shapes_of_config(architecture, config | changed) == after:
@@ -145,13 +136,8 @@ def _refuse_unequal_layers(before: Shapes, after: Shapes, path: Path) -> None:
             )
 
 
-def _unstated_head_size(
-    architecture: str, config: dict[str, Any], before: Shapes
-) -> dict[str, int]:
-    """Return the entry `head_dim` where a model reads it and its config leaves it out.
-
-    A head is then `hidden_size / num_attention_heads` wide, which fewer heads would change.
-    """
+def _unstated_head_dim(architecture: str, config: Config, before: Shapes) -> dict[str, int]:
+    """Return `head_dim` where it is read but not stated: fewer heads would change it."""
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if config.get(HEAD_SIZE) or not (isinstance(width, int) and isinstance(heads, int)):
         return {}
@@ -160,16 +146,11 @@ def _unstated_head_size(
     return {HEAD_SIZE: size} if is_read else {}
 
 
-def _possible_changes(
-    config: dict[str, Any], before: Shapes, after: Shapes
-) -> Iterator[dict[str, int]]:
+def _possible_changes(config: Config, before: Shapes, after: Shapes) -> Iterator[dict[str, int]]:
     """Yield changes of a config's widths and numbers of layers, the fewest first; none first."""
-    pairs = {
-        (was, now)
-        for name in before.keys() & after.keys()
-        for was, now in zip(before[name], after[name], strict=True)
-        if was != now
-    }
+    shared = before.keys() & after.keys()
+    widths = (pair for name in shared for pair in zip(before[name], after[name], strict=True))
+    pairs = {(was, now) for was, now in widths if was != now}
     if depths := {(_depth(before), _depth(after))} - {(_depth(after),) * 2}:
         pairs |= depths
     entries = [
@@ -186,15 +167,11 @@ def _possible_changes(
 
 
 def _depth(names: Iterable[str]) -> int:
-    """Return the number of layers by the numbers in the names of their weights."""
     numbers = (re.search(r"\.(\d+)\.", name) for name in names)
     return 1 + max((int(number[1]) for number in numbers if number), default=0)
 
 
-def _shapes_of_config(architecture: str, config: dict[str, Any]) -> Shapes | None:
-    """Return the shapes of a config's weights; None where it is none."""
-    import torch
-
+def _shapes_of_config(architecture: str, config: Config) -> Shapes | None:
     try:
         with torch.device("meta"):
             return _shapes(build(architecture, config).state_dict())
@@ -207,9 +184,6 @@ def _shapes(state: dict[str, Any]) -> Shapes:
 
 
 def _has_equal_outputs(module: Any, artifact: Artifact) -> bool:
-    """Whether a module gives an artifact's outputs, bit for bit, on seeded inputs."""
-    import torch
-
     inputs = artifact.signature.example()
     with artifact.open() as expected, torch_predictor(module.eval(), "cpu", 1) as predict:
         pairs = zip(expected(*inputs), predict(*inputs), strict=True)

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from compress.artifacts.artifact import STREAMED, Step
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.hf_folder import FACTORY
-from compress.checkpoint.state_dict import StoredTensor
+from compress.checkpoint.state_dict import StoredTensor, Weights
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.forward import opened_model, torch_predictor
+from compress.common.forward import Predictor, opened_model, torch_predictor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     import torch
     from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.recipe import Recipe
-    from compress.artifacts.streaming.packed_weight import PackedWeight
-    from compress.checkpoint.state_dict import Weights
-    from compress.common.forward import Predictor
 
-TABLE = ".rows"
-"""Follows the name of a parameter whose integers are looked up, and not multiplied."""
+TABLE = ".rows"  # follows the name of a parameter whose integers are looked up, and not multiplied
 PARTS = (".packed", ".scale", ".zero_point")
 FACTOR = ".input_factor"
 """Follows the name of a module whose input is multiplied, channel by channel, before it is read."""
 ROUNDS = "rounds_activations"
 """Fact: whether packed linear layers read activations rounded to 8 bits, by groups."""
+LARGEST = 127  # largest integer of an activation; the range of each group is symmetric
+SMALLEST_RANGE = 2.0**-100
+"""Groups of smaller activations become zeros; the reciprocal of a still smaller range overflows."""
 
 
 class PackedModel(GraphModel):
@@ -125,31 +122,54 @@ def _skeleton_of(recipe: Recipe) -> nn.Module:
 def packed_module(
     recipe: Recipe, stored: Mapping[str, StoredTensor], device: str = "cpu", *, rounds: bool
 ) -> nn.Module:
-    """Return a module that reads and dequantizes a layer's weights when it is called.
-
-    Args:
-        recipe: how the float module is built.
-        stored: the tensors of a packed model.
-        device: where the module is to run.
-        rounds: whether packed linear layers read activations rounded to 8 bits.
-    """
-    from compress.checkpoint.streamed_module import stream_weights_
+    """Return a module that dequantizes a layer's weights, and `rounds` its inputs, when called."""
+    from compress.artifacts.meta_init import stream_weights_
 
     module = _skeleton_of(recipe)
-    weights = packed_weights(module, stored)
-    stream_weights_(module, prepare_(module, stored, weights, device, rounds=rounds), device)
+    stream_weights_(module, _prepare_(module, stored, device, rounds=rounds), device)
     return module
 
 
-class PackedWeights(Mapping[tuple[str, bool], "PackedWeight"]):
+class PackedWeight(NamedTuple):
+    """Integers of a weight, two in a byte where they have 4 bits, the earlier one lower."""
+
+    packed: torch.Tensor
+    """Bytes, `(outputs, inputs · bits / 8)`."""
+    scale: torch.Tensor
+    """Scale of each group of inputs, `(outputs, groups)`."""
+    zero_point: torch.Tensor
+    """Zero point of each group, `(outputs, groups)`: an integer, or a float between two."""
+    bits: int
+    is_table: bool
+    """Whether rows are looked up, as an embedding's, and not multiplied."""
+
+    @property
+    def group_size(self) -> int:
+        """Numbers of a row that share a scale."""
+        return self.packed.shape[1] * 8 // self.bits // self.scale.shape[1]
+
+    def integers(self) -> torch.Tensor:
+        """Return the integers, one in a byte."""
+        if self.bits == 8:
+            return self.packed
+        import torch
+
+        return torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(1)
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the floats that the integers stand for."""
+        grouped = self.integers().view(*self.scale.shape, -1).float()
+        centred = grouped.sub_(self.zero_point.float()[..., None])
+        return centred.mul_(self.scale[..., None]).flatten(1)
+
+
+class PackedWeights(Mapping[tuple[str, bool], PackedWeight]):
     """Name of a weight, and whether it is a table → its integers, read at each access."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], stems: dict[tuple[str, bool], Any]):
         self._stored, self._stems = stored, stems
 
     def __getitem__(self, key: tuple[str, bool]) -> PackedWeight:
-        from compress.artifacts.streaming.packed_weight import PackedWeight
-
         stem, bits = self._stems[key]
         packed, scale, zero_point = (self._stored[stem + part].read() for part in PARTS)
         return PackedWeight(packed, scale, zero_point, bits, key[1])
@@ -187,31 +207,25 @@ def shared_parameters(module: nn.Module) -> list[tuple[list[str], nn.Parameter]]
     return [*shared.values()]
 
 
-def prepare_(
-    module: nn.Module,
-    stored: Mapping[str, StoredTensor],
-    weights: PackedWeights,
-    device: str,
-    *,
-    rounds: bool,
+def _prepare_(
+    module: nn.Module, stored: Mapping[str, StoredTensor], device: str, *, rounds: bool
 ) -> dict[str, StoredTensor]:
     """Let layers round or multiply their inputs, and return all weights as floats, on disk."""
     import torch
     from torch import nn
 
-    floats = dict(stored)
+    floats, weights = dict(stored), packed_weights(module, stored)
     for names, parameter in shared_parameters(module):
         at = next((name for name in names if name in stored), names[0])
         for name in names:
             layer = module.get_submodule(name.rpartition(".")[0])
             key = (name, isinstance(layer, nn.Embedding))
             if key in weights:
-                shape = tuple(parameter.shape)
-                floats[name] = StoredTensor(
-                    shape, torch.float32, partial(_dequantized, weights, key)
-                )
+                read = partial(_dequantized, weights, key)
+                floats[name] = StoredTensor(tuple(parameter.shape), torch.float32, read)
                 if rounds and not key[1]:
-                    _round_input_(layer, weights.format_of(key)[1])
+                    group_size = weights.format_of(key)[1]
+                    layer.register_forward_pre_hook(partial(_round_input, group_size))
             elif at in stored:
                 floats[name] = stored[at]
     for name, layer in module.named_modules():
@@ -226,14 +240,20 @@ def _dequantized(weights: PackedWeights, key: tuple[str, bool]) -> torch.Tensor:
     return weights[key].dequantized()
 
 
-def _round_input_(layer: nn.Module, group_size: int) -> None:
-    from compress.artifacts.streaming.packed_weight import round_activations
-
-    def rounded(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (round_activations(args[0], group_size), *args[1:])
-
-    layer.register_forward_pre_hook(rounded)
+def _round_input(group_size: int, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (round_activations(args[0], group_size), *args[1:])
 
 
 def _multiply_input(factor: torch.Tensor, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0] * factor, *args[1:])
+
+
+def round_activations(features: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Round activations to 8 bits, each `group_size` numbers of a row with a scale of their own."""
+    import torch
+
+    groups = torch.unflatten(features, -1, (-1, group_size))
+    largest = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_RANGE)
+    integers = (groups * (largest.reciprocal() * LARGEST)).round()
+    floats: torch.Tensor = integers * (largest * (1 / LARGEST))
+    return floats.flatten(-2)

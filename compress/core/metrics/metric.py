@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from pathlib import Path  # noqa: TC003 - a dataclass field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.common.errors import PipelineInvalid, StageFailed, first_line

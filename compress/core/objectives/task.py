@@ -179,7 +179,7 @@ def shape_of(tensor: torch.Tensor) -> str:
 def refuse_wrong_labels(labels: torch.Tensor, classes: int) -> None:
     """Raise LabelOutOfRange for a label that a model of so many classes does not have."""
     from compress.data.batch import IGNORED_LABEL
-    from compress.data.sample_facts import out_of_range
+    from compress.data.fingerprint import out_of_range
 
     is_wrong = ((labels < 0) | (labels >= classes)) & (labels != IGNORED_LABEL)
     if bool(is_wrong.any()):

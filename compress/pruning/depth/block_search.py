@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from compress.artifacts.edits.block_removal import alike_entries, keep_blocks_
+from compress.artifacts.edits.removal import alike_entries, keep_blocks_
 from compress.common.errors import StageFailed, first_line
 from compress.common.forward import run_in_eval
 from compress.pruning.verification.masked_equivalence import shallow_copy, shapes_in_training

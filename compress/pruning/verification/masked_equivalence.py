@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compress.artifacts.edits.slicing import keep_indices_
+from compress.artifacts.edits.removal import keep_indices_
 from compress.common.errors import StageFailed, first_line
 from compress.common.forward import copy_module, flatten_outputs, run_in_eval
 from compress.common.tensor_difference import largest, largest_difference, largest_finite

@@ -16,10 +16,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from compress.artifacts.edits.block_removal import BLOCK_INDEX, blocks_of
+from compress.artifacts.edits.removal import BLOCK_INDEX, blocks_of
+from compress.artifacts.meta_init import stream_weights_
 from compress.artifacts.streaming.packed_model import shared_parameters
 from compress.checkpoint.state_dict import in_memory
-from compress.checkpoint.streamed_module import stream_weights_
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.signature import OutputSpec, Signature, TensorSpec

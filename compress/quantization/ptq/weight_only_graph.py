@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from compress.artifacts.streaming.packed_weight import LARGEST, SMALLEST_RANGE
+from compress.artifacts.streaming.packed_model import LARGEST, SMALLEST_RANGE
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms.input_scaling import awq_, bypass_copies_

@@ -59,7 +59,7 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         """
         import torch
 
-        from compress.checkpoint.streamed_module import stream_weights_
+        from compress.artifacts.meta_init import stream_weights_
         from compress.quantization.algorithms.residual_rotation import (
             randomized_hadamard,
             residual_stream,
@@ -129,8 +129,8 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         self, model: EagerModel, edits: Sequence[UntieWeights], rotated: Weights, context: Context
     ) -> float:
         """Return how far the rotated outputs differ; StageFailed where it is more than rounding."""
+        from compress.artifacts.meta_init import stream_weights_
         from compress.checkpoint.state_dict import in_memory, load_state_
-        from compress.checkpoint.streamed_module import stream_weights_
         from compress.common.forward import accept_any_batch, torch_predictor
         from compress.common.tensor_difference import relative_error_of_batches
 

@@ -15,8 +15,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.foreign.lock_waits import bounded_lock_waits
 from compress.common.process import derive_seed, reseed, seeded
+from compress.data.dataloader import StreamReader
 from compress.data.fingerprint import hash_of_state
-from compress.data.stream import StreamReader
 from compress.data.targets import flatten
 from compress.training.checkpoint.metadata import (
     NO_LOSSES,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from compress.artifacts.edits.block_removal import alike_entries
+from compress.artifacts.edits.removal import alike_entries
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:

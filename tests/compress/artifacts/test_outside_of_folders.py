@@ -12,11 +12,11 @@ from compress.artifacts.hf_folder import (
     build,
     files_to_carry,
     folder_digest,
+    offline,
     read_architecture,
     read_folder,
 )
 from compress.artifacts.libraries.timm_model import build as build_timm
-from compress.artifacts.offline import offline
 from compress.checkpoint.loading import read_state_dict
 from compress.common.errors import ArtifactInvalid
 from compress.export.genai.runtime import open_folder

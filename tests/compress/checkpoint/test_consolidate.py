@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from compress import consolidate
-from compress.checkpoint import storage_reader
+from compress.checkpoint import distributed_checkpoint
 from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import DTYPES, write_safetensors
 from compress.checkpoint.state_dict import StoredTensor
@@ -73,7 +73,7 @@ def test_the_peak_is_one_tensor_and_a_fifth(saved) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("bytes_at_once", [8, 30, 1000])
 def test_pieces_of_every_size_end_where_they_belong(saved, monkeypatch, bytes_at_once) -> None:
-    monkeypatch.setattr(storage_reader, "BYTES_AT_ONCE", bytes_at_once)
+    monkeypatch.setattr(distributed_checkpoint, "BYTES_AT_ONCE", bytes_at_once)
     for name, tensor in read_state_dict(saved / "warm-up").items():
         seed = ("rows", "columns", "here").index(name)
         whole = torch.empty(5, 3).normal_(generator=torch.Generator().manual_seed(seed))

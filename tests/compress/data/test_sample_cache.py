@@ -13,8 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.data.batch import Batch, collate
 from compress.data.loader_config import Loading
-from compress.data.record_log import RecordLog
-from compress.data.sample_cache import PROBES, CachedDataset
+from compress.data.sample_cache import PROBES, CachedDataset, RecordLog
 from compress.data.splits import DataReference, Splits
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

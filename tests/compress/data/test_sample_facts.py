@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid
+from compress.data.fingerprint import SplitFacts, facts_of_rows, facts_of_sample
 from compress.data.loader_config import Loading
-from compress.data.sample_facts import SplitFacts, facts_of_rows, facts_of_sample
 from compress.data.splits import Splits
 
 

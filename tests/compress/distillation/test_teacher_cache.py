@@ -9,7 +9,7 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.data.batch import SampleWithTeacher, collate
-from compress.data.record_log import RecordLog
+from compress.data.sample_cache import RecordLog
 from compress.distillation import teacher_cache
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.edits.slicing import keep_indices_
+from compress.artifacts.edits.removal import keep_indices_
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed

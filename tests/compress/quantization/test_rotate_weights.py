@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from compress import Context, EagerModel, QuantizeWeights, RotateWeights
+from compress.artifacts.importing import import_streamed
 from compress.artifacts.libraries.transformers_folder import write_transformers_folder
-from compress.artifacts.streaming.import_folder import import_streamed
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.export import ExportCompressedTensors, ExportGenai, ExportGguf

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.attack.forgeries import flip_a_byte
 from compress import QuantizeWeights
-from compress.artifacts.streaming.import_folder import import_streamed
+from compress.artifacts.importing import import_streamed
 from compress.artifacts.streaming.packed_model import PackedModel, packed_weights
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.export import ExportCompressedTensors, ExportOnnx

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress import QuantizeWeights
-from compress.artifacts.streaming.packed_weight import PackedWeight
+from compress.artifacts.streaming.packed_model import PackedWeight
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.export import CompressedTensorsModel, ExportCompressedTensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compress import QuantizeWeights
-from compress.artifacts.streaming.packed_weight import PackedWeight
+from compress.artifacts.streaming.packed_model import PackedWeight
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.export import ExportGguf, GgufModel

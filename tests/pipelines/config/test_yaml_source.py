@@ -10,7 +10,7 @@ from compress.core.gates import MaxDrop
 from compress.pipelines.commands.init_options import parse_arguments
 from compress.pipelines.config import yaml_source
 from compress.pipelines.config.pipeline import PipelineConfig
-from compress.pipelines.explain.edited_file import changed_text
+from compress.pipelines.explain.repair import changed_text
 from compress.pipelines.system import yaml_core
 from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training

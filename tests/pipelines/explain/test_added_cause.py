@@ -14,7 +14,7 @@ from compress.common.errors import GateRefused, Unavailable
 from compress.common.requirements import is_foreign
 from compress.core.diagnosis.cause import RefusedStage
 from compress.pipelines.config.registry import stages
-from compress.pipelines.explain import causes
+from compress.pipelines.explain import explain as explaining
 from compress.pipelines.explain.explain import _explain_causes
 from compress.pipelines.results.explanation import Explanations
 from compress.pipelines.results.schema import Report
@@ -41,10 +41,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (installed / "entry_points.txt").write_text(f"[compress.causes]\n{entry}")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "halved_input", raising=False)
-        causes.announced_causes.cache_clear()
+        explaining.announced_causes.cache_clear()
 
     yield install
-    causes.announced_causes.cache_clear()
+    explaining.announced_causes.cache_clear()
 
 
 def test_what_this_toolkit_announces_is_installed_and_comes_first(install) -> None:
@@ -53,7 +53,7 @@ def test_what_this_toolkit_announces_is_installed_and_comes_first(install) -> No
         installed = {e.name: e.value for e in entry_points(group=group) if not is_foreign(e)}
         assert installed == entries, "pip install -e . again"
     install()
-    known = causes.announced_causes()
+    known = explaining.announced_causes()
     assert len(known) == 45 + 1
     assert [key for key, (_, is_added) in known.items() if is_added] == ["halved_input"]
     assert [*known][-1] == "halved_input"
@@ -62,7 +62,7 @@ def test_what_this_toolkit_announces_is_installed_and_comes_first(install) -> No
 @pytest.mark.parametrize("kind", sorted(stages()))
 def test_a_kind_of_stage_has_the_diagnosis_that_is_announced_for_it(kind: str) -> None:
     stage = SimpleNamespace(stage=kind)
-    found = causes.diagnose(stage, None, None, None, 0.0)
+    found = explaining.diagnose(stage, None, None, None, 0.0)
     diagnosed = {entry.name for entry in entry_points(group="compress.diagnoses")}
     assert (found is not None) == (kind in diagnosed)
     assert found is None or found.stage is stage
@@ -103,4 +103,4 @@ def test_a_cause_of_some_gates_is_tested_for_these_alone(install) -> None:
 def test_a_name_that_is_taken_is_refused(install) -> None:
     install(key='"outliers"')
     with pytest.raises(Unavailable, match="the name is taken"):
-        causes.announced_causes()
+        explaining.announced_causes()

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from compress.pipelines.explain.edited_file import changed_content, changed_text
+from compress.pipelines.explain.repair import changed_content, changed_text
 
 TEXT = """\
 # my pipeline

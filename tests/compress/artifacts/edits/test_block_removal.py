@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.edits.block_removal import alike_entries, blocks_of, keep_blocks_
+from compress.artifacts.edits.removal import alike_entries, blocks_of, keep_blocks_
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, KeepIndices, Recipe
 from compress.common.forward import run_in_eval

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from compress.artifacts.edits import named_sizes
-from compress.artifacts.recipe import NamedCall, NameSizes
+from compress.artifacts.edits.named_sizes import NamedCall
+from compress.artifacts.recipe import NameSizes
 from compress.common.errors import ArtifactInvalid
 
 BETWEEN = 2

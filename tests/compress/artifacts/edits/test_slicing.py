@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.artifacts.edits.slicing import keep_indices_
+from compress.artifacts.edits.removal import keep_indices_
 
 
 def test_sizes_that_layers_record_are_mended() -> None:

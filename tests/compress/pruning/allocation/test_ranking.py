@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.artifacts.edits.slicing import keep_indices_
+from compress.artifacts.edits.removal import keep_indices_
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.pruning.allocation.ranking import modules_matching
 from compress.pruning.dependency.channel_groups import SlicePlan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.artifacts.edits.slicing import keep_indices_
+from compress.artifacts.edits.removal import keep_indices_
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.graph.flops import count_macs
 from compress.pruning.allocation.budget_search import (

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.artifacts.edits.slicing import keep_indices_
+from compress.artifacts.edits.removal import keep_indices_
 from compress.common.errors import StageFailed
 from compress.data.batch import Batch
 from compress.pruning.dependency.graph import trace

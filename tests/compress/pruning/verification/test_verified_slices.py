@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.edits.slicing import keep_indices_
+from compress.artifacts.edits.removal import keep_indices_
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.forward import run_in_eval
