@@ -188,19 +188,6 @@ class _Columns(Dataset[Any]):
         return {LABELS if c == "label" else c: torch.as_tensor(row[c]) for c in self.kept}
 
 
-def with_splits(
-    model: Any,
-    data: Any,
-    example_inputs: Inputs | None = None,
-    reads: Any = Artifact,
-    **splits: Any,
-) -> tuple[Artifact, Splits | None]:
-    """Return a model as :func:`as_artifact` does, and its data as splits; None without any."""
-    names = forward_names(model)
-    made = make_splits(data, parameters=names, **splits)
-    return as_artifact(model, made, example_inputs, reads), made
-
-
 def as_artifact(
     model: Any, data: Splits | None, example_inputs: Inputs | None = None, reads: Any = Artifact
 ) -> Artifact:
@@ -263,10 +250,7 @@ def _same(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
 
 
 def _signature(
-    data: Splits | None,
-    parameters: list[str],
-    inputs: Inputs | None,
-    float_dtype: str = "float32",
+    data: Splits | None, parameters: list[str], inputs: Inputs | None, float_dtype: str = "float32"
 ) -> Signature:
     if inputs is not None:
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs

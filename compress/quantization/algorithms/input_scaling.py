@@ -61,7 +61,7 @@ class SharedInputGroup:
         return torch.cat([value_of(graph, cast("Node", linear.args[1])) for linear in self.linears])
 
     def absorbers(self, graph: GraphModule) -> list[Node]:
-        """Return the constants whose scaling scales the input; empty where others read it too."""
+        """Return the constants that scale the input; empty where others read it or them too."""
         if set(self.source.users) - set(self.linears):
             return []
         constants = _scaling_constants(self.source)
@@ -133,21 +133,18 @@ def bypass_copies_(graph: GraphModule) -> None:
 
 def _scaling_constants(node: Node) -> list[Node]:
     """Return the constants whose scaling scales a tensor's channels; empty where there are none."""
+    operands: Sequence[Any] = ()
     if node.target is aten.mul.Tensor:
         constants = [a for a in node.args if is_constant(a) and a.meta["val"].dim() == 1]
         return [c for c in constants if len(c.meta["val"]) == node.meta["val"].shape[-1]][:1]
     if node.target in NORMS:
-        operands = [node.args[index] for index in NORMS[node.target] if len(node.args) > index]
-        per_channel = len(node.args[1]) == 1  # type: ignore[arg-type]  # normalized_shape
-        return _if_all_constant(operands) if per_channel else []
-    layer: Any = _value_projection(node) or node
-    if layer.target is aten.relu.default and len(layer.args[0].users) == 1:
-        layer = layer.args[0]
-    return _if_all_constant(layer.args[1:]) if layer.target is LINEAR else []
-
-
-def _if_all_constant(operands: Sequence[Any]) -> list[Node]:
-    """Return a weight and perhaps a bias, or nothing where one of them is computed."""
+        if len(node.args[1]) == 1:  # type: ignore[arg-type]  # normalized_shape: of channels alone
+            operands = [node.args[index] for index in NORMS[node.target] if len(node.args) > index]
+    else:
+        layer: Any = _value_projection(node) or node
+        if layer.target is aten.relu.default and len(layer.args[0].users) == 1:
+            layer = layer.args[0]
+        operands = layer.args[1:] if layer.target is LINEAR else ()
     present = [operand for operand in operands if operand is not None]
     return present if all(map(is_constant, present)) else []
 
@@ -225,7 +222,18 @@ def smooth_(
         # Elsewhere the input is quantized, and a multiplication would make it float.
         if float_between_layers or is_sequence_linear(group.linears[0]) or group.absorbers(graph)
     ]
-    statistics = collect_statistics(graph, groups, batches) if groups else {}
+    statistics: dict[Any, InputStatistics] = {}
+
+    def update(linear: Node, features: torch.Tensor, _: torch.Tensor) -> None:
+        rows_NI = features.flatten(0, -2)
+        low_I, high_I = rows_NI.amin(0), rows_NI.amax(0)
+        own = statistics.setdefault(linear.args[0], InputStatistics(low_I, high_I))
+        own.low_I, own.high_I = torch.minimum(own.low_I, low_I), torch.maximum(own.high_I, high_I)
+        if sum(map(len, own.rows)) < ROWS:
+            own.rows.append(sample_rows(rows_NI, ROWS_PER_BATCH))
+
+    if groups:
+        tap_activations(graph, batches, [group.linears[0] for group in groups], update)
     for group in groups:
         weight_OI, inputs = group.weight_OI(graph), statistics[group.source]
         if isinstance(smoothing, float):
@@ -239,24 +247,6 @@ def smooth_(
             strengths[group.name] = strength
     graph.recompile()
     return strengths, rescaled
-
-
-def collect_statistics(
-    graph: GraphModule, groups: Sequence[SharedInputGroup], batches: Iterable[Batch]
-) -> dict[Node, InputStatistics]:
-    """Run batches through a graph, and return the statistics of each group's input."""
-    statistics: dict[Node, InputStatistics] = {}
-
-    def update(linear: Node, features: torch.Tensor, _: torch.Tensor) -> None:
-        rows_NI = features.flatten(0, -2)
-        low_I, high_I = rows_NI.amin(0), rows_NI.amax(0)
-        own = statistics.setdefault(linear.args[0], InputStatistics(low_I, high_I))  # type: ignore[arg-type]
-        own.low_I, own.high_I = torch.minimum(own.low_I, low_I), torch.maximum(own.high_I, high_I)
-        if sum(map(len, own.rows)) < ROWS:
-            own.rows.append(sample_rows(rows_NI, ROWS_PER_BATCH))
-
-    tap_activations(graph, batches, [group.linears[0] for group in groups], update)
-    return statistics
 
 
 def channel_scales(

@@ -24,9 +24,9 @@ from compress.quantization.pt2e.graph_capture import module_of
 from compress.quantization.pt2e.observer_ranges import (
     bias_of,
     layers_of,
+    observer_of,
     set_bias_,
     set_weight_,
-    weight_observer_of,
     weight_of,
 )
 from compress.quantization.pt2e.partial_graph import fake_quantize
@@ -64,28 +64,23 @@ def equalize_(prepared: GraphModule) -> list[str]:
             pairs.append((before, layer))
     for _ in range(SWEEPS):
         for before, after in pairs:
-            _equalize_pair_(prepared, before, after)
+            weight, next_weight = weight_of(prepared, before), weight_of(prepared, after)
+            bias_O = bias_of(prepared, before)
+            outputs, inputs = next_weight.shape[:2]
+            groups = groups_of(after)
+            # Groups by outputs by inputs by kernel positions.
+            by_input = next_weight.reshape(groups, outputs // groups, inputs, -1)
+            range_O = weight.flatten(1).abs().amax(1)
+            next_range_O = by_input.abs().amax((1, 3)).flatten()
+            # Makes both ranges their geometric mean; channels that are always 0 or never read stay.
+            scale_O = (range_O / next_range_O).sqrt()
+            scale_O = scale_O.where((range_O > 0) & (next_range_O > 0), torch.ones(()))
+            set_weight_(prepared, before, weight / scale_O.view(-1, *[1] * (weight.dim() - 1)))
+            if bias_O is not None:
+                set_bias_(prepared, before, bias_O / scale_O)
+            scaled = by_input * scale_O.view(groups, 1, inputs, 1)
+            set_weight_(prepared, after, scaled.reshape(next_weight.shape))
     return [module_of(before) or before.name for before, _ in pairs]
-
-
-def _equalize_pair_(prepared: GraphModule, before: Node, after: Node) -> None:
-    """Divide a layer's output channels, and multiply the next layer's input channels."""
-    weight, next_weight = weight_of(prepared, before), weight_of(prepared, after)
-    bias_O = bias_of(prepared, before)
-    outputs, inputs = next_weight.shape[:2]
-    groups = groups_of(after)
-    # Groups by outputs by inputs by kernel positions.
-    by_input = next_weight.reshape(groups, outputs // groups, inputs, -1)
-    range_O = weight.flatten(1).abs().amax(1)
-    next_range_O = by_input.abs().amax((1, 3)).flatten()
-    # Makes both ranges their geometric mean; channels that are always 0 or never read stay.
-    scale_O = (range_O / next_range_O).sqrt()
-    scale_O = scale_O.where((range_O > 0) & (next_range_O > 0), torch.ones(()))
-    set_weight_(prepared, before, weight / scale_O.view(-1, *[1] * (weight.dim() - 1)))
-    if bias_O is not None:
-        set_bias_(prepared, before, bias_O / scale_O)
-    scaled = by_input * scale_O.view(by_input.shape[0], 1, by_input.shape[2], 1)
-    set_weight_(prepared, after, scaled.reshape(next_weight.shape))
 
 
 aten = torch.ops.aten
@@ -176,7 +171,7 @@ LEARNING_RATE = 0.1
 
 def adaround_(prepared: GraphModule, layer: Node, pairs: InputPairs, steps: int) -> float:
     """Round a layer's weight adaptively in a calibrated graph; return the share not to nearest."""
-    weight, observer = weight_of(prepared, layer), weight_observer_of(prepared, layer)
+    weight, observer = weight_of(prepared, layer), observer_of(prepared, layer.args[1])
     scale_O, _ = observer.calculate_qparams()
     weight_GOI = weight_matrix(layer, weight)
     scale_GO1 = scale_O.view(*weight_GOI.shape[:2], 1)
@@ -254,7 +249,7 @@ def correct_bias_(
     if bias_O is None:
         return
     operator: Any = layer.target
-    quantized = fake_quantize(weight_observer_of(prepared, layer), weight_of(prepared, layer))
+    quantized = fake_quantize(observer_of(prepared, layer.args[1]), weight_of(prepared, layer))
     shift_O, count = torch.zeros_like(bias_O, dtype=torch.float64), 0
     for float_input, quantized_input in pairs:
         expected = operator(float_input, weight, None, *layer.args[3:])

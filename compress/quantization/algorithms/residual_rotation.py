@@ -81,7 +81,7 @@ VALUES, OUTPUT = "v_proj", "o_proj"
 
 
 class ValueHeads(NamedTuple):
-    """The layers of an attention between which a rotation of each head's values cancels out."""
+    """An attention's layers between which a rotation of each head's values cancels out."""
 
     values: str
     output: str
@@ -178,10 +178,7 @@ def residual_stream(
 
 
 def rotated_weights(
-    stream: ResidualStream,
-    weights: Weights,
-    rotation: Rotation,
-    of_values: Sequence[Rotation] = (),
+    stream: ResidualStream, weights: Weights, rotation: Rotation, of_values: Sequence[Rotation] = ()
 ) -> dict[str, torch.Tensor | StoredTensor]:
     """Return all weights, rotated when they are read, one tensor in memory at a time.
 

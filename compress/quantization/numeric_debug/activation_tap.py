@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,37 +12,32 @@ if TYPE_CHECKING:
 
     from compress.data.batch import Batch
 
-    ActivationCallback = Callable[[fx.Node, torch.Tensor, torch.Tensor], None]
-
 
 class NodeTap(fx.Interpreter):
-    """Runs a graph, and observes some of its nodes."""
+    """Runs a graph, and lets a function observe some of its nodes.
 
-    def __init__(self, graph: fx.GraphModule, nodes: Collection[fx.Node]) -> None:
-        """Prepare a run."""
+    `observe` is called with a node, its first input and its output, and returns the output that the
+    run goes on with.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        nodes: Iterable[fx.Node],
+        observe: Callable[[fx.Node, Any, Any], Any],
+    ) -> None:
         super().__init__(graph)
-        self.nodes = frozenset(nodes)
+        self.extra_traceback = False  # fx would append its node to the message of StageFailed
+        self._nodes, self._observe = frozenset(nodes), observe
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, and let it be observed."""
         output = super().run_node(n)
-        if n not in self.nodes:
+        if n not in self._nodes:
             return output
         # The interpreter drops values after their last reader, and after this method at that.
         args, _ = self.fetch_args_kwargs_from_env(n)
-        return self.observe(n, args[0] if args else None, output)
-
-    @abstractmethod
-    def observe(self, node: fx.Node, source: Any, output: Any) -> Any:
-        """Return the output that the run goes on with, given a node's first input and output."""
-
-
-class _CallbackTap(NodeTap):
-    callback: ActivationCallback
-
-    def observe(self, node: fx.Node, source: Any, output: Any) -> Any:
-        self.callback(node, source, output)
-        return output
+        return self._observe(n, args[0] if args else None, output)
 
 
 @torch.inference_mode()
@@ -51,20 +45,22 @@ def tap_activations(
     graph: fx.GraphModule,
     batches: Iterable[Batch],
     nodes: Collection[fx.Node],
-    callback: ActivationCallback,
-    keep_outputs: Callable[[Any], None] | None = None,
+    callback: Callable[[fx.Node, torch.Tensor, torch.Tensor], None],
+    keep_outputs: Callable[[Any], None] = lambda outputs: None,
 ) -> None:
     """Run batches through a graph, one at a time, and pass some of its operators to a callback.
 
     The callback is called with the operator, its first input and its output; `keep_outputs` with
     the graph's outputs for each batch.
     """
-    tap = _CallbackTap(graph, nodes)
-    tap.callback = callback
+
+    def observe(node: fx.Node, source: Any, output: Any) -> Any:
+        callback(node, source, output)
+        return output
+
+    tap = NodeTap(graph, nodes, observe)
     for batch in batches:
-        outputs = tap.run(*batch.inputs)
-        if keep_outputs is not None:
-            keep_outputs(outputs)
+        keep_outputs(tap.run(*batch.inputs))
 
 
 def sample_rows(values: torch.Tensor, count: int, axis: int = 0) -> torch.Tensor:

@@ -133,8 +133,8 @@ def replace_value_(graph: GraphModule, node: Node, value: torch.Tensor) -> None:
 
 def readers_of(graph: GraphModule, node: Node) -> list[Node]:
     """Return the users of a tensor over all `get_attr` nodes that read it."""
-    same = [n for n in graph.graph.nodes if n.op == "get_attr" and n.target == node.target]
-    return [reader for n in same for reader in n.users]
+    same = graph.graph.find_nodes(op="get_attr", target=node.target)
+    return [reader for tensor in same for reader in tensor.users]
 
 
 def remove_unread_tensors_(graph: GraphModule) -> None:

@@ -85,7 +85,8 @@ class LayerInputs:
         for file in self._files:
             both = self._read(file)
             for model, values in zip(self._models, both, strict=True):
-                model.evaluate(todo, values)
+                for node in todo:
+                    values[node] = model.evaluate(node, values)
             self._write(file, both)
 
     def _write(self, file: Path, both: list[Values]) -> None:
@@ -112,27 +113,24 @@ class _Interpreter(fx.Interpreter):
         float_weights: dict[Any, torch.Tensor] | None,
     ) -> None:
         super().__init__(prepared)
-        self._constant = constant
-        self._float_weights = float_weights
+        self._constant, self._float_weights = constant, float_weights
         self.constants: Values = {}
         """Values of constant nodes, as long as no weight is replaced."""
 
-    def evaluate(self, nodes: list[fx.Node], values: Values) -> None:
-        """Add the values of nodes, in graph order, to the values that they read."""
-        for node in nodes:
-            values[node] = self._run(node, values)
+    def evaluate(self, node: fx.Node, values: Values) -> Any:
+        """Compute a node from the values that it reads."""
+        self.env = {read: self.value(read, values) for read in node.all_input_nodes}
+        return self.run_node(node)
 
     def value(self, node: fx.Node, values: Values) -> Any:
         """Return the value of a node that is evaluated or constant."""
         if node not in self._constant:
             return values[node]
+        if node not in self._constant:
+            return values[node]
         if node not in self.constants:
-            self.constants[node] = self._run(node, values)
+            self.constants[node] = self.evaluate(node, values)
         return self.constants[node]
-
-    def _run(self, node: fx.Node, values: Values) -> Any:
-        self.env = {read: self.value(read, values) for read in node.all_input_nodes}
-        return self.run_node(node)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "get_attr" and self._float_weights is not None:

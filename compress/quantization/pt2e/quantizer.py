@@ -355,15 +355,12 @@ def protect_shared_layers_(graph: GraphModule) -> None:
         equal = [r.target is BATCH_NORM and r.args[1:] == node.args[1:] for r in readers]
         tensors = [part for part in (*layer.args[1:3], *node.args[1:5]) if isinstance(part, Node)]
         is_alone = all(equal) and all(len(each.users) == 1 for each in layers)
-        if is_alone and all(map(is_constant, tensors)) and not _is_grouped_transpose(layer):
+        groups = layer.args[6] if len(layer.args) > 6 else layer.kwargs.get("groups", 1)
+        has_axis = layer.target in WEIGHTED or groups == 1
+        if is_alone and all(map(is_constant, tensors)) and has_axis:
             continue
         with graph.graph.inserting_before(node):
             copy = graph.graph.call_function(aten.clone.default, (layer,))
             copy.meta = dict(layer.meta)
         node.replace_input_with(layer, copy)
     graph.recompile()
-
-
-def _is_grouped_transpose(layer: Node) -> bool:
-    groups = layer.args[6] if len(layer.args) > 6 else layer.kwargs.get("groups", 1)
-    return layer.target not in WEIGHTED and bool(groups != 1)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch.export import ExportedProgram
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import GraphModule
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
@@ -54,12 +54,7 @@ class DynamicQuantizer(OnnxRuntimeQuantizer):
     # onnxruntime's integer convolution with run-time ranges is far slower than its float one.
 
     def __init__(
-        self,
-        scheme: Scheme,
-        exclude: Sequence[str] = (),
-        *,
-        embeddings: bool,
-        by_row: bool = False,
+        self, scheme: Scheme, exclude: Sequence[str] = (), *, embeddings: bool, by_row: bool = False
     ) -> None:
         """Choose the formats; with `by_row` each row of an activation has a range of its own."""
         super().__init__(scheme, "minmax", exclude, embeddings=embeddings)
@@ -129,15 +124,22 @@ def scale_rows_(graph: GraphModule, activations: IntegerFormat) -> None:
     """
     call = graph.graph.call_function
     has_zero_points = activations.dtype == "int8" and not activations.symmetric
-    choose, (least, most, dtype) = (
-        (_row_extremes, EXTREMES) if has_zero_points else (_row_magnitudes, ROW_RANGE)
-    )
+    has_zero_points = activations.dtype == "int8" and not activations.symmetric
+    least, most, dtype = EXTREMES if has_zero_points else ROW_RANGE
     for qparams in graph.graph.find_nodes(
         op="call_function", target=decomposed.choose_qparams.tensor
     ):
         source = qparams.args[0]
         with graph.graph.inserting_before(qparams):
-            scale, zero = choose(graph.graph, source)
+            if has_zero_points:
+                rows = decomposed.choose_qparams_per_token_asymmetric.default
+                both = call(rows, (source, torch.int8))
+                scale, zero = (call(operator.getitem, (both, i)) for i in (0, 1))
+            else:
+                largest = call(aten.amax.default, (call(aten.abs.default, (source,)), [-1], True))
+                scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
+                scale = call(aten.clamp_min.default, (scale, SMALLEST_SCALE))
+                zero = call(aten.zeros_like.default, (scale,))
         per_tensor = decomposed.quantize_per_tensor.tensor
         readers = [node for node in source.users if node.target is per_tensor]
         for quantize in [node for node in readers if node.args[1].args[:1] == (qparams,)]:
@@ -156,20 +158,3 @@ def scale_rows_(graph: GraphModule, activations: IntegerFormat) -> None:
                 graph.graph.erase_node(dequantize)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-
-
-def _row_magnitudes(graph: Graph, source: Node) -> tuple[Node, Node]:
-    """Add the scales of symmetric rows to a graph; return them and their zero points."""
-    call = graph.call_function
-    largest = call(aten.amax.default, (call(aten.abs.default, (source,)), [-1], True))
-    scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
-    scale = call(aten.clamp_min.default, (scale, SMALLEST_SCALE))
-    return scale, call(aten.zeros_like.default, (scale,))
-
-
-def _row_extremes(graph: Graph, source: Node) -> tuple[Node, Node]:
-    """Add the scales and zero points of rows with both ends to a graph, and return them."""
-    choose = decomposed.choose_qparams_per_token_asymmetric.default
-    both = graph.call_function(choose, (source, torch.int8))
-    scale, zero = (graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
-    return scale, zero

@@ -22,8 +22,7 @@ from compress.quantization.ptq.calibrate import (
     leave_vanishing_float_,
     prepare,
 )
-from compress.quantization.qat.conv_bn_qat import ConvBnParameters, find_conv_bn
-from compress.quantization.qat.fake_model import FakeQuantizedModel
+from compress.quantization.qat.fake_model import ConvBnParameters, FakeQuantizedModel, find_conv_bn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -113,27 +113,18 @@ class WeightQuantizer:
             return
         inputs = weight.meta["val"].shape[1]
         if inputs % self.group_size:
-            name = module_of(node) or str(weight.target)
             reason = f"{inputs} inputs are not a multiple of group_size {self.group_size}"
-            self.left_float[name] = reason
+            self.left_float[module_of(node) or str(weight.target)] = reason
             return
         if weight.target not in self._dequantized:
             weight_OI = value_of(graph, weight)
+            sizes = (self.bits, self.group_size)
             if self.method == "gptq" and moment_II is not None:
-                quantized = gptq(
-                    weight_OI, self.bits, self.group_size, moment_II, symmetric=self.symmetric
-                )
+                quantized = gptq(weight_OI, *sizes, moment_II, symmetric=self.symmetric)
             elif self.method == "hqq":
-                quantized = in_parts(
-                    lambda part_OI: hqq(part_OI, self.bits, self.group_size), weight_OI
-                )
+                quantized = in_parts(hqq, weight_OI, *sizes)
             else:  # AWQ's scales are in the weight already
-                quantized = in_parts(
-                    lambda part_OI: round_to_nearest(
-                        part_OI, self.bits, self.group_size, symmetric=self.symmetric
-                    ),
-                    weight_OI,
-                )
+                quantized = in_parts(round_to_nearest, weight_OI, *sizes, symmetric=self.symmetric)
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
@@ -162,12 +153,8 @@ class WeightQuantizer:
                     f"of {TABLE_GROUPS[-1]} numbers, found {width}; set embedding_bits: 8, or "
                     "exclude it"
                 )
-        quantized = in_parts(
-            lambda part_VD: round_to_nearest(
-                part_VD, self.embedding_bits, group_size, symmetric=self.symmetric
-            ),
-            table_VD,
-        )
+        sizes = (self.embedding_bits, group_size)
+        quantized = in_parts(round_to_nearest, table_VD, *sizes, symmetric=self.symmetric)
         packed = pack(quantized.integers_OI, self.embedding_bits)
         with graph.graph.inserting_before(node):
             call = graph.graph.call_function
@@ -217,7 +204,7 @@ def quantize_weights(
 def input_second_moments(
     graph: fx.GraphModule,
     batches: Iterable[Batch],
-    keep_outputs: Callable[[Any], None] | None = None,
+    keep_outputs: Callable[[Any], None] = lambda outputs: None,
 ) -> dict[str, torch.Tensor]:
     """Compute XᵀX/N of each linear layer's input in float64, by the name of the input's node.
 

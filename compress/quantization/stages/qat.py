@@ -11,7 +11,7 @@ from pydantic import model_validator
 from compress.common.config import Fraction, Positive
 from compress.common.errors import StageFailed
 from compress.quantization.config.dtype_scheme import Observer, WeightBits
-from compress.quantization.stages.base import IntegerStage
+from compress.quantization.stages.base import CalibratedStage
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.objectives.objective import Teaching
 
@@ -30,7 +30,7 @@ FINER = 10
 """Default learning rate of `train` over that of this stage."""
 
 
-class QuantizeAwareTraining(IntegerStage, Training):
+class QuantizeAwareTraining(CalibratedStage, Training):
     """Train a model while it rounds to integers, for what `quantize_static` loses, at 4 bits say.
 
     Training begins with the model as `quantize_static` makes it, which stays where no epoch is
@@ -151,16 +151,13 @@ class QuantizeAwareTraining(IntegerStage, Training):
         with torch_predictor(program.module(), "cpu", context.threads) as predict:
             inputs = context.comparison_inputs(model.signature)
             parity = compare_with_trained(module, predict, inputs, last_step(module), context.task)
-        facts: dict[str, Any] = {
-            "target": self.target,
-            "float_modules": prepared.quantizer.float_modules,
-        }
+        facts: dict[str, Any] = {}
         if parity is not None:
             parity.require_same_model()
             logger.info("%s: %s", self.title, parity.line())
             facts["same_as_trained"] = parity.model_dump(mode="json")
         facts |= trained.facts()
-        return self.save_graph(model, program, prepared.quantizer.quantized, facts, context)
+        return self.save_integers(model, program, prepared.quantizer, facts, context)
 
     def _train(
         self,

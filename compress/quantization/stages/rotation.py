@@ -14,9 +14,7 @@ from compress.common.errors import StageFailed
 from compress.core.stage import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
+    from collections.abc import Sequence
 
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
@@ -149,9 +147,15 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
             torch_predictor(module, "cpu", context.threads) as found,
         ):
             pair = [accept_any_batch(predict, model.signature) for predict in (expected, found)]
+            # One row where each call reads all weights.
+            inputs = [model.signature.example(seed=context.seed)]
+            if context.data is not None and "val" in context.data.datasets:
+                rows = 1 if model.is_streamed else COMPARED_ROWS
+                chosen = range(min(rows, len(context.data.split("val"))))  # type: ignore[arg-type]
+                inputs += [batch.inputs for batch in context.data.read("val", chosen, rows)]
             error = max(
-                relative_error_of_batches(zip(*(predict(*inputs) for predict in pair), strict=True))
-                for inputs in self._inputs(model, context)
+                relative_error_of_batches(zip(*(predict(*batch) for predict in pair), strict=True))
+                for batch in inputs
             )
         if not error <= LARGEST_ERROR:
             hint = ", or its attention changes single values: try heads: false"
@@ -161,12 +165,3 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
                 f"single channels of the residual stream{hint if self.heads else ''}"
             )
         return error
-
-    def _inputs(self, model: EagerModel, context: Context) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield seeded inputs, and some of `val`, one row where each call reads all weights."""
-        yield model.signature.example(seed=context.seed)
-        if context.data is not None and "val" in context.data.datasets:
-            rows = 1 if model.is_streamed else COMPARED_ROWS
-            chosen = range(min(rows, len(context.data.split("val"))))  # type: ignore[arg-type]
-            for batch in context.data.read("val", chosen, rows):
-                yield batch.inputs

@@ -18,7 +18,7 @@ from compress.quantization.config.dtype_scheme import (
     require_16_bit_kernels,
     scheme_for,
 )
-from compress.quantization.stages.base import IntegerStage
+from compress.quantization.stages.base import CalibratedStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +37,7 @@ SEARCH_BATCH = 8
 stage takes, are then two batches, one to find ranges on and one to measure noise on."""
 
 
-class QuantizeStatic(IntegerStage):
+class QuantizeStatic(CalibratedStage):
     """Compute in 8-bit integers, activation ranges fixed beforehand on a sample of the data.
 
     The fastest integers on a CPU, and the only ones for convolutions; `train` or other data must
@@ -46,7 +46,7 @@ class QuantizeStatic(IntegerStage):
         - stage: quantize_static
           observer: percentile
           percentile: 99.9
-          calibration_samples: 256
+          bias_correction: true
     """
 
     stage: Literal["quantize_static"] = "quantize_static"
@@ -121,23 +121,15 @@ class QuantizeStatic(IntegerStage):
 
         prepared, quantizer, corrections = self.prepare(model, context)
         program = export_program(convert(prepared), model.signature)
-        facts = {
-            "target": self.target,
-            "float_modules": quantizer.float_modules,
-            **quantizer.ranges,
-            **corrections.facts,
-        }
-        return self.save_graph(
-            model, program, quantizer.quantized, facts, context, corrections.rescaled
-        )
+        return self.save_integers(model, program, quantizer, {}, context, corrections)
 
     def prepare(
         self, model: EagerModel | GraphModel, context: Context
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
         """Return the graph with calibrated observers, and what quantized and corrected it."""
         from compress.quantization.pt2e.graph_capture import capture, copy_graph
-        from compress.quantization.ptq.calibrate import convert
-        from compress.quantization.ptq.correction_search import (
+        from compress.quantization.ptq.calibrate import (
+            convert,
             search_corrections,
             useful_candidates,
         )
@@ -156,23 +148,24 @@ class QuantizeStatic(IntegerStage):
             def quantized(settings: Mapping[str, Any], seen: Iterable[Batch]) -> GraphModule:
                 # AdaRound takes minutes; it runs once, upon what is chosen here.
                 trial = self.model_copy(update={"rounding": "nearest", **settings})
-                return convert(trial._calibrated(copy_graph(graph), model, seen)[0])
+                return convert(trial.calibrated(copy_graph(graph), model, seen)[0])
 
             chosen, tried = search_corrections(module, samples, quantized, useful_candidates(graph))
             facts = {"corrections": chosen, "corrections_tried_db": tried}
         stage = self.model_copy(update=chosen)
         report = self.calibration_progress(context)
-        prepared, quantizer, corrections = stage._calibrated(graph, model, calibration, report)
+        prepared, quantizer, corrections = stage.calibrated(graph, model, calibration, report)
         corrections.facts |= facts
         return prepared, quantizer, corrections
 
-    def _calibrated(
+    def calibrated(
         self,
         graph: GraphModule,
         model: EagerModel | GraphModel,
         batches: Iterable[Batch],
         report: Callable[[int], None] = lambda samples: None,
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
+        """Return a captured graph with calibrated observers, and what quantized it and how."""
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
         from compress.quantization.ptq.calibrate import Corrections, prepare_calibrated
 

@@ -9,8 +9,7 @@ from torch import nn
 from compress import Signature, Splits, TensorSpec
 from compress.data.batch import Batch
 from compress.quantization.config.dtype_scheme import scheme_for
-from compress.quantization.diagnosis.diagnosis import LayerEvidence, collect_evidence
-from compress.quantization.diagnosis.rounding_switches import SwitchedGraph
+from compress.quantization.diagnosis.diagnosis import LayerEvidence, SwitchedGraph, collect_evidence
 from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.ptq.calibrate import Corrections, convert, prepare_calibrated
