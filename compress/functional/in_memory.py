@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from compress.data.loader_config import Loading
 from compress.data.splits import Splits
 from compress.data.targets import describe
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """Example inputs: one tensor, several in order, or by the names of forward's parameters."""
 SPLITS = ("train", "val", "validation", "test", "calibration", "unlabelled")
@@ -48,14 +45,10 @@ def make_splits(
 ) -> Splits | None:
     """Return splits of data in memory; None without data.
 
-    Args:
-        data: splits, a mapping of them, or one dataset, which becomes `train`.
-        parameters: parameters of the model's forward; columns of a Hugging Face dataset that are
-            neither among them nor labels are left out.
-        **splits: datasets by the name of their split; they go before those of `data`.
-
-    Raises:
-        PipelineInvalid: something is no data, or the loaders collate in different ways.
+    `data` are splits, a mapping of them, or one dataset, which becomes `train`; datasets given by
+    the name of their split go before them. Columns of a Hugging Face dataset that are neither
+    labels nor `parameters` of the model's forward are left out. PipelineInvalid where something is
+    no data, or the loaders collate in different ways.
     """
     if isinstance(data, Splits):
         if any(value is not None for value in splits.values()):
@@ -80,17 +73,10 @@ def make_splits(
 
 def _collate_reference(loaders: Sequence[DataLoader[Any]], count: int) -> str | None:
     """Return a reference to the loaders' own way to collate; None if it is torch's."""
-    own: list[Callable[..., Any]] = []
-    for loader in loaders:
-        if loader.collate_fn is not default_collate and loader.collate_fn not in own:
-            own.append(loader.collate_fn)
+    own = [x.collate_fn for x in loaders if x.collate_fn is not default_collate]
     if not own:
         return None
-    if (
-        len(own) > 1
-        or len(loaders) < count
-        or any(x.collate_fn is default_collate for x in loaders)
-    ):
+    if len(own) < count or any(each != own[0] for each in own):
         raise PipelineInvalid("the splits are collated in different ways; give all one collate_fn")
     return register(own[0], getattr(own[0], "__name__", type(own[0]).__name__))
 
@@ -124,8 +110,7 @@ def as_dataset(data: Any, parameters: Sequence[str] = ()) -> Dataset[Any]:
 def _chosen_rows(loader: DataLoader[Any], dataset: Dataset[Any]) -> Dataset[Any]:
     """Return the rows that a loader's sampler chooses, in the dataset's order.
 
-    Raises:
-        PipelineInvalid: it draws rows repeatedly, or divides them among processes.
+    PipelineInvalid where it draws rows repeatedly, or divides them among processes.
     """
     sampler: Any = loader.batch_sampler or loader.sampler
     if type(sampler) is BatchSampler:
@@ -193,10 +178,8 @@ def as_artifact(
 ) -> Artifact:
     """Return a model as an artifact of a type that a stage reads; artifacts are returned as is.
 
-    Raises:
-        PipelineInvalid: it is no model, or of a kind that the stage does not read, or there are
-            neither data nor inputs to infer its signature from.
-        ArtifactInvalid: the module cannot be copied, or answers otherwise when built again.
+    PipelineInvalid where it is no model, or of a kind that the stage does not read, or neither data
+    nor inputs show its signature; ArtifactInvalid where the module cannot be copied.
     """
     if isinstance(model, GraphModel) and not isinstance(model, reads):
         return as_artifact_of_graph(model.program(), model.signature)

@@ -66,11 +66,8 @@ LOOP = re.compile(r"(for|while)\b|.*\brange\(")
 def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     """Trace a module in eval mode, unchanged, into an ATen graph whose named axes are dynamic.
 
-    An axis that the model's code bounds, as a table of positions does, is dynamic up to that size.
-    Outputs are flattened into the order of the signature.
-
-    Raises:
-        StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
+    An axis that the model's code bounds, as a table of positions does, is dynamic up to that size;
+    StageFailed where the code fixes it. Outputs are flattened into the order of the signature.
     """
     inputs = signature.example()
     module = without_parametrizations(module)
@@ -202,12 +199,6 @@ def input_limit_facts(program: ExportedProgram, signature: Signature, title: str
     for axis, largest in limits.items():
         if largest != signature.bounds(axis).max:
             logger.info("%s: the model's code takes %s of at most %d", title, axis, largest)
-    facts = {"axis_limits": limits, TABLE_ROWS: _rows_looked_up(program, signature)}
-    return {name: found for name, found in facts.items() if found}
-
-
-def _rows_looked_up(program: ExportedProgram, signature: Signature) -> dict[str, int]:
-    """Return the rows of the embedding table that each input of ids looks up, where one does."""
     inputs = dict(zip(program.graph_signature.user_inputs, signature.inputs, strict=True))
     rows: dict[str, int] = {}
     for node in program.graph.find_nodes(op="call_function", target=aten.embedding.default):
@@ -217,7 +208,8 @@ def _rows_looked_up(program: ExportedProgram, signature: Signature) -> dict[str,
         if ids.name in inputs:
             name, length = inputs[ids.name].name, int(table.meta["val"].shape[0])
             rows[name] = min(rows.get(name, length), length)
-    return rows
+    facts = {"axis_limits": limits, TABLE_ROWS: rows}
+    return {name: found for name, found in facts.items() if found}
 
 
 def without_parametrizations(module: nn.Module) -> nn.Module:
@@ -370,8 +362,7 @@ def copy_plain_records(reader: PT2ArchiveReader, file: Path) -> None:
 def load_program(file: Path) -> ExportedProgram:
     """Load a program that :func:`save_program` wrote, without running code from the file.
 
-    Raises:
-        ArtifactInvalid: the file is truncated, or holds anything but tensors and a graph.
+    ArtifactInvalid where it is truncated, or holds anything but tensors and a graph.
     """
     refuse_bomb(file)
     content = file.read_bytes()

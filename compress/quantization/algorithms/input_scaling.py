@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from compress.quantization.algorithms.weight_rounding import round_to_nearest
-from compress.quantization.numeric_debug.activation_tap import sample_rows, tap_activations
 from compress.quantization.pt2e.graph_capture import (
     is_excluded,
     module_of,
     readers_of,
     replace_value_,
+    sample_rows,
+    tap_activations,
     value_of,
 )
 from compress.quantization.pt2e.quantizer import LINEAR, is_constant, is_float, is_sequence_linear
@@ -70,8 +71,7 @@ class SharedInputGroup:
     def divide_input_(self, graph: GraphModule, scale_I: torch.Tensor) -> set[str]:
         """Divide the input channel by channel, and multiply the weights; outputs stay the same.
 
-        Returns:
-            Modules before it that absorbed the division: their outputs now have other scales.
+        Returns the modules before it that absorbed the division: their outputs have other scales.
         """
         for linear in self.linears:
             weight = cast("Node", linear.args[1])
@@ -208,11 +208,8 @@ def smooth_(
 
     `smoothing` is a strength for all, or `auto`: each group's own, where one is worth it. Where
     activations are float between layers, as with ranges found at run time, a multiplication may be
-    inserted anywhere.
-
-    Returns:
-        First module of each group of layers that was smoothed → its strength; and the modules whose
-        outputs have other scales.
+    inserted anywhere. Returns the strength by the first module of each group of layers that was
+    smoothed, and the modules whose outputs have other scales.
     """
     strengths, rescaled = {}, set[str]()
     bypass_copies_(graph)
@@ -315,11 +312,8 @@ def awq_(
     """Divide inputs of linear layers and multiply their weights; outputs stay the same.
 
     `second_moments` are by the name of the tensor that layers read: means of the products of its
-    channels. Modules that match `exclude` stay as they are.
-
-    Returns:
-        First module of each group of layers that was scaled → the exponent; and the modules whose
-        outputs have other scales.
+    channels. Modules that match `exclude` stay as they are. Returns the exponent by the first
+    module of each group of layers that was scaled, and the modules whose outputs have other scales.
     """
     exponents, rescaled = {}, set[str]()
 

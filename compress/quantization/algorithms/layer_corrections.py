@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from compress.quantization.numeric_debug.activation_tap import sample_rows
-from compress.quantization.pt2e.graph_capture import module_of
+from compress.quantization.pt2e.graph_capture import fake_quantize, module_of, sample_rows
 from compress.quantization.pt2e.observer_ranges import (
     bias_of,
     layers_of,
@@ -29,7 +28,6 @@ from compress.quantization.pt2e.observer_ranges import (
     set_weight_,
     weight_of,
 )
-from compress.quantization.pt2e.partial_graph import fake_quantize
 from compress.quantization.pt2e.quantizer import CONVOLUTIONS, LINEAR
 
 if TYPE_CHECKING:
@@ -97,19 +95,6 @@ class InputMoments:
     yy_GII: torch.Tensor  # noqa: N815 - the letters name the axes
     xy_GII: torch.Tensor  # noqa: N815
 
-    @classmethod
-    def from_pairs(cls, pairs: InputPairs, layer: Node, kernel: Sequence[int]) -> InputMoments:
-        """Average over all rows of a layer's inputs."""
-        sums, rows = [torch.zeros(()).double()] * 2, 0
-        for float_input, quantized_input in pairs:
-            x_GNI, y_GNI = (
-                input_rows(layer, values, kernel) for values in (float_input, quantized_input)
-            )
-            parts = [y_GNI.mT @ y_GNI, x_GNI.mT @ y_GNI]
-            sums = [total + part.double() for total, part in zip(sums, parts, strict=True)]
-            rows += x_GNI.shape[1]
-        return cls(*(total / rows for total in sums))
-
 
 def weight_matrix(layer: Node, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as G by O by I."""
@@ -175,7 +160,14 @@ def adaround_(prepared: GraphModule, layer: Node, pairs: InputPairs, steps: int)
     scale_O, _ = observer.calculate_qparams()
     weight_GOI = weight_matrix(layer, weight)
     scale_GO1 = scale_O.view(*weight_GOI.shape[:2], 1)
-    moments = InputMoments.from_pairs(pairs, layer, weight.shape[2:])
+    yy_GII = xy_GII = torch.zeros(()).double()
+    rows = 0
+    for both in pairs:
+        x_GNI, y_GNI = (input_rows(layer, values, weight.shape[2:]) for values in both)
+        yy_GII = yy_GII + (y_GNI.mT @ y_GNI).double()
+        xy_GII = xy_GII + (x_GNI.mT @ y_GNI).double()
+        rows += x_GNI.shape[1]
+    moments = InputMoments(yy_GII / rows, xy_GII / rows)
     limits = observer.quant_min, observer.quant_max
     integers_GOI = round_adaptively(weight_GOI, scale_GO1, limits, moments, steps)
     # Conversion rounds these values to nearest, which gives the same integers.

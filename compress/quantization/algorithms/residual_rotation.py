@@ -80,14 +80,6 @@ VALUES, OUTPUT = "v_proj", "o_proj"
 """Names of an attention's layers that compute its values, and read their weighted sums."""
 
 
-class ValueHeads(NamedTuple):
-    """An attention's layers between which a rotation of each head's values cancels out."""
-
-    values: str
-    output: str
-    head_size: int
-
-
 class ResidualStream(NamedTuple):
     """The modules that write and read a decoder's residual stream, by name."""
 
@@ -100,7 +92,9 @@ class ResidualStream(NamedTuple):
     """Linear layers whose outputs are added to it."""
     norms: Mapping[str, float]
     """RMSNorm → what it adds to its weight before it multiplies: 1 in Gemma, elsewhere 0."""
-    heads: tuple[ValueHeads, ...]
+    heads: tuple[tuple[str, str, int], ...]
+    """Layers of an attention, which compute and read its values, and channels of a head: between
+    them a rotation of each head's values cancels out."""
     tied: tuple[str, ...]
     """Weights of readers that are those of a table, too."""
 
@@ -110,8 +104,7 @@ def residual_stream(
 ) -> ResidualStream:
     """Find a decoder's residual stream in a forward pass.
 
-    Raises:
-        StageFailed: a part of it is none that a rotation can be folded into.
+    StageFailed where a part of it is none that a rotation can be folded into.
     """
     called: dict[str, Any] = {}
     norm_of_output: dict[int, str] = {}
@@ -182,11 +175,8 @@ def rotated_weights(
 ) -> dict[str, torch.Tensor | StoredTensor]:
     """Return all weights, rotated when they are read, one tensor in memory at a time.
 
-    Args:
-        stream: what the rotations are folded into.
-        weights: the model's state dict, which may be on disk.
-        rotation: that of the residual stream.
-        of_values: that of the values of every head, for each attention; or none.
+    `weights`, the model's state dict, may be on disk. `of_values` are the rotations of the values
+    of every head, for each attention; or none.
     """
     changes: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
 
@@ -254,7 +244,7 @@ def _offset(name: str, norm: Any, weights: Weights) -> float:
 
 def _value_heads(
     module: nn.Module, readers: Mapping[str, str], writers: Sequence[str]
-) -> list[ValueHeads]:
+) -> list[tuple[str, str, int]]:
     """Return the attentions whose values can be rotated, head by head."""
     found = []
     for name, part in module.named_modules():
@@ -264,7 +254,7 @@ def _value_heads(
             layers = (module.get_submodule(values), module.get_submodule(output))
             sizes = (layers[0].out_features, layers[1].in_features)
             if not any(number % size for number in sizes):  # type: ignore[operator]
-                found.append(ValueHeads(values, output, size))
+                found.append((values, output, size))
     return found
 
 

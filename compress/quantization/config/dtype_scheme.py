@@ -61,11 +61,9 @@ WeightBits = Literal[4, 7, 8]
 ActivationBits = Literal[8, 16]
 WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
 Rounding = Literal["nearest", "adaround"]
-Smoothing = Annotated[
-    Literal["auto", "off"] | Annotated[float, Field(gt=0, lt=1)],
-    # YAML 1.1 reads off as False.
-    BeforeValidator(lambda value: "off" if value is False else value),
-]
+FALSE_IS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""For settings that may be `off`, which YAML 1.1 reads as False."""
+Smoothing = Annotated[Literal["auto", "off"] | Annotated[float, Field(gt=0, lt=1)], FALSE_IS_OFF]
 BuiltInObserver = Literal["minmax", "moving_average", "histogram", "percentile", "entropy", "mse"]
 
 OBSERVER_ENTRY_POINTS = "compress.observers"

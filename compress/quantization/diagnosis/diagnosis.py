@@ -19,12 +19,10 @@ from torch import fx, nn
 
 from compress.common.forward import torch_predictor
 from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
-from compress.quantization.numeric_debug.activation_tap import NodeTap, sample_rows
 from compress.quantization.numeric_debug.sqnr import LARGEST_DB, Deviation
-from compress.quantization.pt2e.graph_capture import module_of
+from compress.quantization.pt2e.graph_capture import NodeTap, fake_quantize, module_of, sample_rows
 from compress.quantization.pt2e.observer_ranges import observed, observer_of, skip_observers
 from compress.quantization.pt2e.observers import Histogram
-from compress.quantization.pt2e.partial_graph import fake_quantize
 from compress.quantization.pt2e.quantizer import CLAMPS, CONVOLUTIONS, EMBEDDING, WEIGHTED
 from compress.quantization.stages.base import FIDELITY
 

@@ -13,8 +13,8 @@ from torch.fx.node import map_aggregate
 
 from compress.common.errors import StageFailed, first_line
 from compress.graph.torch_export import export_program
-from compress.quantization.numeric_debug.activation_tap import NodeTap
 from compress.quantization.pt2e.graph_capture import (
+    NodeTap,
     capture,
     describe_tensor,
     is_excluded,
@@ -148,29 +148,25 @@ class PrecisionConverter:
             # Casts, and a softmax with a dtype, ask for float32 themselves.
             if name in SENSITIVE or torch.float32 in [*node.args, *node.kwargs.values()]:
                 self.sensitive[name] += 1
-            elif self._fits(node):
+            elif reasons := self._reasons_for_float32(node):
+                self.out_of_range |= reasons
+            else:
                 chosen.add(node)
         return chosen
 
-    def _fits(self, node: fx.Node) -> bool:
+    def _reasons_for_float32(self, node: fx.Node) -> dict[str, str]:
         if node.target in self.unsupported:
-            self.out_of_range[describe_tensor(node)] = self.unsupported[node.target]
-            return False
+            return {describe_tensor(node): self.unsupported[node.target]}
         limit = torch.finfo(self.dtype).max
-        scalars = [a for a in node.args if isinstance(a, float) and limit < abs(a) < float("inf")]
-        if scalars:
-            self.out_of_range[describe_tensor(node)] = f"computes with {scalars[0]:.3g}"
-            return False
-        reasons = {
-            describe_tensor(tensor): self.statistics[tensor].reason_for_float32(
-                self.dtype, self.headroom
-            )
+        for scalar in node.args:
+            if isinstance(scalar, float) and limit < abs(scalar) < float("inf"):
+                return {describe_tensor(node): f"computes with {scalar:.3g}"}
+        return {
+            describe_tensor(tensor): reason
             for tensor in (node, *node.all_input_nodes)
             if tensor in self.statistics
+            if (reason := self.statistics[tensor].reason_for_float32(self.dtype, self.headroom))
         }
-        known = {name: reason for name, reason in reasons.items() if reason is not None}
-        self.out_of_range |= known
-        return not known
 
 
 def convert_precision(
@@ -184,11 +180,8 @@ def convert_precision(
 
     Inputs and outputs keep their types. After Micikevicius et al., "Mixed Precision Training"
     (2018), with ranges measured on data, which is read twice, in addition to a list of operators.
-    `report` is called with the number of samples read so far.
-
-    Raises:
-        StageFailed: no operator can compute in half precision, the data does not fit the signature,
-            or a value is NaN; the message names the tensor.
+    `report` is called with the number of samples read so far. StageFailed where no operator can
+    compute in half precision, the data does not fit the signature, or a value is NaN.
     """
     graph = capture(module, signature)
     fuse_conv_bn_(graph)

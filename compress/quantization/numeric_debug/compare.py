@@ -24,7 +24,6 @@ from compress.common.forward import flatten_outputs, plain_attention
 from compress.core.context import COMPARED_BATCHES, QUICK_SAMPLES
 from compress.graph.constant_folding import fold_constants_
 from compress.graph.flops import count_macs
-from compress.quantization.numeric_debug.activation_tap import NodeTap
 from compress.quantization.numeric_debug.fidelity_report import (
     Fidelity,
     LayerFidelity,
@@ -32,7 +31,7 @@ from compress.quantization.numeric_debug.fidelity_report import (
     OutputFidelity,
 )
 from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
-from compress.quantization.pt2e.graph_capture import module_names
+from compress.quantization.pt2e.graph_capture import NodeTap, module_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -78,10 +77,8 @@ def compare(
     A seeded sample of at most 256 samples of `val`, or 8 for a large model, runs once through the
     module, which is left with hooks, and twice through the graph, whose constants are folded in
     place, on the CPU; without data a few seeded inputs do. Modules in `rescaled`, whose outputs
-    have other scales in the graph, are not compared.
-
-    Raises:
-        StageFailed: the graph has outputs of other shapes, or some that are not finite.
+    have other scales in the graph, are not compared. StageFailed where outputs of the graph have
+    other shapes, or are not finite.
     """
     fold_constants_(graph)
     # At the sizes of `val`: on 128 tokens a sample costs 16 times as much as on the usual 8.
@@ -133,9 +130,6 @@ def compare_outputs(
     """Measure how near a quantized model's outputs are to its float model's, on one small batch.
 
     For models whose weights stay on disk, of which each call reads all; layers are not compared.
-
-    Raises:
-        StageFailed: there are outputs of other shapes, or some that are not finite.
     """
     result = _Comparison(signature, context)
     indices, batch_size = _sample(signature, context, FEW_ROWS, one_by_one=False)
@@ -212,11 +206,7 @@ class _Comparison:
         return MetricPair(name=metric.name, before=round(before, 6), after=round(after, 6))
 
     def fidelity(self) -> Fidelity:
-        """Summarize the sums, rounded, so that figures do not depend on how sums are split up.
-
-        Raises:
-            StageFailed: an output is not finite where the float model's is.
-        """
+        """Summarize the sums, rounded, so that figures do not depend on how sums are split up."""
         outputs = [*zip(self.signature.outputs, self.outputs, strict=False)]
         for spec, deviation in outputs:
             if not deviation.is_finite:
@@ -370,11 +360,9 @@ def has_call_ranges(graph: fx.GraphModule) -> bool:
 def choose_ranges_by_row_(graph: fx.GraphModule) -> bool:
     """Let a graph that takes any number of rows choose a range for each, in place.
 
-    Rows of a batch then have the outputs that each has alone, up to rounding.
-
-    Returns:
-        False, with the graph as it was, where a tensor's first axis is not that of the rows, or
-        scales are read by other operators than those that quantize and dequantize.
+    Rows of a batch then have the outputs that each has alone, up to rounding. False, with the graph
+    as it was, where a tensor's first axis is not that of the rows, or scales are read by other
+    operators than those that quantize and dequantize.
     """
     rows = next(iter(graph.graph.find_nodes(op="placeholder"))).meta["val"].shape[0]
     by_row: dict[Any, Any] = {
@@ -415,9 +403,7 @@ def _choose(
     return scale_N.reshape(shape), zero_N.reshape(shape)
 
 
-# As quantize_per_tensor and dequantize_per_tensor compute, which take a single scale only.
-
-
+# This and the next as quantize_per_tensor and dequantize_per_tensor, which take a single scale.
 def _quantize(
     x: torch.Tensor,
     scale: torch.Tensor,

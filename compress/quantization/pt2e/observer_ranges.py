@@ -58,7 +58,6 @@ class RangeMonitor:
     _channel_axis: int | None = None
 
     def __post_init__(self) -> None:
-        """Find the axis of the channels, and whether a histogram is needed."""
         layer = _layer_before_clamp(self.node)
         if layer.target in WEIGHTED:
             is_convolution = layer.target in CONVOLUTIONS
@@ -164,8 +163,7 @@ def monitor_ranges(prepared: GraphModule, signature: Signature) -> Iterator[list
 def fit_ranges_(prepared: GraphModule) -> None:
     """Widen the weight ranges whose bias would overflow its int32.
 
-    Raises:
-        StageFailed: a range is so small that the product of its scale with another would vanish.
+    StageFailed where a range is so small that the product of its scale with another would vanish.
     """
     for node, largest in vanishing_ranges(prepared):
         observer = observer_of(prepared, node)

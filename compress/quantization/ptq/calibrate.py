@@ -1,4 +1,7 @@
-"""Post-training quantization of a captured graph: calibrate, correct, convert."""
+"""Post-training quantization of a captured graph: calibrate, correct, convert.
+
+Ranges of activations are calibrated beforehand, or found in each call (dynamic quantization).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.ao.quantization.fx._decomposed  # registers quantize_per_token and its inverse
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
+from compress.graph.torch_export import export_program
 from compress.quantization.algorithms.input_scaling import smooth_
 from compress.quantization.algorithms.layer_corrections import (
     RELU,
@@ -20,7 +25,13 @@ from compress.quantization.algorithms.layer_corrections import (
     equalize_,
 )
 from compress.quantization.numeric_debug.sqnr import Deviation
-from compress.quantization.pt2e.graph_capture import module_of, remove_unread_tensors_
+from compress.quantization.pt2e.graph_capture import (
+    LayerInputs,
+    capture,
+    is_excluded,
+    module_of,
+    remove_unread_tensors_,
+)
 from compress.quantization.pt2e.observer_ranges import (
     fit_ranges_,
     layers_of,
@@ -32,33 +43,50 @@ from compress.quantization.pt2e.observer_ranges import (
     vanishing_ranges,
     weight_of,
 )
-from compress.quantization.pt2e.partial_graph import LayerInputs
 from compress.quantization.pt2e.quantizer import (
     BATCH_NORM,
     CONVOLUTIONS,
     EMBEDDING,
     LINEAR,
+    SMALLEST_SCALE,
     WEIGHTED,
+    OnnxRuntimeQuantizer,
+    find_float_modules,
+    is_constant,
+    is_float,
     is_sequence_linear,
     protect_shared_layers_,
 )
-from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
+from compress.quantization.pt2e.torchao_api import (
+    PlaceholderObserver,
+    QuantizationSpec,
+    convert_pt2e,
+    prepare_pt2e,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch.export import ExportedProgram
     from torch.fx import GraphModule, Node
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
-    from compress.quantization.config.dtype_scheme import Rounding, Scheme, Smoothing
+    from compress.quantization.config.dtype_scheme import (
+        IntegerFormat,
+        Rounding,
+        Scheme,
+        Smoothing,
+    )
     from compress.quantization.pt2e.observer_ranges import RangeMonitor
-    from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 
 logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
-DEQUANTIZE_ROWS = torch.ops.quantized_decomposed.dequantize_per_channel.default
+decomposed = torch.ops.quantized_decomposed
+RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+LARGEST = 127
+"""Largest integer of a row; ranges are symmetric, so that all rows have the zero point 0."""
 CANDIDATES: tuple[dict[str, Any], ...] = (
     {"bias_correction": True},
     {"observer": "mse"},
@@ -167,11 +195,8 @@ def prepare_calibrated(
 
     Post-training quantization after Jacob et al., "Quantization and Training of Neural Networks for
     Efficient Integer-Arithmetic-Only Inference" (2018). `report` is called with the number of
-    samples seen so far.
-
-    Raises:
-        StageFailed: nothing can be quantized, the data does not fit the signature or does not vary,
-            an activation is not finite, or all of them are too small for integers.
+    samples seen so far. StageFailed where nothing can be quantized, the data does not fit the
+    signature or does not vary, or activations are not finite or too small for integers.
     """
     corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare(graph, quantizer)
@@ -204,8 +229,7 @@ def calibrate_(
 ) -> list[RangeMonitor]:
     """Run batches through a prepared graph, so that its observers find their ranges.
 
-    Raises:
-        StageFailed: the data does not fit the signature, is not finite, or does not vary.
+    StageFailed where the data does not fit the signature, is not finite, or does not vary.
     """
     reference: list[torch.Tensor] = []
     samples, differ = 0, False
@@ -242,10 +266,7 @@ def leave_vanishing_float_(
     """Leave operators float whose inputs or weights are too small for integers, with a warning.
 
     Returns the largest absolute value of each such tensor, by its module, and the nodes whose
-    inputs are not observed any more.
-
-    Raises:
-        StageFailed: no operator with weights is left to quantize.
+    inputs are not observed any more. StageFailed where no weight is left to quantize.
     """
     ranges: dict[str, float] = {}
     readers: dict[Node, None] = {}
@@ -296,7 +317,7 @@ def convert(prepared: GraphModule) -> GraphModule:
     # dequantize the whole table to read some of its rows.
     for node in list(graph.graph.nodes):
         table = node.args[0] if node.target is EMBEDDING else None
-        if table is None or table.target is not DEQUANTIZE_ROWS:
+        if table is None or table.target is not decomposed.dequantize_per_channel.default:
             continue
         integers, scale_V, *_ = table.args
         with graph.graph.inserting_before(node):
@@ -344,12 +365,9 @@ def search_corrections(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Return the settings with the least output noise, and the SQNR of each trial in dB.
 
-    Args:
-        model: the float model.
-        batches: calibration samples; ranges are found on every other batch until there are `ROWS`,
-            and noise is measured on as many that no range has seen.
-        quantized: settings and samples → the model quantized with them.
-        candidates: changes of settings, each kept where it gains.
+    Each candidate is kept where it gains. `quantized` returns the model quantized with settings and
+    samples. Of the batches every other one is for ranges, until there are `ROWS`; noise is measured
+    on as many that no range has seen.
     """
     seen, held_out = halves(batches)
     with torch.inference_mode():
@@ -372,9 +390,8 @@ def search_corrections(
     for candidate in candidates:
         settings = chosen | candidate
         decibels = sqnr(settings)
-        tried[", ".join(f"{name}: {value}" for name, value in settings.items())] = round(
-            decibels, 2
-        )
+        title = ", ".join(f"{name}: {value}" for name, value in settings.items())
+        tried[title] = round(decibels, 2)
         if decibels >= best + LEAST_GAIN_DB:
             chosen, best = settings, decibels
     logger.info("corrections: %s, of %s dB", chosen or "none", tried)
@@ -383,29 +400,23 @@ def search_corrections(
 
 def useful_candidates(graph: GraphModule) -> list[dict[str, Any]]:
     """Return the candidates that can change a captured graph: a trial costs a calibration."""
-    nodes = graph.graph.nodes
-    useless = set[str]()
-    if not any(is_sequence_linear(node) for node in nodes if node.target is LINEAR):
-        useless.add("smooth")
-    if not any(_reads_convolution(node) for node in nodes if node.target in CONVOLUTIONS):
-        useless.add("equalize")
+    useless = {"smooth", "equalize"}
+    for node in graph.graph.nodes:
+        if is_sequence_linear(node):
+            useless.discard("smooth")
+        if node.target in CONVOLUTIONS:
+            before = node.args[0]
+            # BatchNorms, of whose outputs the first is taken, are folded before layers are
+            # equalized.
+            while before.target in (RELU, BATCH_NORM, operator.getitem):
+                before = before.args[0]
+            if before.target in CONVOLUTIONS:
+                useless.discard("equalize")
     return [candidate for candidate in CANDIDATES if useless.isdisjoint(candidate)]
 
 
-def _reads_convolution(node: Node) -> bool:
-    before: Any = node.args[0]
-    # BatchNorms, of whose outputs the first is taken, are folded before layers are equalized.
-    while before.target in (RELU, BATCH_NORM, operator.getitem):
-        before = before.args[0]
-    return before.target in CONVOLUTIONS
-
-
 def halves(batches: Iterable[Batch], rows: int = ROWS) -> tuple[list[Batch], list[Batch]]:
-    """Return batches by turns: some to find ranges on, others to measure noise on.
-
-    Raises:
-        StageFailed: there is but one batch.
-    """
+    """Return batches by turns: some to find ranges on, others to measure noise on."""
     parts: tuple[list[Batch], list[Batch]] = ([], [])
     counts = [0, 0]
     for batch in batches:
@@ -420,3 +431,115 @@ def halves(batches: Iterable[Batch], rows: int = ROWS) -> tuple[list[Batch], lis
             f"{counts[0]} are one batch of the model; bring at least two batches"
         )
     return parts
+
+
+class DynamicQuantizer(OnnxRuntimeQuantizer):
+    """Annotates linear and recurrent layers, and embeddings; convolutions stay float."""
+
+    # onnxruntime's integer convolution with run-time ranges is far slower than its float one.
+
+    def __init__(
+        self, scheme: Scheme, exclude: Sequence[str] = (), *, embeddings: bool, by_row: bool = False
+    ) -> None:
+        """Choose the formats; with `by_row` each row of an activation has a range of its own."""
+        super().__init__(scheme, "minmax", exclude, embeddings=embeddings)
+        self.by_row = by_row
+        options: dict[str, Any] = {
+            "dtype": getattr(torch, scheme.activations.dtype),
+            "quant_min": scheme.activations.quant_min,
+            "quant_max": scheme.activations.quant_max,
+            "qscheme": torch.per_tensor_affine,
+            "is_dynamic": True,
+        }
+        observer = PlaceholderObserver.with_args(eps=SMALLEST_SCALE, **options)
+        self.activation = QuantizationSpec(observer_or_fake_quant_ctr=observer, **options)
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        """Annotate the operators to be quantized, in graph order."""
+        for node in model.graph.nodes:
+            if node.op != "call_function" or is_excluded(node, self.exclude):
+                continue
+            if node.target is LINEAR and is_float(node.args[0]) and is_constant(node.args[1]):
+                source, weight = node.args[:2]
+                self._annotate_inputs(node, {source: self.activation, weight: self.weight})
+            elif node.target is EMBEDDING:
+                self._annotate_embedding(node)
+            # Integer kernels of recurrent layers take one range for all rows.
+            elif node.target in RECURRENT and not self.by_row:
+                matrices = [w for w in node.args[2] if w.meta["val"].dim() == 2]
+                if all(is_constant(w) and is_float(w) for w in matrices):
+                    self._annotate_inputs(node, dict.fromkeys(matrices, self.weight))
+        self.float_modules = find_float_modules(model)
+        return model
+
+
+def quantize_dynamic(
+    module: torch.nn.Module,
+    signature: Signature,
+    quantizer: DynamicQuantizer,
+    batches: Iterable[Batch],
+    corrections: Corrections,
+) -> ExportedProgram:
+    """Return the module as a graph with integer weights and ranges found at run time.
+
+    The module, in eval mode, is not changed; `batches` are read for SmoothQuant. StageFailed where
+    nothing can be quantized.
+    """
+    graph = capture(module, signature)
+    corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
+    prepared = prepare_pt2e(graph, quantizer)
+    if not quantizer.quantized:
+        raise StageFailed(
+            "no operator could be quantized; expected a float32 linear or recurrent layer or an "
+            "embedding that `exclude` does not name; for convolutions use quantize_static"
+        )
+    with torch.inference_mode():
+        prepared(*signature.example())  # observers of weights see them only when the graph runs
+    integers = convert(prepared)
+    if quantizer.by_row:
+        scale_rows_(integers, quantizer.scheme.activations)
+    return export_program(integers, signature)
+
+
+def scale_rows_(graph: GraphModule, activations: IntegerFormat) -> None:
+    """Replace the range of a whole activation by one for each row, so that rows are independent.
+
+    A row is what the last axis holds, over which a linear layer sums. Signed activations with a
+    zero point get a row's extremes, as XNNPACK's kernels take them; others its largest magnitude.
+    """
+    call = graph.graph.call_function
+    has_zero_points = activations.dtype == "int8" and not activations.symmetric
+    has_zero_points = activations.dtype == "int8" and not activations.symmetric
+    least, most, dtype = -128 if has_zero_points else -LARGEST, LARGEST, torch.int8
+    for qparams in graph.graph.find_nodes(
+        op="call_function", target=decomposed.choose_qparams.tensor
+    ):
+        source = qparams.args[0]
+        with graph.graph.inserting_before(qparams):
+            if has_zero_points:
+                rows = decomposed.choose_qparams_per_token_asymmetric.default
+                both = call(rows, (source, torch.int8))
+                scale, zero = (call(operator.getitem, (both, i)) for i in (0, 1))
+            else:
+                largest = call(aten.amax.default, (call(aten.abs.default, (source,)), [-1], True))
+                scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
+                scale = call(aten.clamp_min.default, (scale, SMALLEST_SCALE))
+                zero = call(aten.zeros_like.default, (scale,))
+        per_tensor = decomposed.quantize_per_tensor.tensor
+        readers = [node for node in source.users if node.target is per_tensor]
+        for quantize in [node for node in readers if node.args[1].args[:1] == (qparams,)]:
+            with graph.graph.inserting_before(quantize):
+                integers = call(
+                    decomposed.quantize_per_token.default, (source, scale, zero, least, most, dtype)
+                )
+            for dequantize in list(quantize.users):
+                with graph.graph.inserting_before(dequantize):
+                    floats = call(
+                        decomposed.dequantize_per_token.default,
+                        (integers, scale, zero, least, most, dtype, torch.float32),
+                    )
+                floats.meta |= {k: v for k, v in dequantize.meta.items() if k != "val"}
+                dequantize.replace_all_uses_with(floats)
+                graph.graph.erase_node(dequantize)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()

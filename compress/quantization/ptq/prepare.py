@@ -72,11 +72,7 @@ class PreparedModel:
     def from_artifact(
         cls, model: Artifact, config: FakeQuantConfig, float_operators: Sequence[str] = ()
     ) -> PreparedModel:
-        """Capture a model and insert observers, but not before the operators that stay float.
-
-        Raises:
-            StageFailed: nothing can be quantized.
-        """
+        """Capture a model and insert observers, but not before the operators that stay float."""
         graph = capture(model.load(), model.signature)
         conv_bn = find_conv_bn(graph)  # before `prepare` folds them
         quantizer = OnnxRuntimeQuantizer(

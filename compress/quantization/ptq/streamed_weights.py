@@ -38,7 +38,12 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.data.batch import Batch
 from compress.profiling.rss import release_memory, trim_memory
 from compress.quantization.algorithms.input_scaling import bypass_copies_
-from compress.quantization.pt2e.graph_capture import capture, module_of, remove_unread_tensors_
+from compress.quantization.pt2e.graph_capture import (
+    capture,
+    module_of,
+    remove_unread_tensors_,
+    replace_value_,
+)
 from compress.quantization.pt2e.quantizer import LINEAR
 from compress.quantization.ptq.weight_only_graph import input_second_moments
 
@@ -154,13 +159,9 @@ class BlockGraphs:
         return graph
 
     def _read_weights_(self, graph: fx.GraphModule) -> None:
-        for name, tensor in [*graph.named_parameters(), *graph.named_buffers()]:
-            if name in self._weights:
-                owner, _, key = name.rpartition(".")
-                value = in_memory(self._weights[name])
-                is_parameter = isinstance(tensor, nn.Parameter)
-                part = graph.get_submodule(owner)
-                setattr(part, key, nn.Parameter(value, False) if is_parameter else value)
+        read = {str(node.target): node for node in graph.graph.find_nodes(op="get_attr")}
+        for name in read.keys() & self._weights.keys():
+            replace_value_(graph, read[name], in_memory(self._weights[name]))
 
     def _reused_graph(self, index: int) -> fx.GraphModule | None:
         """Return the graph of an earlier block, with this block's names; None where they differ.
@@ -168,12 +169,13 @@ class BlockGraphs:
         Tracing takes seconds a block. Blocks of one class and equal settings have one graph; that
         of this block has to answer as the block does, bit for bit.
         """
-        block = self._blocks[index]
-        wanted = (self.arguments[index], _described(block))
-        for known in self._traced:
-            if (self.arguments[known], _described(self._blocks[known])) == wanted:
-                break
-        else:
+
+        def described(number: int) -> tuple[BlockArguments, list[Any]]:
+            return self.arguments[number], _described(self._blocks[number])
+
+        block, wanted = self._blocks[index], described(index)
+        known = next((each for each in self._traced if described(each) == wanted), None)
+        if known is None:
             return None
         path = f"{self.container}.{index}"
         graph = _renamed(self._traced[known], f"{self.container}.{known}", path)
@@ -454,8 +456,7 @@ class StreamedQuantization:
     def run(self, progress: Callable[[str, int, int], None]) -> dict[str, StoredTensor]:
         """Quantize the pieces that are not written yet, and return all tensors, on disk.
 
-        Raises:
-            StageFailed: the model is no chain of blocks, or nothing can be quantized.
+        StageFailed where the model is no chain of blocks, or nothing can be quantized.
         """
         self._claim_work()
         self.quantizer.after_weight = trim_memory

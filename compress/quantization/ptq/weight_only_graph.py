@@ -20,12 +20,12 @@ from compress.quantization.algorithms.weight_rounding import (
     pack,
     round_to_nearest,
 )
-from compress.quantization.numeric_debug.activation_tap import tap_activations
 from compress.quantization.pt2e.graph_capture import (
     capture,
     is_excluded,
     module_of,
     remove_unread_tensors_,
+    tap_activations,
     value_of,
 )
 from compress.quantization.pt2e.quantizer import EMBEDDING, LINEAR, is_constant, is_float

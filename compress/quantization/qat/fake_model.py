@@ -343,10 +343,8 @@ def _constant_name(node: Any) -> str:
 def compare_labels(trained: torch.Tensor, integer: torch.Tensor, step: float | None) -> LabelParity:
     """Count the labels that differ between two models' class scores, `(samples, classes, …)`.
 
-    `step` is the last quantization step, in units of the outputs.
-
-    Raises:
-        StageFailed: one is NaN, or infinite where the other is not.
+    `step` is the last quantization step, in units of the outputs. StageFailed where one is NaN, or
+    infinite where the other is not.
     """
     largest = largest_difference(trained, integer)
     if not math.isfinite(largest):

@@ -77,10 +77,9 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
         return True
 
     def load_float(self, model: EagerModel | GraphModel) -> torch.nn.Module:
-        """Load the float module; PipelineInvalid where a pattern of `exclude` names no part.
+        """Load the float module; StageFailed where it is quantized already.
 
-        Raises:
-            StageFailed: the model is quantized already.
+        PipelineInvalid where a pattern of `exclude` names no part.
         """
         from torch.fx import GraphModule
 
@@ -109,9 +108,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
     def calibration_data(self, model: EagerModel | GraphModel, context: Context) -> CalibrationData:
         """Draw `calibration_samples` samples; unless they are set, whole batches of the model.
 
-        Raises:
-            StageFailed: there are fewer samples than are set, or they do not fill batches of the
-                size that the model takes.
+        StageFailed where there are fewer, or they do not fill batches of the model's size.
         """
         data, signature = context.need_data("calibration"), model.signature
         samples = self.available_samples(data)
@@ -148,9 +145,6 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
 
         The manifest records `facts` and the number of quantized operators by kind. Modules whose
         outputs have other scales, as after equalization, are not compared one by one.
-
-        Raises:
-            StageFailed: the graph's outputs are not finite where the float model's are.
         """
         from compress.quantization.numeric_debug.compare import compare
 

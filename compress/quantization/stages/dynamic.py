@@ -77,8 +77,11 @@ class QuantizeDynamic(IntegerStage):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Quantize the weights, and save the graph."""
-        from compress.quantization.ptq.calibrate import Corrections
-        from compress.quantization.ptq.dynamic_activation import DynamicQuantizer, quantize_dynamic
+        from compress.quantization.ptq.calibrate import (
+            Corrections,
+            DynamicQuantizer,
+            quantize_dynamic,
+        )
 
         module = self.load_float(model)
         quantizer = DynamicQuantizer(

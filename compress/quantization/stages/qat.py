@@ -66,16 +66,12 @@ class QuantizeAwareTraining(CalibratedStage, Training):
     where samples have none, from the outputs with the defaults."""
 
     @model_validator(mode="after")
-    def _steps_are_learned_or_observed(self) -> Self:
+    def _check_settings(self) -> Self:
         if self.learn_steps and not self.has_default("freeze_observers"):
             raise ValueError(
                 "freeze_observers is for ranges that follow what they observe, found learn_steps: "
                 "true, which trains them; leave one out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _every_process_holds_the_graph(self) -> Self:
         parallel = self.parallel
         unsupported = {
             # With `dp` ranges would follow the first device's share: other replicas are discarded.
@@ -114,12 +110,7 @@ class QuantizeAwareTraining(CalibratedStage, Training):
         return super().hyper_parameters().model_copy(update={"learning_rate": rate})
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
-        """Calibrate, train with fake quantization, convert, and save the integer graph.
-
-        Raises:
-            StageFailed: nothing can be quantized, the model takes one batch size only, training
-                failed, or the integer graph's labels differ from the trained model's.
-        """
+        """Calibrate, train with fake quantization, convert, and save the integer graph."""
         from compress.checkpoint.state_dict import load_state_
         from compress.common.forward import torch_predictor
         from compress.quantization.ptq.prepare import FakeQuantConfig, PreparedModel

@@ -49,12 +49,7 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         return True
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Fold the matrices into the weights, compare the outputs, and write the model.
-
-        Raises:
-            StageFailed: the model is no decoder that a rotation can be folded into, or the rotated
-                one has other outputs.
-        """
+        """Fold the matrices into the weights, compare the outputs, and write the model."""
         import torch
 
         from compress.checkpoint.streamed_module import stream_weights_
@@ -84,7 +79,7 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         generator = torch.Generator().manual_seed(context.seed)
         rotation = randomized_hadamard(stream.width, generator)
         attentions = stream.heads if self.heads else ()
-        of_values = [randomized_hadamard(each.head_size, generator) for each in attentions]
+        of_values = [randomized_hadamard(size, generator) for *_, size in attentions]
         rotated = rotated_weights(stream, weights, rotation, of_values)
         difference = self._compare(model, edits, rotated, context)
         facts: dict[str, Any] = {

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Count
 from compress.quantization.config.dtype_scheme import (
+    FALSE_IS_OFF,
     ActivationBits,
     Observer,
     Rounding,
@@ -75,36 +76,20 @@ class QuantizeStatic(CalibratedStage):
     """Optimization steps of `adaround` for each layer."""
     bias_correction: bool = False
     """Whether biases take back the shift of each layer's mean outputs; `adaround` leaves none."""
-    corrections: Literal["auto", "off"] = "off"
+    corrections: Annotated[Literal["auto", "off"], FALSE_IS_OFF] = "off"
     """`auto` tries `bias_correction`, `observer: mse`, `equalize` and `smooth: auto` one after the
     other, and keeps what lowers the noise of the outputs on samples that no range was found on. The
     manifest says what was tried; it takes the place of setting these by hand."""
 
     @model_validator(mode="after")
-    def _percentile_has_its_observer(self) -> QuantizeStatic:
+    def _check_settings(self) -> QuantizeStatic:
         self.refuse_settings_of_others("observer", {"percentile": ("percentile",)})
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _off_is_no_false(cls, settings: Any) -> Any:
-        # YAML 1.1 reads off as False.
-        if isinstance(settings, dict) and settings.get("corrections") is False:
-            return {**settings, "corrections": "off"}
-        return settings
-
-    @model_validator(mode="after")
-    def _corrections_are_found_or_set(self) -> QuantizeStatic:
         chosen = ("bias_correction", "equalize", "observer", "smooth")
         both = [name for name in chosen if not self.has_default(name)]
         if self.corrections == "auto" and both:
             raise ValueError(
                 f"corrections: auto chooses {', '.join(both)} itself, found both; leave out either"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sixteen_bits_have_kernels(self) -> QuantizeStatic:
         if self.activation_bits == 16:
             require_16_bit_kernels("activation_bits: 16", self.target, "use 8")
         return self
