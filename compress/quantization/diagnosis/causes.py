@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
     from compress.quantization.diagnosis.diagnosis import (
         LayerEvidence,
-        QuantizationDiagnosis,
         RequantizationDiagnosis,
         Rounded,
         RoundingSwitch,
     )
+    from compress.quantization.diagnosis.diagnosis import QuantizationDiagnosis as Diagnosis
 
-    Refused = RefusedStage[QuantizationDiagnosis]
+    Switches = list[RoundingSwitch]
+    MeasureLayer = Callable[[Diagnosis, str, Switches], float | None]
+    Refused = RefusedStage[Diagnosis]
     Requantized = RefusedStage[RequantizationDiagnosis]
     Range = tuple[torch.Tensor, torch.Tensor]
     Changes = tuple[tuple[dict[str, Any], int], ...]
@@ -43,8 +45,7 @@ def _cause(
     text: str,
     settings: Changes = (),
     *,
-    of_layer: Callable[[QuantizationDiagnosis, str, list[RoundingSwitch]], float | None]
-    | None = None,
+    of_layer: MeasureLayer | None = None,
     mended_range: Callable[[LayerEvidence, Range], Range | None] | None = None,
     weights_in_float: bool = False,
     more: Callable[[Refused], list[Repair]] | None = None,
@@ -57,12 +58,10 @@ def _cause(
     """
 
     def measure(refused: Refused, layer: str) -> float | None:
-        if of_layer is None:
-            return None if layer else _share_of_weights(refused, refused.layers)
         if not layer:
-            return None
+            return None if of_layer else _share_of_weights(refused, refused.layers)
         switches = refused.measured.switched.activation_switches(layer)
-        return of_layer(refused.measured, layer, switches)
+        return of_layer(refused.measured, layer, switches) if of_layer else None
 
     def recovered_share(refused: Refused, layers: Sequence[str]) -> float | None:
         if of_layer is None:
@@ -127,9 +126,7 @@ def _share_of_weights(refused: Refused, layers: Sequence[str]) -> float | None:
     return known[tuple(layers)]
 
 
-def _share_cut_off(
-    measured: QuantizationDiagnosis, layer: str, switches: list[RoundingSwitch]
-) -> float | None:
+def _share_cut_off(measured: Diagnosis, layer: str, switches: Switches) -> float | None:
     """Return the share of values outside of the chosen range, if calibration saw wider ones."""
     shares = []
     for switch in switches:
@@ -140,9 +137,7 @@ def _share_cut_off(
     return max(shares, default=None)
 
 
-def _outlier_ratio(
-    measured: QuantizationDiagnosis, layer: str, switches: list[RoundingSwitch]
-) -> float | None:
+def _outlier_ratio(measured: Diagnosis, layer: str, switches: Switches) -> float | None:
     """Return by how many times few values widen the range: on `val`, or of calibration."""
     inner = measured.calibrated[layer].inner_width()
     if not switches or inner <= 0:
@@ -157,9 +152,7 @@ def _all_but_outliers(evidence: LayerEvidence, observed: Range) -> Range:
     return low.float(), high.float()
 
 
-def _sample_width(
-    measured: QuantizationDiagnosis, layer: str, switches: list[RoundingSwitch]
-) -> float | None:
+def _sample_width(measured: Diagnosis, layer: str, switches: Switches) -> float | None:
     """Return the width of the middle values of the calibration sample over that on `val`."""
     width = measured.evidence[layer].inner_width()
     return measured.calibrated[layer].inner_width() / width if switches and width > 0 else None

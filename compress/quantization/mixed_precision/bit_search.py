@@ -13,7 +13,7 @@ import logging
 import math
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
@@ -175,15 +175,13 @@ class CandidateBuilder:
         calibrate_(prepared, self.signature, batches, report)
         for name, calibrated, _ in _activation_observers(prepared):
             scale, zero = calibrated.calculate_qparams()
-            limits = calibrated.quant_min, calibrated.quant_max
+            least, most = calibrated.quant_min, calibrated.quant_max
+            low, high = ((scale * (limit - zero)).squeeze() for limit in (least, most))
             if calibrated.qscheme is torch.per_tensor_symmetric:
-                half = (scale * (limits[1] - limits[0]) / 2).squeeze()
-                ends = -half, half
-            else:
-                low, high = ((scale * (limit - zero)).squeeze() for limit in limits)
-                ends = low, high
+                high = (scale * (most - least) / 2).squeeze()
+                low = -high
             # Extremes with which a `minmax` observer has the same scale and zero point.
-            self.ranges.setdefault(observer, {})[name] = ends
+            self.ranges.setdefault(observer, {})[name] = low, high
             self.extremes.setdefault(name, (calibrated.min_val.clone(), calibrated.max_val.clone()))
         if not self.layers:
             self.vanishing, readers = leave_vanishing_float_(prepared, quantizer)
@@ -221,15 +219,15 @@ class CandidateBuilder:
 
         `kind` is `macs`, or `latency`: median time of the float layer in PyTorch on this machine.
         """
-        profile = _LayerProfile(self.graph)
+        profile, runs = _LayerProfile(self.graph), []
         with torch.inference_mode():
             for inputs in islice(cycle(batches), TIMED_RUNS if kind == "latency" else 1):
+                profile.macs, profile.seconds = defaultdict(float), defaultdict(float)
                 profile.run(*inputs)
-        costs: dict[str, float] = dict(profile.macs)
-        if kind == "latency":
-            costs = {name: statistics.median(times) for name, times in profile.seconds.items()}
-        total = sum(costs[name] for name in self.layers)
-        return {name: costs[name] / total for name in self.layers}
+                runs.append(profile.seconds if kind == "latency" else profile.macs)
+        costs = {name: statistics.median(run[name] for run in runs) for name in self.layers}
+        total = sum(costs.values())
+        return {name: cost / total for name, cost in costs.items()}
 
     def _copy(self) -> fx.GraphModule:
         """Copy the float graph, but not its weights."""
@@ -242,29 +240,22 @@ class CandidateBuilder:
 
 
 class _LayerProfile(fx.Interpreter):
-    """Runs a float graph, and counts and times its layers."""
+    """Runs a float graph, and counts and times its layers, over all calls of each."""
+
+    macs: defaultdict[str, float]
+    seconds: defaultdict[str, float]
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.timer = CallTimer(torch.get_num_threads())
-        self.macs: Counter[str] = Counter()
-        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
-        """Layer → its time in each run, over all calls."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        for times in self.seconds.values():
-            times.append(0.0)
-        return super().run(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target not in WEIGHTED:
             return super().run_node(n)
         result, seconds = self.timer.call(partial(super().run_node, n))
-        name = layer_name(n)
-        self.seconds[name] = self.seconds[name] or [0.0]
-        self.seconds[name][-1] += seconds
+        self.seconds[layer_name(n)] += seconds
         _, weight, *_ = self.fetch_args_kwargs_from_env(n)[0]
-        self.macs[name] += result.numel() * weight[0].numel()
+        self.macs[layer_name(n)] += result.numel() * weight[0].numel()
         return result
 
 
@@ -427,9 +418,8 @@ class BitSearch:
         elif FLOAT not in self.fallback:
             remedy = "add `float` to `fallback`, or raise `max_drop_points`"
         else:
-            remedy = (
-                "no choice that was tried keeps it, raise `max_drop_points` or use another stage"
-            )
+            remedy = "no choice that was tried keeps it, "
+            remedy += "raise `max_drop_points` or use another stage"
         raise StageFailed(
             f"max_drop_points {self.max_drop_points:g} is not met: the best of "
             f"{self.evaluations} candidates loses {self._drops[best]:.4g} points of "

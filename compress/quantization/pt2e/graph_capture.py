@@ -160,10 +160,7 @@ class NodeTap(fx.Interpreter):
     """
 
     def __init__(
-        self,
-        graph: GraphModule,
-        nodes: Iterable[Node],
-        observe: Callable[[Node, Any, Any], Any],
+        self, graph: GraphModule, nodes: Iterable[Node], observe: Callable[[Node, Any, Any], Any]
     ) -> None:
         super().__init__(graph)
         self.extra_traceback = False  # fx would append its node to the message of StageFailed
@@ -316,8 +313,6 @@ class _Interpreter(fx.Interpreter):
 
     def value(self, node: Node, values: Values) -> Any:
         """Return the value of a node that is evaluated or constant."""
-        if node not in self._constant:
-            return values[node]
         if node not in self._constant:
             return values[node]
         if node not in self.constants:

@@ -509,7 +509,6 @@ def scale_rows_(graph: GraphModule, activations: IntegerFormat) -> None:
     """
     call = graph.graph.call_function
     has_zero_points = activations.dtype == "int8" and not activations.symmetric
-    has_zero_points = activations.dtype == "int8" and not activations.symmetric
     least, most, dtype = -128 if has_zero_points else -LARGEST, LARGEST, torch.int8
     for qparams in graph.graph.find_nodes(
         op="call_function", target=decomposed.choose_qparams.tensor
