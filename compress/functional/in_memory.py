@@ -108,10 +108,7 @@ def as_dataset(data: Any, parameters: Sequence[str] = ()) -> Dataset[Any]:
 
 
 def _chosen_rows(loader: DataLoader[Any], dataset: Dataset[Any]) -> Dataset[Any]:
-    """Return the rows that a loader's sampler chooses, in the dataset's order.
-
-    PipelineInvalid where it draws rows repeatedly, or divides them among processes.
-    """
+    """Return the rows that a loader's sampler chooses once each, in the dataset's order."""
     sampler: Any = loader.batch_sampler or loader.sampler
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler

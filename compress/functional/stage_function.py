@@ -130,7 +130,6 @@ def _run_stage(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Any:
-    """Run a stage with settings on a model and data in memory."""
     # The functions' signatures are wanted by help and completion before torch is.
     import torch
 

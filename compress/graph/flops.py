@@ -74,10 +74,7 @@ def _without_compiling() -> Iterator[None]:
 
 
 def count_graph_weights(program: torch.export.ExportedProgram) -> int:
-    """Count a graph's weights: parameters, and the integer tensors that quantization made of them.
-
-    Scales and zero points (and BatchNorm statistics) are not weights.
-    """
+    """Count parameters and the integers that quantization made of them, but no scales."""
     inputs = program.graph_signature
     by_placeholder = {
         **inputs.inputs_to_parameters,

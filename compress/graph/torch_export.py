@@ -1,8 +1,4 @@
-"""torch.export programs: traced from modules, saved reproducibly, loaded without running code.
-
-:func:`load_program` loads a file only after every record and every string in it was found to be
-plain data: see :mod:`compress.checkpoint.pt2_safety`.
-"""
+"""torch.export programs: traced from modules, saved reproducibly, loaded without running code."""
 
 from __future__ import annotations
 
@@ -90,11 +86,7 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
 def trace(
     module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature
 ) -> ExportedProgram:
-    """Trace a module with the signature's axes dynamic, up to the size that its code supports.
-
-    A table of position embeddings, for example, bounds the length of a text and so the graph's
-    axis.
-    """
+    """Trace a module with the signature's axes dynamic, up to the size that its code supports."""
     first = next(iter(inspect.signature(module.forward).parameters.values()), None)
 
     def export(limits: dict[str, int], *, checks: bool = False) -> ExportedProgram:
@@ -180,8 +172,7 @@ def axis_limits(program: ExportedProgram, signature: Signature) -> dict[str, int
     inputs = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     limits = {}
     for spec, name in zip(signature.inputs, program.graph_signature.user_inputs, strict=True):
-        shape = inputs[str(name)].meta["val"].shape
-        for axis, size in zip(spec.shape, shape, strict=True):
+        for axis, size in zip(spec.shape, inputs[str(name)].meta["val"].shape, strict=True):
             if isinstance(axis, str) and isinstance(size, torch.SymInt):
                 bounds = program.range_constraints.get(size.node.expr)
                 if bounds is not None and bounds.upper is not int_oo and bounds.upper < 2**31:
@@ -360,10 +351,7 @@ def copy_plain_records(reader: PT2ArchiveReader, file: Path) -> None:
 
 
 def load_program(file: Path) -> ExportedProgram:
-    """Load a program that :func:`save_program` wrote, without running code from the file.
-
-    ArtifactInvalid where it is truncated, or holds anything but tensors and a graph.
-    """
+    """Load a program without running code from the file; ArtifactInvalid if it has any."""
     refuse_bomb(file)
     content = file.read_bytes()
     try:

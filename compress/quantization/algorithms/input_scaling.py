@@ -259,10 +259,7 @@ def channel_scales(
 def best_strength(
     weight_OI: torch.Tensor, inputs: InputStatistics, scheme: Scheme, worth: float
 ) -> float:
-    """Return the smallest strength that is about the best, or 0 where none is worth it.
-
-    The error must fall by `worth` decibels.
-    """
+    """Return the smallest strength near the best; 0 if the error falls by less than `worth` dB."""
     rows_NI = torch.cat(inputs.rows)
     expected_NO = rows_NI @ weight_OI.T
 

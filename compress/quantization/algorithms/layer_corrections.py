@@ -45,10 +45,7 @@ RELU = torch.ops.aten.relu.default
 
 
 def equalize_(prepared: GraphModule) -> list[str]:
-    """Scale the channels between neighbouring convolutions; return each pair's first module.
-
-    Its outputs have other scales then; the model's stay the same.
-    """
+    """Scale channels between neighbouring convolutions; return modules whose outputs it scales."""
     layers = layers_of(prepared)
     pairs: list[tuple[Node, Node]] = []
     for layer in layers:

@@ -102,10 +102,7 @@ class ResidualStream(NamedTuple):
 def residual_stream(
     module: nn.Module, weights: Weights, inputs: Sequence[torch.Tensor]
 ) -> ResidualStream:
-    """Find a decoder's residual stream in a forward pass.
-
-    StageFailed where a part of it is none that a rotation can be folded into.
-    """
+    """Find a decoder's residual stream in a forward pass; StageFailed if it cannot be rotated."""
     called: dict[str, Any] = {}
     norm_of_output: dict[int, str] = {}
     kept_alive: list[Any] = []  # or another tensor could get the memory of one that was freed

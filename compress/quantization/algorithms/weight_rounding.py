@@ -63,10 +63,7 @@ def grouped(weight_OI: torch.Tensor, groups: int) -> torch.Tensor:
 def in_parts(
     quantize: Callable[..., QuantizedWeight], weight_OI: torch.Tensor, *sizes: int, **options: bool
 ) -> QuantizedWeight:
-    """Quantize a weight some outputs at a time, so that memory stays flat however many there are.
-
-    Outputs do not depend on each other. The other arguments are passed on.
-    """
+    """Quantize some outputs at a time, as none depends on another, so that memory stays flat."""
     rows = max(1, LARGEST_PART // weight_OI.shape[1])
     parts = [quantize(part_OI, *sizes, **options) for part_OI in torch.split(weight_OI, rows)]
     if len(parts) == 1:
@@ -204,10 +201,7 @@ def pack(integers_OI: torch.Tensor, bits: int) -> torch.Tensor:
 def _qparams(
     grouped_OGS: torch.Tensor, bits: int, symmetric: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero point of each group, whose range includes 0.
-
-    Symmetric ones have the zero point in the middle, `2**(bits - 1)`.
-    """
+    """Return scale and zero point of each group, whose range includes 0."""
     low = grouped_OGS.amin(-1).clamp(max=0)
     high = grouped_OGS.amax(-1).clamp(min=0)
     if symmetric:

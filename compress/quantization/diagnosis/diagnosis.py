@@ -321,8 +321,7 @@ class LayerEvidence:
         self.own.add(expected, actual)
         error_CN = (actual - expected).double().movedim(axis, 0).flatten(1)
         self.errors = _combined(torch.add, self.errors, error_CN.sum(1))
-        squares_C = error_CN.square().sum(1)
-        self.squared_errors = _combined(torch.add, self.squared_errors, squares_C)
+        self.squared_errors = _combined(torch.add, self.squared_errors, error_CN.square().sum(1))
         self.error_count += error_CN.shape[1]
 
     def channel_ratio(self) -> float:
@@ -432,8 +431,7 @@ class _LayerTap(NodeTap):
         evidence = self.found[self.names[node]]
         if isinstance(source, torch.Tensor) and source.is_floating_point() and source.dim() > 1:
             evidence.add_input(source.detach(), _channel_axis(node, source))
-        is_float = isinstance(output, torch.Tensor) and output.is_floating_point()
-        if not (self.rounds and is_float):
+        if not (self.rounds and isinstance(output, torch.Tensor) and output.is_floating_point()):
             return output
         with torch.no_grad():
             operands = fx.map_arg((node.args, node.kwargs), self._rounded)
@@ -455,5 +453,4 @@ class _LayerTap(NodeTap):
 
 
 def _channel_axis(operator: fx.Node, values: torch.Tensor) -> int:
-    of_images = operator.target in CONVOLUTIONS or values.dim() == 4
-    return 1 if of_images else values.dim() - 1
+    return 1 if operator.target in CONVOLUTIONS or values.dim() == 4 else values.dim() - 1

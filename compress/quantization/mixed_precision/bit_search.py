@@ -190,11 +190,7 @@ class CandidateBuilder:
             self.layers = [name for name in quantizer.layers if name not in floats]
 
     def build(self, formats: Mapping[str, str]) -> tuple[fx.GraphModule, MixedQuantizer]:
-        """Return the graph in which some layers have another format than the default.
-
-        That is an observer of the layer's input, `uint16` or `float`. Returned with what annotated
-        the graph.
-        """
+        """Return a graph with other formats than the default in some layers, and its quantizer."""
         quantizer = self._quantizer("minmax", formats)
         prepared = prepare(self._copy(), quantizer)
         with torch.inference_mode():
@@ -240,8 +236,6 @@ class CandidateBuilder:
 
 
 class _LayerProfile(fx.Interpreter):
-    """Runs a float graph, and counts and times its layers, over all calls of each."""
-
     macs: defaultdict[str, float]
     seconds: defaultdict[str, float]
 
@@ -289,11 +283,11 @@ def weighted_layers(module: nn.Module, signature: Signature) -> list[WeightedLay
         if layer.target not in WEIGHTED or not is_constant(layer.args[1]):
             continue
         name = layer_name(layer)
-        excluded = [node for node in graph.graph.nodes if is_excluded(node, (name,))]
         alone = all(
             node.target not in QUANTIZED_TOO
             and (node.target not in WEIGHTED or layer_name(node) == name)
-            for node in excluded
+            for node in graph.graph.nodes
+            if is_excluded(node, (name,))
         )
         is_named = name in modules and not WILDCARDS & set(name)
         weight = value_of(graph, layer.args[1]).detach()
@@ -320,10 +314,7 @@ class AccuracyLoss:
 
 
 class SensitivityMeter:
-    """Compares graphs with a float model on one half of `val`; the other is for the result alone.
-
-    Halves are every other sample, as `val` may be sorted by class.
-    """
+    """Compares graphs with a float model on every other sample of `val`; the others confirm."""
 
     def __init__(self, model: Artifact, context: Context, sensitivity: str) -> None:
         """Measure the float model; StageFailed where there is no data, or no metric of it."""
@@ -332,8 +323,7 @@ class SensitivityMeter:
         self.metric = context.metric.name
         # Inferred once, as graphs are measured many times.
         metric = context.metric.for_model(model.signature).with_inferred_loss(data)
-        halves = halves_of_val(model, context, "quantize_mixed", metric)
-        self.decided_on, self.confirmed_on = halves
+        self.decided_on, self.confirmed_on = halves_of_val(model, context, "quantize_mixed", metric)
         batches = self.decided_on.data.batches("val", limit=RANKING_SAMPLES)
         self._inputs = [batch.inputs for batch in batches]
         with context.predictor(model) as predict:
@@ -479,7 +469,6 @@ class BitSearch:
         return keeps
 
     def _rank_layers(self) -> None:
-        """Measure the loss of quantizing each layer alone, with each observer there is."""
         names = self.candidates.layers
         others = [chosen for chosen in self.fallback if chosen not in (FLOAT, UINT16)]
         for observer in others:

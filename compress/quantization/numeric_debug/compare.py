@@ -144,8 +144,6 @@ def compare_outputs(
 
 
 class _Comparison:
-    """The sums over the batches compared so far."""
-
     def __init__(self, signature: Signature, context: Context) -> None:
         self.signature, self.context = signature, context
         metric = context.metric.for_model(signature).with_inferred_loss(context.data)
@@ -244,10 +242,7 @@ class _Comparison:
 def _sample(
     signature: Signature, context: Context, samples: int, *, one_by_one: bool
 ) -> tuple[list[int], int | None]:
-    """Draw seeded indices into `val`, none without data, that fill batches; some may come twice.
-
-    Returned with the batch size, where the signature fixes it or samples run one by one.
-    """
+    """Draw seeded indices into `val` that fill batches, some twice; return them and the size."""
     batch_size = 1 if one_by_one else None
     if not signature.batch_axis:
         batch_size = int(next(iter(signature.inputs[0].shape), 1))

@@ -253,7 +253,6 @@ class LayerInputs:
             yield in_float, quantized
 
     def _evaluate(self, count: int) -> None:
-        """Evaluate the first nodes, for each batch."""
         if not self._files:
             inputs = [node for node in self._nodes if node.op == "placeholder"]
             for i, batch in enumerate(self._batches):
@@ -307,12 +306,10 @@ class _Interpreter(fx.Interpreter):
         """Values of constant nodes, as long as no weight is replaced."""
 
     def evaluate(self, node: Node, values: Values) -> Any:
-        """Compute a node from the values that it reads."""
         self.env = {read: self.value(read, values) for read in node.all_input_nodes}
         return self.run_node(node)
 
     def value(self, node: Node, values: Values) -> Any:
-        """Return the value of a node that is evaluated or constant."""
         if node not in self._constant:
             return values[node]
         if node not in self.constants:

@@ -120,10 +120,7 @@ class RangeMonitor:
 
 
 def range_facts(monitors: list[RangeMonitor]) -> dict[str, dict[str, Any]]:
-    """Return the most saturated ranges and the dead channels, by the user's module.
-
-    Call it after the ranges are final: each observer computes its own for this.
-    """
+    """Return the most saturated ranges and the dead channels by module, once ranges are final."""
     saturated: dict[str, float] = {}
     dead: dict[str, str] = {}
     for monitor in monitors:
@@ -161,10 +158,7 @@ def monitor_ranges(prepared: GraphModule, signature: Signature) -> Iterator[list
 
 
 def fit_ranges_(prepared: GraphModule) -> None:
-    """Widen the weight ranges whose bias would overflow its int32.
-
-    StageFailed where a range is so small that the product of its scale with another would vanish.
-    """
+    """Widen weight ranges whose bias would overflow int32; StageFailed where a scale vanishes."""
     for node, largest in vanishing_ranges(prepared):
         observer = observer_of(prepared, node)
         steps = observer.quant_max - observer.quant_min

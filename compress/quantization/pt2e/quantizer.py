@@ -140,8 +140,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             layers = [n for n in bias.users if n.target in WEIGHTED and bias in n.args[2:3]]
             for layer in layers[1:]:
                 name = f"{bias.target}_of_{layer.name}".replace(".", "_")
-                own = torch.nn.Parameter(value_of(model, bias).clone())
-                model.register_parameter(name, own)
+                model.register_parameter(name, torch.nn.Parameter(value_of(model, bias).clone()))
                 with model.graph.inserting_before(layer):
                     copy = model.graph.get_attr(name)
                 copy.meta = dict(bias.meta)
@@ -259,7 +258,6 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
 
 def _kind(node: Node) -> str:
-    """Return an operator's name without its overload."""
     return str(node.target).split(".")[1].rstrip("_")
 
 

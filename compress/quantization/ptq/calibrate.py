@@ -227,10 +227,7 @@ def calibrate_(
     batches: Iterable[Batch],
     report: Callable[[int], None],
 ) -> list[RangeMonitor]:
-    """Run batches through a prepared graph, so that its observers find their ranges.
-
-    StageFailed where the data does not fit the signature, is not finite, or does not vary.
-    """
+    """Run batches through a graph, to find ranges; StageFailed if data do not fit or vary."""
     reference: list[torch.Tensor] = []
     samples, differ = 0, False
     with monitor_ranges(prepared, signature) as monitors, torch.inference_mode():
@@ -480,11 +477,7 @@ def quantize_dynamic(
     batches: Iterable[Batch],
     corrections: Corrections,
 ) -> ExportedProgram:
-    """Return the module as a graph with integer weights and ranges found at run time.
-
-    The module, in eval mode, is not changed; `batches` are read for SmoothQuant. StageFailed where
-    nothing can be quantized.
-    """
+    """Return a graph of integer weights, ranges found in each call; SmoothQuant reads batches."""
     graph = capture(module, signature)
     corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare_pt2e(graph, quantizer)

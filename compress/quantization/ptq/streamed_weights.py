@@ -124,7 +124,6 @@ class BlockGraphs:
         """Blocks that were traced, and their graphs, whose weights take no memory."""
 
     def __len__(self) -> int:
-        """Return the number of pieces."""
         return len(self._blocks) + 2
 
     def name(self, index: int) -> str:
@@ -311,7 +310,6 @@ class _BlockStandIn(nn.Module):
         vars(self).update(_block=block, _call=call, _returns_tuple=returns_tuple)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the function does, as the block would."""
         output = self._call(*args, **kwargs)
         return (output, *[None] * (self._returns_tuple - 1)) if self._returns_tuple else output
 
@@ -454,10 +452,7 @@ class StreamedQuantization:
     work: Path
 
     def run(self, progress: Callable[[str, int, int], None]) -> dict[str, StoredTensor]:
-        """Quantize the pieces that are not written yet, and return all tensors, on disk.
-
-        StageFailed where the model is no chain of blocks, or nothing can be quantized.
-        """
+        """Quantize the pieces that are not written yet, and return all tensors, on disk."""
         self._claim_work()
         self.quantizer.after_weight = trim_memory
         blocks = BlockGraphs(self.model)
@@ -543,7 +538,6 @@ class StreamedQuantization:
         return self._file(index).with_suffix(".json")
 
     def _file(self, index: int) -> Path:
-        """Return the file of a piece's weights."""
         return self.work / f"piece-{index:04d}.safetensors"
 
     def _carried(self, index: int) -> Path:
@@ -558,8 +552,7 @@ class StreamedQuantization:
         if done and self._calibrates and done < pieces and not self._carried(done).is_dir():
             return 0
         for name, value in recorded.items():
-            kind = type(getattr(self.quantizer, name))
-            setattr(self.quantizer, name, kind(value))
+            setattr(self.quantizer, name, type(getattr(self.quantizer, name))(value))
         return done
 
     def _written(self, index: int) -> Piece | None:

@@ -181,11 +181,7 @@ def quantize_weights(
     quantizer: WeightQuantizer,
     batches: Iterable[Batch],
 ) -> ExportedProgram:
-    """Return the module as a graph that holds its weights in a few bits.
-
-    The module, in eval mode, is not changed; `batches` are read for GPTQ and AWQ, one at a time.
-    StageFailed where nothing can be quantized.
-    """
+    """Return the module as a graph with weights of few bits; GPTQ and AWQ read the batches."""
     graph = capture(module, signature)
     bypass_copies_(graph)
     needs_data = quantizer.method in ("gptq", "awq")

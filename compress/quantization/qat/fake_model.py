@@ -109,7 +109,6 @@ class ConvBnQat(nn.Module):
         weight_grid: nn.Module,
         bias_grid: nn.Module,
     ) -> None:
-        """Copy the tensors; the grids fake-quantize the folded weight and bias."""
         super().__init__()
         self.operator, self.momentum, self.eps = operator, parameters.momentum, parameters.eps
         self.weight_grid, self.bias_grid = weight_grid, bias_grid
@@ -260,8 +259,7 @@ class FakeQuantizedModel(nn.Module):
                 scale, _ = self.fake_quantizers[str(source_node.target)].calculate_qparams()
                 weight = self.fake_quantizers[str(weight_node.target)]
                 bias_O = prepared.get_parameter(_constant_name(bias_node))
-                least_O = smallest_weight_scale(bias_O, scale)
-                weight.set_scale_(torch.maximum(weight.scale, least_O))
+                weight.set_scale_(torch.maximum(weight.scale, smallest_weight_scale(bias_O, scale)))
         names_by_id = {id(observer): str(node.target) for node, observer in _observers(prepared)}
         for observer in _bias_observers(prepared).values():
             observer.obs_or_fqs = [

@@ -48,7 +48,6 @@ class CalibrationData:
     seed: int
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches; one at a time is held in memory."""
         return self.data.calibration(self.samples, self.seed)
 
 
@@ -77,10 +76,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
         return True
 
     def load_float(self, model: EagerModel | GraphModel) -> torch.nn.Module:
-        """Load the float module; StageFailed where it is quantized already.
-
-        PipelineInvalid where a pattern of `exclude` names no part.
-        """
+        """Load the float module; refuse a quantized one, and an `exclude` that names no part."""
         from torch.fx import GraphModule
 
         from compress.graph.torch_export import has_integer_operators
@@ -106,10 +102,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
                 raise PipelineInvalid(f"exclude: no module is named {pattern!r}{hint}")
 
     def calibration_data(self, model: EagerModel | GraphModel, context: Context) -> CalibrationData:
-        """Draw `calibration_samples` samples; unless they are set, whole batches of the model.
-
-        StageFailed where there are fewer, or they do not fill batches of the model's size.
-        """
+        """Draw `calibration_samples` samples; unless they are set, whole batches of the model."""
         data, signature = context.need_data("calibration"), model.signature
         samples = self.available_samples(data)
         if self.calibration_samples is None:

@@ -113,7 +113,7 @@ class QuantizeAwareTraining(CalibratedStage, Training):
         """Calibrate, train with fake quantization, convert, and save the integer graph."""
         from compress.checkpoint.state_dict import load_state_
         from compress.common.forward import torch_predictor
-        from compress.quantization.ptq.prepare import FakeQuantConfig, PreparedModel
+        from compress.quantization.ptq.prepare import ROUNDING, PreparedModel
         from compress.quantization.qat.fake_model import (
             FreezeSchedule,
             compare_with_trained,
@@ -126,10 +126,8 @@ class QuantizeAwareTraining(CalibratedStage, Training):
                 f"{self.title}: the model takes batches of one size only, and training and "
                 "evaluation need others; name the first axis in model.inputs (`batch`)"
             )
-        config = FakeQuantConfig(
-            **{name: getattr(self, name) for name in FakeQuantConfig.model_fields}
-        )
-        prepared = PreparedModel.from_artifact(model, config)
+        dumped = self.model_dump(mode="json", include={*ROUNDING})
+        prepared = PreparedModel.from_artifact(model, {name: dumped[name] for name in ROUNDING})
         prepared, module = prepared.calibrated(
             self.calibration_data(model, context), self.calibration_progress(context)
         )
@@ -157,7 +155,6 @@ class QuantizeAwareTraining(CalibratedStage, Training):
         freezing: FreezeSchedule,
         context: Context,
     ) -> Fit:
-        """Train a calibrated model on labels, or on the float model's outputs."""
         from compress.data.splits import with_unlabelled
         from compress.training.fit import fit
         from compress.training.objectives.objective import TargetLoss

@@ -115,7 +115,6 @@ class QuantizeWeights(QuantizationStage):
         sample: Iterable[Batch],
         context: Context,
     ) -> PackedModel:
-        """Quantize a model whose weights stay on disk, block by block, and compare the results."""
         from compress.artifacts.streaming.packed_model import ROUNDS, PackedModel, packed_module
         from compress.common.forward import torch_predictor
         from compress.quantization.numeric_debug.compare import compare_outputs
