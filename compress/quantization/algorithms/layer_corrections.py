@@ -19,13 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from compress.quantization.pt2e.graph_capture import fake_quantize, module_of, sample_rows
+from compress.quantization.pt2e.graph_capture import (
+    fake_quantize,
+    module_of,
+    replace_value_,
+    sample_rows,
+)
 from compress.quantization.pt2e.observer_ranges import (
     bias_of,
     layers_of,
     observer_of,
-    set_bias_,
     set_weight_,
+    skip_observers,
     weight_of,
 )
 from compress.quantization.pt2e.quantizer import CONVOLUTIONS, LINEAR
@@ -72,7 +77,7 @@ def equalize_(prepared: GraphModule) -> list[str]:
             scale_O = scale_O.where((range_O > 0) & (next_range_O > 0), torch.ones(()))
             set_weight_(prepared, before, weight / scale_O.view(-1, *[1] * (weight.dim() - 1)))
             if bias_O is not None:
-                set_bias_(prepared, before, bias_O / scale_O)
+                replace_value_(prepared, skip_observers(before.args[2]), bias_O / scale_O)
             scaled = by_input * scale_O.view(groups, 1, inputs, 1)
             set_weight_(prepared, after, scaled.reshape(next_weight.shape))
     return [module_of(before) or before.name for before, _ in pairs]
@@ -246,4 +251,6 @@ def correct_bias_(
         by_channel = shift.movedim(-1 if layer.target is LINEAR else 1, 0).flatten(1)
         shift_O += by_channel.double().sum(1)  # float32 would lose digits over many rows
         count += by_channel.shape[1]
-    set_bias_(prepared, layer, bias_O + (shift_O / count).to(bias_O.dtype))
+    replace_value_(
+        prepared, skip_observers(layer.args[2]), bias_O + (shift_O / count).to(bias_O.dtype)
+    )

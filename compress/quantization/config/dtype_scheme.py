@@ -58,7 +58,6 @@ PATTERNS: dict[Target, Patterns] = {
 
 
 WeightBits = Literal[4, 7, 8]
-ActivationBits = Literal[8, 16]
 WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
 Rounding = Literal["nearest", "adaround"]
 FALSE_IS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
@@ -96,9 +95,9 @@ class IntegerFormat(Settings):
     """Smallest integer used."""
     quant_max: int
     """Largest integer used."""
-    symmetric: bool
+    symmetric: bool = False
     """Whether the zero point is fixed to 0."""
-    per_channel: bool
+    per_channel: bool = False
     """Whether each output channel has its own scale."""
 
 
@@ -123,11 +122,7 @@ def scheme_for(target: Target, weight_bits: int = 8, activation_bits: int = 8) -
     activations = unsigned_format(activation_bits)
     if target == "xnnpack" or target in SIGNED_ACTIVATIONS:
         activations = IntegerFormat(
-            dtype="int8",
-            quant_min=-128,
-            quant_max=127,
-            symmetric=target != "xnnpack",
-            per_channel=False,
+            dtype="int8", quant_min=-128, quant_max=127, symmetric=target != "xnnpack"
         )
     return Scheme(
         activations=activations,
@@ -143,14 +138,7 @@ def unsigned_format(bits: int) -> IntegerFormat:
         dtype="uint8" if bits <= 8 else "uint16",
         quant_min=0,
         quant_max=2**bits - 1,
-        symmetric=False,
-        per_channel=False,
     )
-
-
-def activation_dtypes(target: Target, activation_bits: int = 8) -> frozenset[str]:
-    """Return the integer type of a target's activations, for checks before anything runs."""
-    return frozenset({scheme_for(target, activation_bits=activation_bits).activations.dtype})
 
 
 def require_16_bit_kernels(setting: str, target: Target, remedy: str) -> None:

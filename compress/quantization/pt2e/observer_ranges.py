@@ -268,8 +268,3 @@ def bias_of(prepared: GraphModule, layer: Node) -> torch.Tensor | None:
 def set_weight_(prepared: GraphModule, layer: Node, weight: torch.Tensor) -> None:
     """Replace a layer's weight."""
     replace_value_(prepared, skip_observers(layer.args[1]), weight)
-
-
-def set_bias_(prepared: GraphModule, layer: Node, bias_O: torch.Tensor) -> None:
-    """Replace the bias of a layer that has one."""
-    replace_value_(prepared, skip_observers(layer.args[2]), bias_O)

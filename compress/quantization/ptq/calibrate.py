@@ -139,13 +139,6 @@ class Corrections:
             )
             self.rescaled |= rescaled
 
-    def equalize_(self, prepared: GraphModule) -> None:
-        """Apply cross-layer equalization to a prepared graph, before it is calibrated."""
-        if self.equalize:
-            equalized = equalize_(prepared)
-            self.facts["equalized_pairs"] = len(equalized)
-            self.rescaled |= set(equalized)
-
     def round_(self, prepared: GraphModule, batches: Iterable[Batch]) -> None:
         """Apply AdaRound and bias correction to a calibrated graph, layer after layer.
 
@@ -200,7 +193,10 @@ def prepare_calibrated(
     """
     corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare(graph, quantizer)
-    corrections.equalize_(prepared)  # needs folded BatchNorms, which `prepare` leaves
+    if corrections.equalize:  # it needs folded BatchNorms, which `prepare` leaves
+        equalized = equalize_(prepared)
+        corrections.facts["equalized_pairs"] = len(equalized)
+        corrections.rescaled |= set(equalized)
     monitors = calibrate_(prepared, signature, batches, report)
     vanishing, _ = leave_vanishing_float_(prepared, quantizer)
     fit_ranges_(prepared)

@@ -194,17 +194,18 @@ class FakeQuantizedModel(nn.Module):
         for node, observer in _observers(prepared):
             if isinstance(observer, DerivedObserverOrFakeQuantize):
                 continue
-            if id(observer) not in by_observer:
-                made: WeightFakeQuantize | ActivationFakeQuantize
-                if is_constant(node.args[0]):
-                    tensor = prepared.get_parameter(_constant_name(node)).detach()
-                    channels = 1 if observer.ch_axis is None else len(tensor)
-                    made = WeightFakeQuantize(observer, channels, learn_scale)
-                    made.init_from_observer_(observer, tensor) if calibrated else None
-                else:
-                    made = ActivationFakeQuantize(observer, learn_scale, track_ranges)
-                    made.init_from_observer_(observer) if calibrated else None
-                by_observer[id(observer)] = made
+            if id(observer) not in by_observer and is_constant(node.args[0]):
+                tensor = prepared.get_parameter(_constant_name(node)).detach()
+                channels = 1 if observer.ch_axis is None else len(tensor)
+                weight = WeightFakeQuantize(observer, channels, learn_scale)
+                if calibrated:
+                    weight.init_from_observer_(observer, tensor)
+                by_observer[id(observer)] = weight
+            elif id(observer) not in by_observer:
+                activation = ActivationFakeQuantize(observer, learn_scale, track_ranges)
+                if calibrated:
+                    activation.init_from_observer_(observer)
+                by_observer[id(observer)] = activation
             self.fake_quantizers[str(node.target)] = by_observer[id(observer)]
         replacements: dict[str, nn.Module] = {**self.fake_quantizers}
         for name, observer in _bias_observers(prepared).items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -15,7 +15,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.stage import CalibrationSamples, Stage
-from compress.quantization.config.dtype_scheme import Target, activation_dtypes, added_observers
+from compress.quantization.config.dtype_scheme import Target, added_observers, scheme_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -61,6 +61,9 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
     `quantize_weights` and `convert_precision`, 256 for `smooth` of `quantize_dynamic`), or all
     there are."""
 
+    uses_data: ClassVar[bool] = True
+    """Always: the result is compared with the float model on `val`."""
+
     def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the error that fewer bits explain where they cost an R² 0.01."""
         return 0.1
@@ -68,11 +71,6 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
     @property
     def needs_data(self) -> bool:
         """Whether calibration reads data; always, unless a stage says when."""
-        return True
-
-    @property
-    def uses_data(self) -> bool:
-        """Always: the result is compared with the float model on `val`."""
         return True
 
     def load_float(self, model: EagerModel | GraphModel) -> torch.nn.Module:
@@ -191,7 +189,7 @@ class IntegerStage(QuantizationStage):
     @property
     def activation_formats(self) -> frozenset[str]:
         """The integer type of the target's activations."""
-        return activation_dtypes(self.target)
+        return frozenset({scheme_for(self.target).activations.dtype})
 
     def save_integers(
         self,

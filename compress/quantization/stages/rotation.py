@@ -40,13 +40,10 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
 
     stage: Literal["rotate_weights"] = "rotate_weights"
     streams: ClassVar[bool] = True
+    uses_data: ClassVar[bool] = True
+    """Always: the outputs are compared on it, if there is any."""
     heads: bool = False
     """Whether the values of each attention head are rotated too, in `v_proj` and `o_proj`."""
-
-    @property
-    def uses_data(self) -> bool:
-        """Always: the outputs are compared on it, if there is any."""
-        return True
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Fold the matrices into the weights, compare the outputs, and write the model."""
@@ -127,10 +124,7 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         from compress.common.forward import accept_any_batch, torch_predictor
         from compress.common.tensor_difference import relative_error_of_batches
 
-        if model.is_streamed:
-            module, _ = model.stored_weights()
-        else:
-            module = model.load()
+        module = model.stored_weights()[0] if model.is_streamed else model.load()
         for edit in edits:
             edit.apply_(module)
         if model.is_streamed:

@@ -10,12 +10,10 @@ from pydantic import Field, model_validator
 from compress.common.config import Count
 from compress.quantization.config.dtype_scheme import (
     FALSE_IS_OFF,
-    ActivationBits,
     Observer,
     Rounding,
     Smoothing,
     WeightBits,
-    activation_dtypes,
     require_16_bit_kernels,
     scheme_for,
 )
@@ -55,7 +53,7 @@ class QuantizeStatic(CalibratedStage):
     """Bits of a weight. 4 are stored so by `export_onnx` and `export_openvino`, and computed as 8;
     in other files they take 8. With 4 or 7 the products are exact in every runtime on x86
     processors without VNNI, which add pairs of them in 16 bits."""
-    activation_bits: ActivationBits = 8
+    activation_bits: Literal[8, 16] = 8
     """Bits of an activation; with 16 nearly nothing is lost, and products are taken in floats."""
     observer: Observer = "minmax"
     """How a range is estimated: by extremes (`minmax`), a `moving_average` of each batch's, the
@@ -97,7 +95,8 @@ class QuantizeStatic(CalibratedStage):
     @property
     def activation_formats(self) -> frozenset[str]:
         """The target's integers, of `activation_bits`."""
-        return activation_dtypes(self.target, self.activation_bits)
+        scheme = scheme_for(self.target, activation_bits=self.activation_bits)
+        return frozenset({scheme.activations.dtype})
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, convert, and save the integer graph."""

@@ -104,9 +104,8 @@ class QuantizeWeights(QuantizationStage):
         facts: dict[str, Any] = {"left_float": quantizer.left_float}
         if self.method == "awq":
             facts["scaled"] = quantizer.scaled
-        return self.save_graph(
-            model, program, quantizer.quantized, facts, context, quantizer.rescaled
-        )
+        counts, rescaled = quantizer.quantized, quantizer.rescaled
+        return self.save_graph(model, program, counts, facts, context, rescaled)
 
     def _run_streamed(
         self,
