@@ -157,16 +157,6 @@ class ConvBnQat(nn.Module):
         return factor_O, weight_OI, self.shift + (self.bias - self.mean) * factor_O
 
 
-def _call(
-    target: Any,
-    options: tuple[object, ...],
-    named: dict[str, object],
-    *tensors: torch.Tensor | None,
-) -> torch.Tensor:
-    output: torch.Tensor = target(*tensors, *options, **named)
-    return output
-
-
 class FakeQuantizedModel(nn.Module):
     """A graph, captured in eval mode, that quantizes and dequantizes in float, and can be trained.
 
@@ -278,9 +268,11 @@ class FakeQuantizedModel(nn.Module):
             prepared.get_submodule(str(part.target)) if part.op == "call_module" else nn.Identity()
             for part in (weight, bias)
         ]
-        # Of a function of this module, as the model is copied.
-        compute = partial(_call, node.target, tuple(node.args[3:]), dict(node.kwargs))
-        layer = ConvBnQat(compute, parameters, *fake_quantizers)
+        operator: Any = node.target
+        # By name, as inputs, weight and bias come before them; a partial function can be copied.
+        names = [argument.name for argument in operator._schema.arguments[3:]]
+        options = {**dict(zip(names, node.args[3:], strict=False)), **node.kwargs}
+        layer = ConvBnQat(partial(operator, **options), parameters, *fake_quantizers)
         self.conv_bns[_constant_name(weight), _constant_name(bias)] = layer
         name = f"folded_{len(self.conv_bns)}"
         prepared.add_submodule(name, layer)
