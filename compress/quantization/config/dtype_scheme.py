@@ -92,13 +92,10 @@ class IntegerFormat(Settings):
 
     dtype: Literal["uint8", "uint16", "int8"]
     quant_min: int
-    """Smallest integer used."""
     quant_max: int
-    """Largest integer used."""
     symmetric: bool = False
     """Whether the zero point is fixed to 0."""
     per_channel: bool = False
-    """Whether each output channel has its own scale."""
 
 
 class Scheme(Settings):

@@ -149,13 +149,11 @@ class CandidateBuilder:
     scheme: Scheme
     exclude: tuple[str, ...]
     embeddings: bool
-    """Whether embedding tables are quantized too."""
     ranges: dict[str, dict[str, Range]] = field(default_factory=dict)
     """Observer → activation → the ends of its range."""
     extremes: dict[str, Range] = field(default_factory=dict)
     """Activation → its smallest and largest value; 16 bits need no narrower range."""
     layers: list[str] = field(default_factory=list)
-    """All layers that can be quantized, in graph order."""
     vanishing: dict[str, float] = field(default_factory=dict)
     """Tensor too small for integers → its largest absolute value."""
     float_operators: frozenset[str] = frozenset()

@@ -47,7 +47,6 @@ class RangeMonitor:
 
     observer: MinMaxObserver
     node: Node
-    """The observed node."""
     name: str
     """The user's module that makes the activation, the input, or a description of the tensor."""
     low: torch.Tensor | None = None

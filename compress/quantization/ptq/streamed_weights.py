@@ -435,7 +435,6 @@ class Piece(Settings):
     """What was written of one quantized piece."""
 
     recorded: dict[str, Any]
-    """What the quantizer has recorded so far."""
     files: dict[str, str]
     """File of its weights, and of what it gives to the next piece → its SHA-256."""
 

@@ -61,7 +61,6 @@ class WeightQuantizer:
     after_weight: Callable[[], None] | None = None
     """Called after each weight, such as to return memory to the system."""
     quantized: dict[str, int] = field(default_factory=dict)
-    """Number of quantized operators by kind."""
     left_float: dict[str, str] = field(default_factory=dict)
     """Module whose weight stayed float → why."""
     rescaled: set[str] = field(default_factory=set)

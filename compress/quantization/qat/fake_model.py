@@ -113,7 +113,6 @@ class ConvBnQat(nn.Module):
         self.operator, self.momentum, self.eps = operator, parameters.momentum, parameters.eps
         self.weight_grid, self.bias_grid = weight_grid, bias_grid
         self.frozen = FreezeFlag()
-        """Whether the statistics stay as they are."""
         weight_OI, mean_O = parameters.weight, parameters.mean
         self.weight = nn.Parameter(weight_OI.detach().clone(), weight_OI.requires_grad)
         for name, tensor, default in (

@@ -137,7 +137,6 @@ class FakeQuantize(ObserverBase):  # type: ignore[misc]  # torchao has no type i
         self.quant_min, self.quant_max = observer.quant_min, observer.quant_max
         self.learn_scale = learn_scale
         self.frozen = FreezeFlag()
-        """Whether the range stays as it is."""
         if learn_scale:
             self.log_scale = nn.Parameter(torch.zeros(channels))
         else:
