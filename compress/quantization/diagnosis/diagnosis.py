@@ -213,9 +213,10 @@ class QuantizationDiagnosis(LayerDiagnosis):
         """What each layer reads of the calibration sample."""
         found = {name: LayerEvidence() for name in self.switched.layers}
         batches = self.stage.calibration_data(self.model, self.context)
+        tap = _LayerTap(self.switched, found)
         with self.switched.in_float(self.switched.layers), torch.no_grad():
             for batch in islice(batches, CALIBRATION_BATCHES):
-                _LayerTap(self.switched, found).run(*batch.inputs)
+                tap.run(*batch.inputs)
         return found
 
     def ranked_parts(self) -> list[str]:
@@ -398,9 +399,10 @@ def collect_evidence(
     """
     found = {name: LayerEvidence() for name in switched.layers}
     generator = torch.Generator().manual_seed(seed)
+    run = _LayerTap(switched, found, rounds=True)
     with switched.in_float(switched.layers), torch.enable_grad():
         for batch in batches:
-            run = _LayerTap(switched, found, rounds=True)
+            run.probes.clear()
             outputs = run.run(*batch.inputs)
             objective: Any = 0.0
             for output in outputs if isinstance(outputs, tuple | list) else [outputs]:
