@@ -50,6 +50,7 @@ SAME_NUMBERS = {
     *(aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim),
     *(aten._assert_tensor_metadata.default, aten.flatten.using_ints),
 }
+"""Operators between an input of ids and the table that is looked up: they change no number."""
 # torch.export's error where a graph is valid for some sizes of an axis only, and the bound that it
 # suggests: both exist as text alone.
 SOME_SIZES = re.compile(r"in the specified range (\S.* )?satisfy the generated guard")
