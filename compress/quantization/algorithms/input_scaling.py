@@ -221,7 +221,7 @@ def smooth_(
     ]
     statistics: dict[Any, InputStatistics] = {}
 
-    def update(linear: Node, features: torch.Tensor, _: torch.Tensor) -> None:
+    def update(linear: Node, features: torch.Tensor) -> None:
         rows_NI = features.flatten(0, -2)
         low_I, high_I = rows_NI.amin(0), rows_NI.amax(0)
         own = statistics.setdefault(linear.args[0], InputStatistics(low_I, high_I))

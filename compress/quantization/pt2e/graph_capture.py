@@ -181,17 +181,17 @@ def tap_activations(
     graph: GraphModule,
     batches: Iterable[Batch],
     nodes: Collection[Node],
-    callback: Callable[[Node, torch.Tensor, torch.Tensor], None],
+    callback: Callable[[Node, torch.Tensor], None],
     keep_outputs: Callable[[Any], None] = lambda outputs: None,
 ) -> None:
     """Run batches through a graph, one at a time, and pass some of its operators to a callback.
 
-    The callback is called with the operator, its first input and its output; `keep_outputs` with
-    the graph's outputs for each batch.
+    The callback is called with the operator and its first input; `keep_outputs` with the graph's
+    outputs for each batch.
     """
 
     def observe(node: Node, source: Any, output: Any) -> Any:
-        callback(node, source, output)
+        callback(node, source)
         return output
 
     tap = NodeTap(graph, nodes, observe)

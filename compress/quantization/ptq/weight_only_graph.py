@@ -94,7 +94,8 @@ class WeightQuantizer:
             if is_excluded(node, self.exclude):
                 continue
             if node.target is LINEAR:
-                self._quantize_linear_(graph, node, second_moments.get(_input_name(node)))
+                moment_II = second_moments.get(node.all_input_nodes[0].name)
+                self._quantize_linear_(graph, node, moment_II)
             elif node.target is EMBEDDING and self.embeddings:
                 self._quantize_embedding_(graph, node)
             else:
@@ -160,8 +161,7 @@ class WeightQuantizer:
             parts = _register(graph, f"{table.target}_rows", packed, quantized)
             integers, scale, zero = (call(EMBEDDING, (part, node.args[1])) for part in parts)
             if self.embedding_bits == 4:
-                pairs = call(aten.stack.default, (_halves(graph, integers), -1))
-                in_row = call(aten.flatten.using_ints, (pairs, -2))
+                in_row = call(aten.flatten.using_ints, (_unpack(graph, integers), -2))
                 integers = call(aten.unflatten.int, (in_row, -1, [-1, group_size]))
                 scale, zero = (call(aten.unsqueeze.default, (part, -1)) for part in (scale, zero))
             floats = call(aten.to.dtype, (integers, torch.float32))
@@ -208,22 +208,17 @@ def input_second_moments(
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
 
-    def accumulate(linear: fx.Node, features: torch.Tensor, _: torch.Tensor) -> None:
-        name, rows_NI = _input_name(linear), features.flatten(0, -2).double()
+    def accumulate(linear: fx.Node, features: torch.Tensor) -> None:
+        name, rows_NI = linear.all_input_nodes[0].name, features.flatten(0, -2).double()
         product_II = rows_NI.T @ rows_NI
         sums[name] = sums[name].add_(product_II) if name in sums else product_II
         rows[name] = rows.get(name, 0) + len(rows_NI)
 
     linears = [node for node in graph.graph.nodes if node.target is LINEAR]
     # Layers that share an input share its moments.
-    one_per_input = {_input_name(linear): linear for linear in reversed(linears)}
+    one_per_input = {linear.all_input_nodes[0]: linear for linear in reversed(linears)}
     tap_activations(graph, batches, one_per_input.values(), accumulate, keep_outputs)
     return {name: total.div_(rows[name]) for name, total in sums.items()}
-
-
-def _input_name(linear: fx.Node) -> str:
-    source: Any = linear.args[0]
-    return str(source.name)
 
 
 def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx.Node:
@@ -232,7 +227,7 @@ def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx
     outputs, groups = weight.scale_OG.shape
     integers, scale, zero = _register(graph, name, pack(weight.integers_OI, weight.bits), weight)
     if weight.bits == 4:
-        integers = call(aten.stack.default, (_halves(graph, integers), -1))
+        integers = _unpack(graph, integers)
     in_groups = call(aten.view.default, (integers, [outputs, groups, -1]))
     floats = call(aten.to.dtype, (in_groups, torch.float32))
     zeros = call(aten.unsqueeze.default, (call(aten.to.dtype, (zero, torch.float32)), -1))
@@ -241,11 +236,11 @@ def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx
     return call(aten.view.default, (dequantized, [outputs, -1]))
 
 
-def _halves(graph: fx.GraphModule, integers: fx.Node) -> list[fx.Node]:
-    """Insert the unpacking of bytes into their lower and upper four bits."""
+def _unpack(graph: fx.GraphModule, integers: fx.Node) -> fx.Node:
+    """Insert the unpacking of bytes into pairs of their lower and upper four bits."""
     low = graph.graph.call_function(aten.bitwise_and.Scalar, (integers, 15))
     high = graph.graph.call_function(aten.bitwise_right_shift.Tensor_Scalar, (integers, 4))
-    return [low, high]
+    return graph.graph.call_function(aten.stack.default, ([low, high], -1))
 
 
 def _round_activations(graph: fx.GraphModule, features: fx.Node, group_size: int) -> fx.Node:
