@@ -402,7 +402,6 @@ def collect_evidence(
     run = _LayerTap(switched, found, rounds=True)
     with switched.in_float(switched.layers), torch.enable_grad():
         for batch in batches:
-            run.probes.clear()
             outputs = run.run(*batch.inputs)
             objective: Any = 0.0
             for output in outputs if isinstance(outputs, tuple | list) else [outputs]:
@@ -415,6 +414,9 @@ def collect_evidence(
                 if probe.grad is not None:
                     rows = (probe.grad * error).flatten(1).sum(1) if error.dim() > 1 else error
                     found[name].effect += float(rows.double().square().sum())
+            # A tap is in a cycle with its method: what it holds would stay until it is collected.
+            run.probes.clear()
+            run.env.clear()
     return found
 
 

@@ -136,6 +136,7 @@ class PrecisionConverter:
             return value
 
         run = NodeTap(graph, graph.graph.nodes, observe)
+        run.extra_traceback = False  # fx would append its node to the message of StageFailed
         return run
 
     def choose(self, graph: fx.GraphModule) -> set[fx.Node]:
@@ -212,6 +213,7 @@ def convert_precision(
         return value
 
     check = NodeTap(graph, graph.graph.nodes, refuse_nan)
+    check.extra_traceback = False  # as above
     with torch.inference_mode():
         for batch in batches:
             check.run(*batch.inputs)

@@ -163,7 +163,6 @@ class NodeTap(fx.Interpreter):
         self, graph: GraphModule, nodes: Iterable[Node], observe: Callable[[Node, Any, Any], Any]
     ) -> None:
         super().__init__(graph)
-        self.extra_traceback = False  # fx would append its node to the message of StageFailed
         self._nodes, self._observe = frozenset(nodes), observe
 
     def run_node(self, n: Node) -> Any:
