@@ -74,7 +74,10 @@ def _without_compiling() -> Iterator[None]:
 
 
 def count_graph_weights(program: torch.export.ExportedProgram) -> int:
-    """Count parameters and the integers that quantization made of them, but no scales."""
+    """Count a graph's weights: parameters, and the integer tensors that quantization made of them.
+
+    Scales and zero points (and BatchNorm statistics) are not weights.
+    """
     inputs = program.graph_signature
     by_placeholder = {
         **inputs.inputs_to_parameters,

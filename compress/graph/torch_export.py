@@ -352,7 +352,11 @@ def copy_plain_records(reader: PT2ArchiveReader, file: Path) -> None:
 
 
 def load_program(file: Path) -> ExportedProgram:
-    """Load a program without running code from the file; ArtifactInvalid if it has any."""
+    """Load a program without running code from the file.
+
+    ArtifactInvalid where it is truncated, or where a record or a string in it is anything but plain
+    data: see :mod:`compress.checkpoint.pt2_safety`.
+    """
     refuse_bomb(file)
     content = file.read_bytes()
     try:

@@ -312,7 +312,10 @@ class AccuracyLoss:
 
 
 class SensitivityMeter:
-    """Compares graphs with a float model on every other sample of `val`; the others confirm."""
+    """Compares graphs with a float model on one half of `val`; the other is for the result alone.
+
+    Halves are every other sample, as `val` may be sorted by class.
+    """
 
     def __init__(self, model: Artifact, context: Context, sensitivity: str) -> None:
         """Measure the float model; StageFailed where there is no data, or no metric of it."""

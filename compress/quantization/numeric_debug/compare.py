@@ -34,7 +34,7 @@ from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
 from compress.quantization.pt2e.graph_capture import NodeTap, module_names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from torch import nn
 
@@ -94,27 +94,18 @@ def compare(
     names_in_graph = {name for node in graph.graph.nodes for name in module_names(node)}
     reference = LayerOutputRecorder(module, {name for name, _ in layers.values()}, names_in_graph)
     indices, batch_size = _sample(signature, context, samples, one_by_one=one_by_one)
-    rows = batch_size or SEEDED_ROWS
-    seeded = COMPARED_BATCHES * (SEEDED_ROWS if one_by_one and batch_size == 1 else 1)
-    total = len(indices) or seeded * len(signature.example(batch=rows)[0])
-
-    def batches() -> Iterator[tuple[Tensors, Targets | None]]:
-        data, size = context.data, batch_size
-        if not indices or data is None:
-            for i in range(seeded):
-                yield signature.example(batch=rows, seed=context.seed + i), None
-            return
-        if size is None:  # as many as fit
-            (sample,) = data.read("val", indices[:1], 1)
-            reference(*sample.inputs)
-            of_one = sum(output.nbytes for output in reference.outputs.values())
-            size = max(1, min(LARGEST_BATCH, MAX_BYTES // max(of_one, 1)))
-        for batch in data.read("val", indices, size):
-            yield batch.inputs, batch.target
-
+    batches: Iterable[tuple[Tensors, Targets | None]]
+    if indices:
+        total = len(indices)
+        batches = _batches_of_val(reference, indices, batch_size, context)
+    else:
+        rows = batch_size or SEEDED_ROWS
+        seeded = COMPARED_BATCHES * (SEEDED_ROWS if one_by_one and batch_size == 1 else 1)
+        total = seeded * len(signature.example(batch=rows)[0])
+        batches = ((signature.example(rows, context.seed + i), None) for i in range(seeded))
     result = _Comparison(signature, context)
     with torch.inference_mode(), plain_attention():
-        for inputs, target in batches():
+        for inputs, target in batches:
             expected = reference(*inputs)
             common = (graph, layers, reference.outputs)
             as_run = compare_layers(*common, result.layers, inputs, replace=False)
@@ -122,6 +113,20 @@ def compare(
             compare_layers(*common, result.own, inputs, replace=True)
             context.progress("compare with the float model", result.samples, total)
     return result.fidelity()
+
+
+def _batches_of_val(
+    reference: LayerOutputRecorder, indices: list[int], size: int | None, context: Context
+) -> Iterator[tuple[Tensors, Targets | None]]:
+    """Yield samples in batches of a size, or else of as many as their layers' outputs allow."""
+    data = context.need_data("val")
+    if size is None:
+        (sample,) = data.read("val", indices[:1], 1)
+        reference(*sample.inputs)
+        of_one = sum(output.nbytes for output in reference.outputs.values())
+        size = max(1, min(LARGEST_BATCH, MAX_BYTES // max(of_one, 1)))
+    for batch in data.read("val", indices, size):
+        yield batch.inputs, batch.target
 
 
 def compare_outputs(

@@ -45,7 +45,7 @@ class QuantizeStatic(CalibratedStage):
         - stage: quantize_static
           observer: percentile
           percentile: 99.9
-          bias_correction: true
+          calibration_samples: 256
     """
 
     stage: Literal["quantize_static"] = "quantize_static"
