@@ -314,7 +314,7 @@ def source_counts(model: Artifact) -> dict[str, int | None]:
 
 def graph_facts(model: Artifact, program: ExportedProgram, title: str) -> dict[str, Any]:
     """Return what a file from a model's graph records of it: counts, operators, axes' limits."""
-    from compress.graph.axis_bounds import input_limit_facts
+    from compress.graph.torch_export import input_limit_facts
 
     nodes = program.graph_module.graph.nodes
     operators = Counter(str(node.target) for node in nodes if node.op == "call_function")

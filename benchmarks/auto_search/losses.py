@@ -28,7 +28,7 @@ from compress.graph.torch_export import export_program
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.masked_equivalence import sliced_copy
-from compress.quantization.mixed_precision.bit_candidates import weighted_layers as layers_of_module
+from compress.quantization.mixed_precision.bit_search import weighted_layers as layers_of_module
 from compress.quantization.ptq.calibrate import convert
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from compress.data.loader_config import Loading
 from compress.data.splits import Splits
 from compress.data.targets import describe
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """Example inputs: one tensor, several in order, or by the names of forward's parameters."""
 SPLITS = ("train", "val", "validation", "test", "calibration", "unlabelled")
@@ -48,14 +45,10 @@ def make_splits(
 ) -> Splits | None:
     """Return splits of data in memory; None without data.
 
-    Args:
-        data: splits, a mapping of them, or one dataset, which becomes `train`.
-        parameters: parameters of the model's forward; columns of a Hugging Face dataset that are
-            neither among them nor labels are left out.
-        **splits: datasets by the name of their split; they go before those of `data`.
-
-    Raises:
-        PipelineInvalid: something is no data, or the loaders collate in different ways.
+    `data` are splits, a mapping of them, or one dataset, which becomes `train`; datasets given by
+    the name of their split go before them. Columns of a Hugging Face dataset that are neither
+    labels nor `parameters` of the model's forward are left out. PipelineInvalid where something is
+    no data, or the loaders collate in different ways.
     """
     if isinstance(data, Splits):
         if any(value is not None for value in splits.values()):
@@ -80,17 +73,10 @@ def make_splits(
 
 def _collate_reference(loaders: Sequence[DataLoader[Any]], count: int) -> str | None:
     """Return a reference to the loaders' own way to collate; None if it is torch's."""
-    own: list[Callable[..., Any]] = []
-    for loader in loaders:
-        if loader.collate_fn is not default_collate and loader.collate_fn not in own:
-            own.append(loader.collate_fn)
+    own = [x.collate_fn for x in loaders if x.collate_fn is not default_collate]
     if not own:
         return None
-    if (
-        len(own) > 1
-        or len(loaders) < count
-        or any(x.collate_fn is default_collate for x in loaders)
-    ):
+    if len(own) < count or any(each != own[0] for each in own):
         raise PipelineInvalid("the splits are collated in different ways; give all one collate_fn")
     return register(own[0], getattr(own[0], "__name__", type(own[0]).__name__))
 
@@ -122,11 +108,7 @@ def as_dataset(data: Any, parameters: Sequence[str] = ()) -> Dataset[Any]:
 
 
 def _chosen_rows(loader: DataLoader[Any], dataset: Dataset[Any]) -> Dataset[Any]:
-    """Return the rows that a loader's sampler chooses, in the dataset's order.
-
-    Raises:
-        PipelineInvalid: it draws rows repeatedly, or divides them among processes.
-    """
+    """Return the rows that a loader's sampler chooses once each, in the dataset's order."""
     sampler: Any = loader.batch_sampler or loader.sampler
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
@@ -188,28 +170,13 @@ class _Columns(Dataset[Any]):
         return {LABELS if c == "label" else c: torch.as_tensor(row[c]) for c in self.kept}
 
 
-def with_splits(
-    model: Any,
-    data: Any,
-    example_inputs: Inputs | None = None,
-    reads: Any = Artifact,
-    **splits: Any,
-) -> tuple[Artifact, Splits | None]:
-    """Return a model as :func:`as_artifact` does, and its data as splits; None without any."""
-    names = forward_names(model)
-    made = make_splits(data, parameters=names, **splits)
-    return as_artifact(model, made, example_inputs, reads), made
-
-
 def as_artifact(
     model: Any, data: Splits | None, example_inputs: Inputs | None = None, reads: Any = Artifact
 ) -> Artifact:
     """Return a model as an artifact of a type that a stage reads; artifacts are returned as is.
 
-    Raises:
-        PipelineInvalid: it is no model, or of a kind that the stage does not read, or there are
-            neither data nor inputs to infer its signature from.
-        ArtifactInvalid: the module cannot be copied, or answers otherwise when built again.
+    PipelineInvalid where it is no model, or of a kind that the stage does not read, or neither data
+    nor inputs show its signature; ArtifactInvalid where the module cannot be copied.
     """
     if isinstance(model, GraphModel) and not isinstance(model, reads):
         return as_artifact_of_graph(model.program(), model.signature)
@@ -263,10 +230,7 @@ def _same(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
 
 
 def _signature(
-    data: Splits | None,
-    parameters: list[str],
-    inputs: Inputs | None,
-    float_dtype: str = "float32",
+    data: Splits | None, parameters: list[str], inputs: Inputs | None, float_dtype: str = "float32"
 ) -> Signature:
     if inputs is not None:
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs

@@ -130,7 +130,6 @@ def _run_stage(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Any:
-    """Run a stage with settings on a model and data in memory."""
     # The functions' signatures are wanted by help and completion before torch is.
     import torch
 
@@ -139,7 +138,7 @@ def _run_stage(
     from compress.core.objectives.loss import Loss
     from compress.core.objectives.task import task_named
     from compress.core.progress import show_bars
-    from compress.functional.in_memory import as_artifact, with_splits
+    from compress.functional.in_memory import as_artifact, forward_names, make_splits
 
     name = str(stage.model_fields["stage"].default)
     if file is not None:
@@ -157,9 +156,9 @@ def _run_stage(
             return f"{name}: {dotted(place)}" if place else name
 
         raise PipelineInvalid(explain(error, settings, stage, describe)) from None
-    source, splits = with_splits(
-        model, data, example_inputs, stage.reads(), train=train, val=val, calibration=calibration
-    )
+    given = {"train": train, "val": val, "calibration": calibration}
+    splits = make_splits(data, parameters=forward_names(model), **given)
+    source = as_artifact(model, splits, example_inputs, stage.reads())
     others: dict[str, Artifact] = {}
     if isinstance(teacher, torch.nn.Module | Artifact):
         others["teacher"] = as_artifact(teacher, splits, example_inputs)
@@ -167,8 +166,7 @@ def _run_stage(
         names, dtypes = zip(*((x.name, x.dtype) for x in source.signature.inputs), strict=True)
         splits = replace(splits, input_names=names, input_dtypes=dtypes)
     loss_name = register(task_loss, "loss") if callable(task_loss) else task_loss
-    loss = Loss(loss_name, task=task_named(task))
-    loss = loss.infer_targets(splits)
+    loss = Loss(loss_name, task=task_named(task)).infer_targets(splits)
     context = Context(
         root=temporary_folder() / name if out is None else Path(out),
         data=splits,
@@ -188,8 +186,11 @@ def _run_stage(
             name,
             out,
         )
-    if file is not None:
-        _copy_payload(artifact, file)
+    if file is not None:  # the one to deploy, and those that it refers to by name: large weights
+        for part in artifact.model_files:
+            target = file if part == artifact.payload_name else file.parent / part
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(artifact.path / part, target)
     return artifact
 
 
@@ -204,12 +205,3 @@ def _target(name: str, file: Any) -> Path:
     except (TypeError, ValueError, OSError) as error:
         raise PipelineInvalid(f"{name}: file: {first_line(error)}") from error
     return path
-
-
-def _copy_payload(artifact: Artifact, file: Path) -> None:
-    """Copy the file to deploy, and those that it refers to by name, such as large weights."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for name in artifact.model_files:
-        target = file if name == artifact.payload_name else file.parent / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(artifact.path / name, target)

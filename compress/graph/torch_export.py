@@ -1,8 +1,4 @@
-"""torch.export programs: traced from modules, saved reproducibly, loaded without running code.
-
-:func:`load_program` loads a file only after every record and every string in it was found to be
-plain data: see :mod:`compress.checkpoint.pt2_safety`.
-"""
+"""torch.export programs: traced from modules, saved reproducibly, loaded without running code."""
 
 from __future__ import annotations
 
@@ -21,26 +17,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
 from torch import nn
+from torch._decomp import decompositions
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.pt2_archive import PT2ArchiveReader
+from torch.export.pt2_archive._package import load_pt2
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._sympy.numbers import int_oo
 
 from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, find_code
 from compress.checkpoint.safe_zip import refuse_bomb
+from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import copy_module, flatten_outputs, plain_attention
-from compress.graph.axis_bounds import trace
+from compress.common.signature import TABLE_ROWS
 from compress.graph.library_cache import cached_deserialization, patched_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch.export import ExportedProgram
+    from torch.export import Dim, ExportedProgram
 
     from compress.common.signature import Signature
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+SAME_NUMBERS = {
+    *(aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default),
+    *(aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim),
+    *(aten._assert_tensor_metadata.default, aten.flatten.using_ints),
+}
+"""Operators between an input of ids and the table that is looked up: they change no number."""
+# torch.export's error where a graph is valid for some sizes of an axis only, and the bound that it
+# suggests: both exist as text alone.
+SOME_SIZES = re.compile(r"in the specified range (\S.* )?satisfy the generated guard")
+LARGEST = re.compile(r"^ *(\w+) = Dim\('\1', (?:min=\d+, )?max=(\d+)\)$", re.MULTILINE)
 
 TORCH, OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 LOOP = re.compile(r"(for|while)\b|.*\brange\(")
@@ -49,11 +63,8 @@ LOOP = re.compile(r"(for|while)\b|.*\brange\(")
 def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     """Trace a module in eval mode, unchanged, into an ATen graph whose named axes are dynamic.
 
-    An axis that the model's code bounds, as a table of positions does, is dynamic up to that size.
-    Outputs are flattened into the order of the signature.
-
-    Raises:
-        StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
+    An axis that the model's code bounds, as a table of positions does, is dynamic up to that size;
+    StageFailed where the code fixes it. Outputs are flattened into the order of the signature.
     """
     inputs = signature.example()
     module = without_parametrizations(module)
@@ -67,14 +78,130 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         # LSTM and GRU have a second list of their weights, which tracing swaps and restores.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
         try:
-            flat = with_flat_outputs(module, inputs)
-            first = next(iter(inspect.signature(flat.forward).parameters.values()), None)
-            is_var = first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
-            var_positional = first.name if first is not None and is_var else ""
-            return trace(flat, inputs, signature, var_positional=var_positional)
+            return trace(with_flat_outputs(module, inputs), inputs, signature)
         except Exception as error:
             reason = _explain_failure(error, locations)
             raise StageFailed(f"torch.export cannot trace the model: {reason}") from error
+
+
+def trace(
+    module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature
+) -> ExportedProgram:
+    """Trace a module with the signature's axes dynamic, up to the size that its code supports."""
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+
+    def export(limits: dict[str, int], *, checks: bool = False) -> ExportedProgram:
+        shapes: Any = dynamic_shapes(signature, limits)
+        if first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL:
+            shapes = {first.name: shapes}
+        count("traces")
+        return torch.export.export(
+            module,
+            tuple(inputs),
+            dynamic_shapes=shapes,
+            prefer_deferred_runtime_asserts_over_guards=checks,
+        )
+
+    with any_sequence_length():
+        try:
+            return export({})
+        except torch._dynamo.exc.UserError as error:
+            if not SOME_SIZES.search(str(error)):
+                raise
+            limits = {axis: int(most) for axis, most in LARGEST.findall(str(error))}
+        limits.pop(signature.batch_axis or "", None)  # no model means a bound of its batch
+        # Guards such as (width - 1) // 2 + 1 != 1, which torch.export cannot solve for a range,
+        # become runtime assertions.
+        return export(limits, checks=True)
+
+
+@contextlib.contextmanager
+def any_sequence_length() -> Iterator[None]:
+    """Let fake tensors pass recurrent layers without the loop over the steps.
+
+    Only for traces that keep these layers as nodes: decomposed, they would have the right shapes
+    and meaningless values.
+    """
+    # PyTorch infers the output shapes of `aten.lstm`, `aten.gru` and the like by running the loop
+    # over the steps, which fixes their number; but the shapes follow from those of the states.
+    compute_layer: Any = decompositions.one_layer_rnn
+    select_lstm: Any = decompositions.select_one_layer_lstm_function
+
+    def one_layer_rnn(inp: torch.Tensor, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if isinstance(inp, FakeTensor):
+            return _repeat_over_steps(hidden, inp), hidden.clone()
+        return compute_layer(inp, hidden, *rest, **more)
+
+    def one_layer_lstm(
+        inp: torch.Tensor, hidden: tuple[torch.Tensor, ...], *_: Any, **__: Any
+    ) -> Any:
+        return _repeat_over_steps(hidden[0], inp), tuple(state.clone() for state in hidden)
+
+    def select(inp: torch.Tensor, hx: Any, params: Any) -> Any:
+        return one_layer_lstm if isinstance(inp, FakeTensor) else select_lstm(inp, hx, params)
+
+    with (
+        patched_attribute(decompositions, "one_layer_rnn", one_layer_rnn),
+        patched_attribute(decompositions, "select_one_layer_lstm_function", select),
+    ):
+        yield
+
+
+def _repeat_over_steps(state_BH: torch.Tensor, inputs_TBI: torch.Tensor) -> torch.Tensor:
+    return state_BH.expand(inputs_TBI.shape[0], *state_BH.shape).clone()
+
+
+def dynamic_shapes(
+    signature: Signature, limits: dict[str, int] | None = None
+) -> tuple[dict[int, Dim] | None, ...]:
+    """Return the dynamic axes of each input, as torch.export's ``dynamic_shapes``."""
+    sizes = {}
+    for name in signature.dynamic_axes:
+        declared = signature.bounds(name)
+        bounds = [size for size in (declared.max, (limits or {}).get(name)) if size is not None]
+        # torch.export assumes sizes of at least 2.
+        smallest = declared.min if declared.min > 1 else None
+        sizes[name] = torch.export.Dim(name, min=smallest, max=min(bounds, default=None))
+    return tuple(
+        {axis: sizes[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
+        for spec in signature.inputs
+    )
+
+
+def axis_limits(program: ExportedProgram, signature: Signature) -> dict[str, int]:
+    """Return the largest size of each dynamic axis that is bounded, as the graph has it."""
+    inputs = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    limits = {}
+    for spec, name in zip(signature.inputs, program.graph_signature.user_inputs, strict=True):
+        for axis, size in zip(spec.shape, inputs[str(name)].meta["val"].shape, strict=True):
+            if isinstance(axis, str) and isinstance(size, torch.SymInt):
+                bounds = program.range_constraints.get(size.node.expr)
+                if bounds is not None and bounds.upper is not int_oo and bounds.upper < 2**31:
+                    limits[axis] = int(bounds.upper)
+    return limits
+
+
+def input_limit_facts(program: ExportedProgram, signature: Signature, title: str) -> dict[str, Any]:
+    """Return what a graph's inputs are limited to, as an artifact's facts.
+
+    These are the largest sizes of axes, of which the undeclared are logged as the stage `title`,
+    and the rows of the tables that ids look up.
+    """
+    limits = axis_limits(program, signature)
+    for axis, largest in limits.items():
+        if largest != signature.bounds(axis).max:
+            logger.info("%s: the model's code takes %s of at most %d", title, axis, largest)
+    inputs = dict(zip(program.graph_signature.user_inputs, signature.inputs, strict=True))
+    rows: dict[str, int] = {}
+    for node in program.graph.find_nodes(op="call_function", target=aten.embedding.default):
+        table, ids = node.args[:2]
+        while ids.op == "call_function" and ids.target in SAME_NUMBERS:
+            ids = ids.args[0]
+        if ids.name in inputs:
+            name, length = inputs[ids.name].name, int(table.meta["val"].shape[0])
+            rows[name] = min(rows.get(name, length), length)
+    facts = {"axis_limits": limits, TABLE_ROWS: rows}
+    return {name: found for name, found in facts.items() if found}
 
 
 def without_parametrizations(module: nn.Module) -> nn.Module:
@@ -156,9 +283,7 @@ def has_integer_operators(graph: torch.fx.Graph) -> bool:
 def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:
     """Return the module, wrapped if it returns anything but a tensor or a tuple of tensors."""
     output = module(*inputs)
-    tensors: Sequence[object] = output if type(output) is tuple else (output,)
-    is_flat = all(isinstance(t, torch.Tensor) for t in tensors)
-    if is_flat:
+    if all(isinstance(t, torch.Tensor) for t in (output if type(output) is tuple else (output,))):
         return module
     flat = FlatOutputs(module)
     flat.training = False  # not by `eval`, which modules of programs refuse
@@ -227,13 +352,11 @@ def copy_plain_records(reader: PT2ArchiveReader, file: Path) -> None:
 
 
 def load_program(file: Path) -> ExportedProgram:
-    """Load a program that :func:`save_program` wrote, without running code from the file.
+    """Load a program without running code from the file.
 
-    Raises:
-        ArtifactInvalid: the file is truncated, or holds anything but tensors and a graph.
+    ArtifactInvalid where it is truncated, or where a record or a string in it is anything but plain
+    data: see :mod:`compress.checkpoint.pt2_safety`.
     """
-    from torch.export.pt2_archive._package import load_pt2
-
     refuse_bomb(file)
     content = file.read_bytes()
     try:

@@ -15,7 +15,7 @@ from compress.export.common.macs import count_macs, operator_of
 from compress.export.common.targets import SIGNED_8_BITS, refuse_unrolled_rnn
 from compress.export.executorch.runtime import quiet_library
 from compress.export.parity.bisect import module_of
-from compress.graph.axis_bounds import trace
+from compress.graph.torch_export import trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

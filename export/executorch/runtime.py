@@ -17,7 +17,7 @@ import torch
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.signature import AxisBounds
 from compress.export.common.batches import in_parts, refuse_misfit
-from compress.graph.axis_bounds import axis_limits
+from compress.graph.torch_export import axis_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

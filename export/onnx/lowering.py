@@ -34,9 +34,8 @@ from compress.export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
 from compress.export.onnx.passes.rnn import lower_quantized_rnns_
 from compress.export.onnx.passes.stored_integers import INT4_OPSET, has_four_bit_weights
 from compress.export.onnx.passes.zero_pads import fold_zero_pads_
-from compress.graph.axis_bounds import dynamic_shapes
 from compress.graph.library_cache import cached_composite_ops, patched_attribute
-from compress.graph.rnn import any_sequence_length
+from compress.graph.torch_export import any_sequence_length, dynamic_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

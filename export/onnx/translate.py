@@ -19,8 +19,7 @@ from compress.export.common.targets import NO_BFLOAT16
 from compress.export.onnx.lowering import innermost_reason, lower
 from compress.export.onnx.passes.float_layers import has_weights_of
 from compress.export.onnx.proto_io import read
-from compress.graph.axis_bounds import input_limit_facts
-from compress.graph.torch_export import with_flat_outputs
+from compress.graph.torch_export import input_limit_facts, with_flat_outputs
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.signature import OutputSpec, Signature
 from compress.common.tensor_difference import largest, relative_error
-from compress.graph.axis_bounds import trace
+from compress.graph.torch_export import trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -40,7 +40,7 @@ from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.quantization.mixed_precision.bit_candidates import weighted_layers as layers_of_module
+from compress.quantization.mixed_precision.bit_search import weighted_layers as layers_of_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

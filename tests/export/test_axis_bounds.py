@@ -13,7 +13,7 @@ from compress.core.context import Context
 from compress.export.exported_program import ExportProgram
 from compress.export.parity import compare
 from compress.export.tensorrt.runtime import sizes_of
-from compress.graph.axis_bounds import axis_limits
+from compress.graph.torch_export import axis_limits
 from compress.serve.worker.tensors import check
 from tests.export.builders import network_of
 

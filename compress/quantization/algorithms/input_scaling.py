@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from compress.quantization.algorithms.weight_rounding import round_to_nearest
-from compress.quantization.numeric_debug.activation_tap import sample_rows, tap_activations
 from compress.quantization.pt2e.graph_capture import (
     is_excluded,
     module_of,
     readers_of,
     replace_value_,
+    sample_rows,
+    tap_activations,
     value_of,
 )
 from compress.quantization.pt2e.quantizer import LINEAR, is_constant, is_float, is_sequence_linear
@@ -61,7 +62,7 @@ class SharedInputGroup:
         return torch.cat([value_of(graph, cast("Node", linear.args[1])) for linear in self.linears])
 
     def absorbers(self, graph: GraphModule) -> list[Node]:
-        """Return the constants whose scaling scales the input; empty where others read it too."""
+        """Return the constants that scale the input; empty where others read it or them too."""
         if set(self.source.users) - set(self.linears):
             return []
         constants = _scaling_constants(self.source)
@@ -70,8 +71,7 @@ class SharedInputGroup:
     def divide_input_(self, graph: GraphModule, scale_I: torch.Tensor) -> set[str]:
         """Divide the input channel by channel, and multiply the weights; outputs stay the same.
 
-        Returns:
-            Modules before it that absorbed the division: their outputs now have other scales.
+        Returns the modules before it that absorbed the division: their outputs have other scales.
         """
         for linear in self.linears:
             weight = cast("Node", linear.args[1])
@@ -133,21 +133,18 @@ def bypass_copies_(graph: GraphModule) -> None:
 
 def _scaling_constants(node: Node) -> list[Node]:
     """Return the constants whose scaling scales a tensor's channels; empty where there are none."""
+    operands: Sequence[Any] = ()
     if node.target is aten.mul.Tensor:
         constants = [a for a in node.args if is_constant(a) and a.meta["val"].dim() == 1]
         return [c for c in constants if len(c.meta["val"]) == node.meta["val"].shape[-1]][:1]
     if node.target in NORMS:
-        operands = [node.args[index] for index in NORMS[node.target] if len(node.args) > index]
-        per_channel = len(node.args[1]) == 1  # type: ignore[arg-type]  # normalized_shape
-        return _if_all_constant(operands) if per_channel else []
-    layer: Any = _value_projection(node) or node
-    if layer.target is aten.relu.default and len(layer.args[0].users) == 1:
-        layer = layer.args[0]
-    return _if_all_constant(layer.args[1:]) if layer.target is LINEAR else []
-
-
-def _if_all_constant(operands: Sequence[Any]) -> list[Node]:
-    """Return a weight and perhaps a bias, or nothing where one of them is computed."""
+        if len(node.args[1]) == 1:  # type: ignore[arg-type]  # normalized_shape: of channels alone
+            operands = [node.args[index] for index in NORMS[node.target] if len(node.args) > index]
+    else:
+        layer: Any = _value_projection(node) or node
+        if layer.target is aten.relu.default and len(layer.args[0].users) == 1:
+            layer = layer.args[0]
+        operands = layer.args[1:] if layer.target is LINEAR else ()
     present = [operand for operand in operands if operand is not None]
     return present if all(map(is_constant, present)) else []
 
@@ -211,11 +208,8 @@ def smooth_(
 
     `smoothing` is a strength for all, or `auto`: each group's own, where one is worth it. Where
     activations are float between layers, as with ranges found at run time, a multiplication may be
-    inserted anywhere.
-
-    Returns:
-        First module of each group of layers that was smoothed → its strength; and the modules whose
-        outputs have other scales.
+    inserted anywhere. Returns the strength by the first module of each group of layers that was
+    smoothed, and the modules whose outputs have other scales.
     """
     strengths, rescaled = {}, set[str]()
     bypass_copies_(graph)
@@ -225,7 +219,18 @@ def smooth_(
         # Elsewhere the input is quantized, and a multiplication would make it float.
         if float_between_layers or is_sequence_linear(group.linears[0]) or group.absorbers(graph)
     ]
-    statistics = collect_statistics(graph, groups, batches) if groups else {}
+    statistics: dict[Any, InputStatistics] = {}
+
+    def update(linear: Node, features: torch.Tensor) -> None:
+        rows_NI = features.flatten(0, -2)
+        low_I, high_I = rows_NI.amin(0), rows_NI.amax(0)
+        own = statistics.setdefault(linear.args[0], InputStatistics(low_I, high_I))
+        own.low_I, own.high_I = torch.minimum(own.low_I, low_I), torch.maximum(own.high_I, high_I)
+        if sum(map(len, own.rows)) < ROWS:
+            own.rows.append(sample_rows(rows_NI, ROWS_PER_BATCH))
+
+    if groups:
+        tap_activations(graph, batches, [group.linears[0] for group in groups], update)
     for group in groups:
         weight_OI, inputs = group.weight_OI(graph), statistics[group.source]
         if isinstance(smoothing, float):
@@ -241,24 +246,6 @@ def smooth_(
     return strengths, rescaled
 
 
-def collect_statistics(
-    graph: GraphModule, groups: Sequence[SharedInputGroup], batches: Iterable[Batch]
-) -> dict[Node, InputStatistics]:
-    """Run batches through a graph, and return the statistics of each group's input."""
-    statistics: dict[Node, InputStatistics] = {}
-
-    def update(linear: Node, features: torch.Tensor, _: torch.Tensor) -> None:
-        rows_NI = features.flatten(0, -2)
-        low_I, high_I = rows_NI.amin(0), rows_NI.amax(0)
-        own = statistics.setdefault(linear.args[0], InputStatistics(low_I, high_I))  # type: ignore[arg-type]
-        own.low_I, own.high_I = torch.minimum(own.low_I, low_I), torch.maximum(own.high_I, high_I)
-        if sum(map(len, own.rows)) < ROWS:
-            own.rows.append(sample_rows(rows_NI, ROWS_PER_BATCH))
-
-    tap_activations(graph, batches, [group.linears[0] for group in groups], update)
-    return statistics
-
-
 def channel_scales(
     weight_OI: torch.Tensor, largest_I: torch.Tensor, strength: float
 ) -> torch.Tensor:
@@ -272,10 +259,7 @@ def channel_scales(
 def best_strength(
     weight_OI: torch.Tensor, inputs: InputStatistics, scheme: Scheme, worth: float
 ) -> float:
-    """Return the smallest strength that is about the best, or 0 where none is worth it.
-
-    The error must fall by `worth` decibels.
-    """
+    """Return the smallest strength near the best; 0 if the error falls by less than `worth` dB."""
     rows_NI = torch.cat(inputs.rows)
     expected_NO = rows_NI @ weight_OI.T
 
@@ -325,11 +309,8 @@ def awq_(
     """Divide inputs of linear layers and multiply their weights; outputs stay the same.
 
     `second_moments` are by the name of the tensor that layers read: means of the products of its
-    channels. Modules that match `exclude` stay as they are.
-
-    Returns:
-        First module of each group of layers that was scaled → the exponent; and the modules whose
-        outputs have other scales.
+    channels. Modules that match `exclude` stay as they are. Returns the exponent by the first
+    module of each group of layers that was scaled, and the modules whose outputs have other scales.
     """
     exponents, rescaled = {}, set[str]()
 

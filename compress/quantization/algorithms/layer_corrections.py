@@ -19,17 +19,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from compress.quantization.numeric_debug.activation_tap import sample_rows
-from compress.quantization.pt2e.graph_capture import module_of
+from compress.quantization.pt2e.graph_capture import (
+    fake_quantize,
+    module_of,
+    replace_value_,
+    sample_rows,
+)
 from compress.quantization.pt2e.observer_ranges import (
     bias_of,
     layers_of,
-    set_bias_,
+    observer_of,
     set_weight_,
-    weight_observer_of,
+    skip_observers,
     weight_of,
 )
-from compress.quantization.pt2e.partial_graph import fake_quantize
 from compress.quantization.pt2e.quantizer import CONVOLUTIONS, LINEAR
 
 if TYPE_CHECKING:
@@ -47,10 +50,7 @@ RELU = torch.ops.aten.relu.default
 
 
 def equalize_(prepared: GraphModule) -> list[str]:
-    """Scale the channels between neighbouring convolutions; return each pair's first module.
-
-    Its outputs have other scales then; the model's stay the same.
-    """
+    """Scale channels between neighbouring convolutions; return modules whose outputs it scales."""
     layers = layers_of(prepared)
     pairs: list[tuple[Node, Node]] = []
     for layer in layers:
@@ -64,28 +64,23 @@ def equalize_(prepared: GraphModule) -> list[str]:
             pairs.append((before, layer))
     for _ in range(SWEEPS):
         for before, after in pairs:
-            _equalize_pair_(prepared, before, after)
+            weight, next_weight = weight_of(prepared, before), weight_of(prepared, after)
+            bias_O = bias_of(prepared, before)
+            outputs, inputs = next_weight.shape[:2]
+            groups = groups_of(after)
+            # Groups by outputs by inputs by kernel positions.
+            by_input = next_weight.reshape(groups, outputs // groups, inputs, -1)
+            range_O = weight.flatten(1).abs().amax(1)
+            next_range_O = by_input.abs().amax((1, 3)).flatten()
+            # Makes both ranges their geometric mean; channels that are always 0 or never read stay.
+            scale_O = (range_O / next_range_O).sqrt()
+            scale_O = scale_O.where((range_O > 0) & (next_range_O > 0), torch.ones(()))
+            set_weight_(prepared, before, weight / scale_O.view(-1, *[1] * (weight.dim() - 1)))
+            if bias_O is not None:
+                replace_value_(prepared, skip_observers(before.args[2]), bias_O / scale_O)
+            scaled = by_input * scale_O.view(groups, 1, inputs, 1)
+            set_weight_(prepared, after, scaled.reshape(next_weight.shape))
     return [module_of(before) or before.name for before, _ in pairs]
-
-
-def _equalize_pair_(prepared: GraphModule, before: Node, after: Node) -> None:
-    """Divide a layer's output channels, and multiply the next layer's input channels."""
-    weight, next_weight = weight_of(prepared, before), weight_of(prepared, after)
-    bias_O = bias_of(prepared, before)
-    outputs, inputs = next_weight.shape[:2]
-    groups = groups_of(after)
-    # Groups by outputs by inputs by kernel positions.
-    by_input = next_weight.reshape(groups, outputs // groups, inputs, -1)
-    range_O = weight.flatten(1).abs().amax(1)
-    next_range_O = by_input.abs().amax((1, 3)).flatten()
-    # Makes both ranges their geometric mean; channels that are always 0 or never read stay.
-    scale_O = (range_O / next_range_O).sqrt()
-    scale_O = scale_O.where((range_O > 0) & (next_range_O > 0), torch.ones(()))
-    set_weight_(prepared, before, weight / scale_O.view(-1, *[1] * (weight.dim() - 1)))
-    if bias_O is not None:
-        set_bias_(prepared, before, bias_O / scale_O)
-    scaled = by_input * scale_O.view(by_input.shape[0], 1, by_input.shape[2], 1)
-    set_weight_(prepared, after, scaled.reshape(next_weight.shape))
 
 
 aten = torch.ops.aten
@@ -101,19 +96,6 @@ class InputMoments:
 
     yy_GII: torch.Tensor  # noqa: N815 - the letters name the axes
     xy_GII: torch.Tensor  # noqa: N815
-
-    @classmethod
-    def from_pairs(cls, pairs: InputPairs, layer: Node, kernel: Sequence[int]) -> InputMoments:
-        """Average over all rows of a layer's inputs."""
-        sums, rows = [torch.zeros(()).double()] * 2, 0
-        for float_input, quantized_input in pairs:
-            x_GNI, y_GNI = (
-                input_rows(layer, values, kernel) for values in (float_input, quantized_input)
-            )
-            parts = [y_GNI.mT @ y_GNI, x_GNI.mT @ y_GNI]
-            sums = [total + part.double() for total, part in zip(sums, parts, strict=True)]
-            rows += x_GNI.shape[1]
-        return cls(*(total / rows for total in sums))
 
 
 def weight_matrix(layer: Node, weight: torch.Tensor) -> torch.Tensor:
@@ -176,11 +158,18 @@ LEARNING_RATE = 0.1
 
 def adaround_(prepared: GraphModule, layer: Node, pairs: InputPairs, steps: int) -> float:
     """Round a layer's weight adaptively in a calibrated graph; return the share not to nearest."""
-    weight, observer = weight_of(prepared, layer), weight_observer_of(prepared, layer)
+    weight, observer = weight_of(prepared, layer), observer_of(prepared, layer.args[1])
     scale_O, _ = observer.calculate_qparams()
     weight_GOI = weight_matrix(layer, weight)
     scale_GO1 = scale_O.view(*weight_GOI.shape[:2], 1)
-    moments = InputMoments.from_pairs(pairs, layer, weight.shape[2:])
+    yy_GII = xy_GII = torch.zeros(()).double()
+    rows = 0
+    for both in pairs:
+        x_GNI, y_GNI = (input_rows(layer, values, weight.shape[2:]) for values in both)
+        yy_GII = yy_GII + (y_GNI.mT @ y_GNI).double()
+        xy_GII = xy_GII + (x_GNI.mT @ y_GNI).double()
+        rows += x_GNI.shape[1]
+    moments = InputMoments(yy_GII / rows, xy_GII / rows)
     limits = observer.quant_min, observer.quant_max
     integers_GOI = round_adaptively(weight_GOI, scale_GO1, limits, moments, steps)
     # Conversion rounds these values to nearest, which gives the same integers.
@@ -254,7 +243,7 @@ def correct_bias_(
     if bias_O is None:
         return
     operator: Any = layer.target
-    quantized = fake_quantize(weight_observer_of(prepared, layer), weight_of(prepared, layer))
+    quantized = fake_quantize(observer_of(prepared, layer.args[1]), weight_of(prepared, layer))
     shift_O, count = torch.zeros_like(bias_O, dtype=torch.float64), 0
     for float_input, quantized_input in pairs:
         expected = operator(float_input, weight, None, *layer.args[3:])
@@ -262,4 +251,6 @@ def correct_bias_(
         by_channel = shift.movedim(-1 if layer.target is LINEAR else 1, 0).flatten(1)
         shift_O += by_channel.double().sum(1)  # float32 would lose digits over many rows
         count += by_channel.shape[1]
-    set_bias_(prepared, layer, bias_O + (shift_O / count).to(bias_O.dtype))
+    replace_value_(
+        prepared, skip_observers(layer.args[2]), bias_O + (shift_O / count).to(bias_O.dtype)
+    )

@@ -80,14 +80,6 @@ VALUES, OUTPUT = "v_proj", "o_proj"
 """Names of an attention's layers that compute its values, and read their weighted sums."""
 
 
-class ValueHeads(NamedTuple):
-    """The layers of an attention between which a rotation of each head's values cancels out."""
-
-    values: str
-    output: str
-    head_size: int
-
-
 class ResidualStream(NamedTuple):
     """The modules that write and read a decoder's residual stream, by name."""
 
@@ -100,7 +92,9 @@ class ResidualStream(NamedTuple):
     """Linear layers whose outputs are added to it."""
     norms: Mapping[str, float]
     """RMSNorm → what it adds to its weight before it multiplies: 1 in Gemma, elsewhere 0."""
-    heads: tuple[ValueHeads, ...]
+    heads: tuple[tuple[str, str, int], ...]
+    """Layers of an attention, which compute and read its values, and channels of a head: between
+    them a rotation of each head's values cancels out."""
     tied: tuple[str, ...]
     """Weights of readers that are those of a table, too."""
 
@@ -108,11 +102,7 @@ class ResidualStream(NamedTuple):
 def residual_stream(
     module: nn.Module, weights: Weights, inputs: Sequence[torch.Tensor]
 ) -> ResidualStream:
-    """Find a decoder's residual stream in a forward pass.
-
-    Raises:
-        StageFailed: a part of it is none that a rotation can be folded into.
-    """
+    """Find a decoder's residual stream in a forward pass; StageFailed if it cannot be rotated."""
     called: dict[str, Any] = {}
     norm_of_output: dict[int, str] = {}
     kept_alive: list[Any] = []  # or another tensor could get the memory of one that was freed
@@ -178,18 +168,12 @@ def residual_stream(
 
 
 def rotated_weights(
-    stream: ResidualStream,
-    weights: Weights,
-    rotation: Rotation,
-    of_values: Sequence[Rotation] = (),
+    stream: ResidualStream, weights: Weights, rotation: Rotation, of_values: Sequence[Rotation] = ()
 ) -> dict[str, torch.Tensor | StoredTensor]:
     """Return all weights, rotated when they are read, one tensor in memory at a time.
 
-    Args:
-        stream: what the rotations are folded into.
-        weights: the model's state dict, which may be on disk.
-        rotation: that of the residual stream.
-        of_values: that of the values of every head, for each attention; or none.
+    `weights`, the model's state dict, may be on disk. `of_values` are the rotations of the values
+    of every head, for each attention; or none.
     """
     changes: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
 
@@ -257,7 +241,7 @@ def _offset(name: str, norm: Any, weights: Weights) -> float:
 
 def _value_heads(
     module: nn.Module, readers: Mapping[str, str], writers: Sequence[str]
-) -> list[ValueHeads]:
+) -> list[tuple[str, str, int]]:
     """Return the attentions whose values can be rotated, head by head."""
     found = []
     for name, part in module.named_modules():
@@ -267,7 +251,7 @@ def _value_heads(
             layers = (module.get_submodule(values), module.get_submodule(output))
             sizes = (layers[0].out_features, layers[1].in_features)
             if not any(number % size for number in sizes):  # type: ignore[operator]
-                found.append(ValueHeads(values, output, size))
+                found.append((values, output, size))
     return found
 
 

@@ -61,14 +61,11 @@ def grouped(weight_OI: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def in_parts(
-    quantize: Callable[[torch.Tensor], QuantizedWeight], weight_OI: torch.Tensor
+    quantize: Callable[..., QuantizedWeight], weight_OI: torch.Tensor, *sizes: int, **options: bool
 ) -> QuantizedWeight:
-    """Quantize a weight some outputs at a time, so that memory stays flat however many there are.
-
-    Outputs do not depend on each other.
-    """
+    """Quantize some outputs at a time, as none depends on another, so that memory stays flat."""
     rows = max(1, LARGEST_PART // weight_OI.shape[1])
-    parts = [quantize(part_OI) for part_OI in torch.split(weight_OI, rows)]
+    parts = [quantize(part_OI, *sizes, **options) for part_OI in torch.split(weight_OI, rows)]
     if len(parts) == 1:
         return parts[0]
     return QuantizedWeight(
@@ -141,46 +138,30 @@ def gptq(
     moment_II = second_moment_II.double()
     order_I = moment_II.diagonal().argsort(descending=True, stable=True)
     inverse_II = inverse_hessian_factor(moment_II[order_I[:, None], order_I])
-    return in_parts(
-        lambda part_OI: _gptq(
-            part_OI, bits, group_size, moment_II, order_I, inverse_II, symmetric=symmetric
-        ),
-        weight_OI,
-    )
 
+    def quantize(weight_OI: torch.Tensor) -> QuantizedWeight:
+        weight_OI = weight_OI.double()
+        grouped_OGS = grouped(weight_OI, weight_OI.shape[1] // group_size)
+        scale_OG, zero_OG = _least_error_qparams(grouped_OGS, moment_II.diagonal(), bits, symmetric)
+        integers_OI = torch.empty_like(weight_OI, dtype=torch.uint8)
+        remaining_OI, places = weight_OI[:, order_I], order_I.tolist()
+        for begin in range(0, len(places), LAZY_INPUTS):
+            end = min(begin + LAZY_INPUTS, len(places))
+            error_OL = torch.empty(len(weight_OI), end - begin, dtype=torch.float64)
+            for step in range(begin, end):
+                group = places[step] // group_size
+                scale_O, zero_O = scale_OG[:, group], zero_OG[:, group]
+                integers_O = _quantize(remaining_OI[:, step], scale_O, zero_O, bits)
+                quantized_O = (integers_O.double() - zero_O) * scale_O
+                error_O = (remaining_OI[:, step] - quantized_O) / inverse_II[step, step]
+                next_L = slice(step + 1, end)
+                remaining_OI[:, next_L] -= error_O[:, None] * inverse_II[step, next_L]
+                error_OL[:, step - begin] = error_O
+                integers_OI[:, places[step]] = integers_O
+            remaining_OI[:, end:].addmm_(error_OL, inverse_II[begin:end, end:], alpha=-1)
+        return QuantizedWeight(integers_OI, scale_OG.float(), zero_OG.to(torch.uint8), bits)
 
-def _gptq(
-    weight_OI: torch.Tensor,
-    bits: int,
-    group_size: int,
-    moment_II: torch.Tensor,
-    order_I: torch.Tensor,
-    inverse_II: torch.Tensor,
-    *,
-    symmetric: bool,
-) -> QuantizedWeight:
-    """Quantize some outputs of a weight, given the order of the inputs and the inverse Hessian."""
-    weight_OI = weight_OI.double()
-    groups = weight_OI.shape[1] // group_size
-    grouped_OGS = grouped(weight_OI, groups)
-    scale_OG, zero_OG = _least_error_qparams(grouped_OGS, moment_II.diagonal(), bits, symmetric)
-    integers_OI = torch.empty_like(weight_OI, dtype=torch.uint8)
-    remaining_OI, places = weight_OI[:, order_I], order_I.tolist()
-    for begin in range(0, len(places), LAZY_INPUTS):
-        end = min(begin + LAZY_INPUTS, len(places))
-        error_OL = torch.empty(len(weight_OI), end - begin, dtype=torch.float64)
-        for step in range(begin, end):
-            group = places[step] // group_size
-            scale_O, zero_O = scale_OG[:, group], zero_OG[:, group]
-            integers_O = _quantize(remaining_OI[:, step], scale_O, zero_O, bits)
-            quantized_O = (integers_O.double() - zero_O) * scale_O
-            error_O = (remaining_OI[:, step] - quantized_O) / inverse_II[step, step]
-            next_L = slice(step + 1, end)
-            remaining_OI[:, next_L] -= error_O[:, None] * inverse_II[step, next_L]
-            error_OL[:, step - begin] = error_O
-            integers_OI[:, places[step]] = integers_O
-        remaining_OI[:, end:].addmm_(error_OL, inverse_II[begin:end, end:], alpha=-1)
-    return QuantizedWeight(integers_OI, scale_OG.float(), zero_OG.to(torch.uint8), bits)
+    return in_parts(quantize, weight_OI)
 
 
 def _least_error_qparams(
@@ -220,10 +201,7 @@ def pack(integers_OI: torch.Tensor, bits: int) -> torch.Tensor:
 def _qparams(
     grouped_OGS: torch.Tensor, bits: int, symmetric: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero point of each group, whose range includes 0.
-
-    Symmetric ones have the zero point in the middle, `2**(bits - 1)`.
-    """
+    """Return scale and zero point of each group, whose range includes 0."""
     low = grouped_OGS.amin(-1).clamp(max=0)
     high = grouped_OGS.amax(-1).clamp(min=0)
     if symmetric:

@@ -6,13 +6,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import BeforeValidator, Field, PlainSerializer, WrapValidator
 
 from compress.common.config import Settings
 
@@ -64,14 +58,11 @@ PATTERNS: dict[Target, Patterns] = {
 
 
 WeightBits = Literal[4, 7, 8]
-ActivationBits = Literal[8, 16]
 WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
 Rounding = Literal["nearest", "adaround"]
-Smoothing = Annotated[
-    Literal["auto", "off"] | Annotated[float, Field(gt=0, lt=1)],
-    # YAML 1.1 reads off as False.
-    BeforeValidator(lambda value: "off" if value is False else value),
-]
+FALSE_IS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""For settings that may be `off`, which YAML 1.1 reads as False."""
+Smoothing = Annotated[Literal["auto", "off"] | Annotated[float, Field(gt=0, lt=1)], FALSE_IS_OFF]
 BuiltInObserver = Literal["minmax", "moving_average", "histogram", "percentile", "entropy", "mse"]
 
 OBSERVER_ENTRY_POINTS = "compress.observers"
@@ -84,14 +75,13 @@ def added_observers() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=OBSERVER_ENTRY_POINTS)}
 
 
-def _accept_added(value: object, built_in: ValidatorFunctionWrapHandler) -> object:
-    is_added = isinstance(value, str) and value in added_observers()
-    return value if is_added else built_in(value)
-
-
 Observer = Annotated[
     BuiltInObserver,
-    WrapValidator(_accept_added),
+    WrapValidator(
+        lambda value, built_in: (
+            value if isinstance(value, str) and value in added_observers() else built_in(value)
+        )
+    ),
     PlainSerializer(str),  # pydantic's own warns of a name that the literal lacks
 ]
 """Name of a built-in observer, or of one that an installed package adds."""
@@ -102,13 +92,10 @@ class IntegerFormat(Settings):
 
     dtype: Literal["uint8", "uint16", "int8"]
     quant_min: int
-    """Smallest integer used."""
     quant_max: int
-    """Largest integer used."""
-    symmetric: bool
+    symmetric: bool = False
     """Whether the zero point is fixed to 0."""
-    per_channel: bool
-    """Whether each output channel has its own scale."""
+    per_channel: bool = False
 
 
 class Scheme(Settings):
@@ -126,20 +113,14 @@ def scheme_for(target: Target, weight_bits: int = 8, activation_bits: int = 8) -
 
     Weights of fewer bits are stored in 8; with 16-bit activations runtimes multiply in float.
     """
-    if target in SIGNED_ACTIVATIONS:
-        half = 2 ** (activation_bits - 1)
+    # x86 multiplies unsigned activations by signed weights in one instruction (VNNI's vpdpbusd);
+    # with signed ones onnxruntime leaves about half of the convolutions in float (12 of 21 in a
+    # ResNet-20).
+    activations = unsigned_format(activation_bits)
+    if target == "xnnpack" or target in SIGNED_ACTIVATIONS:
         activations = IntegerFormat(
-            dtype="int8", quant_min=-half, quant_max=half - 1, symmetric=True, per_channel=False
+            dtype="int8", quant_min=-128, quant_max=127, symmetric=target != "xnnpack"
         )
-    elif target == "xnnpack":
-        activations = IntegerFormat(
-            dtype="int8", quant_min=-128, quant_max=127, symmetric=False, per_channel=False
-        )
-    else:
-        # x86 multiplies unsigned activations by signed weights in one instruction (VNNI's
-        # vpdpbusd); with signed ones onnxruntime leaves about half of the convolutions in float
-        # (12 of 21 in a ResNet-20).
-        activations = unsigned_format(activation_bits)
     return Scheme(
         activations=activations,
         weights=_signed_per_channel(weight_bits),
@@ -154,14 +135,7 @@ def unsigned_format(bits: int) -> IntegerFormat:
         dtype="uint8" if bits <= 8 else "uint16",
         quant_min=0,
         quant_max=2**bits - 1,
-        symmetric=False,
-        per_channel=False,
     )
-
-
-def activation_dtypes(target: Target, activation_bits: int = 8) -> frozenset[str]:
-    """Return the integer type of a target's activations, for checks before anything runs."""
-    return frozenset({scheme_for(target, activation_bits=activation_bits).activations.dtype})
 
 
 def require_16_bit_kernels(setting: str, target: Target, remedy: str) -> None:

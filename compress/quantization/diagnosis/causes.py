@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
     from compress.quantization.diagnosis.diagnosis import (
         LayerEvidence,
-        QuantizationDiagnosis,
         RequantizationDiagnosis,
+        Rounded,
+        RoundingSwitch,
     )
-    from compress.quantization.diagnosis.rounding_switches import Rounded
+    from compress.quantization.diagnosis.diagnosis import QuantizationDiagnosis as Diagnosis
 
-    Refused = RefusedStage[QuantizationDiagnosis]
+    Switches = list[RoundingSwitch]
+    MeasureLayer = Callable[[Diagnosis, str, Switches], float | None]
+    Refused = RefusedStage[Diagnosis]
     Requantized = RefusedStage[RequantizationDiagnosis]
     Range = tuple[torch.Tensor, torch.Tensor]
     Changes = tuple[tuple[dict[str, Any], int], ...]
@@ -42,21 +45,23 @@ def _cause(
     text: str,
     settings: Changes = (),
     *,
-    of_layer: Callable[[QuantizationDiagnosis, str], float | None] | None = None,
+    of_layer: MeasureLayer | None = None,
     mended_range: Callable[[LayerEvidence, Range], Range | None] | None = None,
     weights_in_float: bool = False,
     more: Callable[[Refused], list[Repair]] | None = None,
 ) -> Cause:
     """Return a cause in what a layer of an integer model reads, of `quantize_static`.
 
-    `of_layer` measures a layer; without it, the weights of all guilty layers are. `mended_range` is
-    an activation's without the cause, given that of the calibration sample.
+    `of_layer` measures a layer, given the switches of what it reads; without it, the weights of all
+    guilty layers are. `mended_range` is an activation's without the cause, given that of the
+    calibration sample.
     """
 
     def measure(refused: Refused, layer: str) -> float | None:
-        if of_layer is None:
-            return None if layer else _share_of_weights(refused, refused.layers)
-        return of_layer(refused.measured, layer) if layer else None
+        if not layer:
+            return None if of_layer else _share_of_weights(refused, refused.layers)
+        switches = refused.measured.switched.activation_switches(layer)
+        return of_layer(refused.measured, layer, switches) if of_layer else None
 
     def recovered_share(refused: Refused, layers: Sequence[str]) -> float | None:
         if of_layer is None:
@@ -81,7 +86,12 @@ def _cause(
     def repairs(refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
         """Return changes of the settings, then formats of more bits, then float layers."""
         own = refused.stage.own_settings()
-        found = [Repair(_complete(change, own), cost) for change, cost in settings]
+        found = []
+        for change, cost in settings:
+            # The share of an observer goes with the observer that it was for.
+            is_left = own["observer"] == "percentile" and "percentile" not in change
+            share = {"percentile": None} if "observer" in change and is_left else {}
+            found.append(Repair({**change, **share}, cost))
         found += more(refused) if more else []
         of_layers = refused.measured.switched.modules
         if modules := sorted({of_layers[name] for name in layers if of_layers.get(name)}):
@@ -104,12 +114,6 @@ def _cause(
     )
 
 
-def _complete(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without the share of an observer that they replace."""
-    replaces = own["observer"] == "percentile" and "percentile" not in settings
-    return {**settings, "percentile": None} if "observer" in settings and replaces else settings
-
-
 def _share_of_weights(refused: Refused, layers: Sequence[str]) -> float | None:
     """Return the share of the loss that returns with these weights in float."""
     measured, known = refused.measured, refused.measured.weights_returned
@@ -122,10 +126,10 @@ def _share_of_weights(refused: Refused, layers: Sequence[str]) -> float | None:
     return known[tuple(layers)]
 
 
-def _share_cut_off(measured: QuantizationDiagnosis, layer: str) -> float | None:
+def _share_cut_off(measured: Diagnosis, layer: str, switches: Switches) -> float | None:
     """Return the share of values outside of the chosen range, if calibration saw wider ones."""
     shares = []
-    for switch in measured.switched.activation_switches(layer):
+    for switch in switches:
         (low, high), (least, most) = switch.chosen_range(), switch.observed_range()
         # Less than a hundredth is how the ends fall on whole steps.
         if least < low - 0.01 * (high - low) or most > high + 0.01 * (high - low):
@@ -133,17 +137,12 @@ def _share_cut_off(measured: QuantizationDiagnosis, layer: str) -> float | None:
     return max(shares, default=None)
 
 
-def _all_values(evidence: LayerEvidence, observed: Range) -> Range:
-    low, high = evidence.extremes()
-    return torch.minimum(observed[0], low), torch.maximum(observed[1], high)
-
-
-def _outlier_ratio(measured: QuantizationDiagnosis, layer: str) -> float | None:
+def _outlier_ratio(measured: Diagnosis, layer: str, switches: Switches) -> float | None:
     """Return by how many times few values widen the range: on `val`, or of calibration."""
-    ranges = [s.observed_range() for s in measured.switched.activation_switches(layer)]
     inner = measured.calibrated[layer].inner_width()
-    if not ranges or inner <= 0:
+    if not switches or inner <= 0:
         return None
+    ranges = [switch.observed_range() for switch in switches]
     widest = max(max(high, 0.0) - min(low, 0.0) for low, high in ranges)
     return max(measured.evidence[layer].outlier_ratio(), widest / inner)
 
@@ -153,37 +152,22 @@ def _all_but_outliers(evidence: LayerEvidence, observed: Range) -> Range:
     return low.float(), high.float()
 
 
-def _channel_ratio(measured: QuantizationDiagnosis, layer: str) -> float | None:
-    """Return the widest channel's range over the median one's."""
-    if not measured.switched.activation_switches(layer):
-        return None
-    return measured.evidence[layer].channel_ratio()
-
-
-def _share_beyond_sample(measured: QuantizationDiagnosis, layer: str) -> float | None:
-    """Return the share of values on `val` beyond the extremes of the calibration sample."""
-    evidence, switches = measured.evidence[layer], measured.switched.activation_switches(layer)
-    return max((evidence.share_outside(*s.observed_range()) for s in switches), default=None)
+def _sample_width(measured: Diagnosis, layer: str, switches: Switches) -> float | None:
+    """Return the width of the middle values of the calibration sample over that on `val`."""
+    width = measured.evidence[layer].inner_width()
+    return measured.calibrated[layer].inner_width() / width if switches and width > 0 else None
 
 
 def _larger_sample(refused: Refused) -> list[Repair]:
     """Return larger calibration samples, where there are more."""
     stage: Any = refused.stage
-    data: Any = refused.context.data
+    data = refused.context.data
     if data is None:
         return []
-    available = len(data.split(data.calibration_split))
+    available = len(data.split(data.calibration_split))  # type: ignore[arg-type]
     drawn = stage.available_samples(data)
     wanted = sorted({min(2 * drawn, available), available})
     return [Repair({"calibration_samples": n}, 0) for n in wanted if n > drawn]
-
-
-def _sample_width(measured: QuantizationDiagnosis, layer: str) -> float | None:
-    """Return the width of the middle values of the calibration sample over that on `val`."""
-    width = measured.evidence[layer].inner_width()
-    if not measured.switched.activation_switches(layer) or width <= 0:
-        return None
-    return measured.calibrated[layer].inner_width() / width
 
 
 STATIC_CAUSES = (
@@ -194,7 +178,10 @@ STATIC_CAUSES = (
         "range cut off ({value:.1%} of the values are outside; limit {limit:.0%})",
         (({"observer": "minmax"}, 0), ({"observer": "mse"}, 0)),
         of_layer=_share_cut_off,
-        mended_range=_all_values,
+        mended_range=lambda evidence, observed: (
+            torch.minimum(observed[0], evidence.extremes()[0]),
+            torch.maximum(observed[1], evidence.extremes()[1]),
+        ),
     ),
     # The calibration sample has smaller values than those of use.
     _cause(
@@ -202,7 +189,10 @@ STATIC_CAUSES = (
         0.005,
         "calibration sample unlike val ({value:.1%} of the values are beyond all of the sample's; "
         "limit {limit:.1%})",
-        of_layer=_share_beyond_sample,
+        of_layer=lambda measured, layer, switches: max(
+            (measured.evidence[layer].share_outside(*s.observed_range()) for s in switches),
+            default=None,
+        ),
         mended_range=lambda evidence, _: evidence.extremes(),
         more=_larger_sample,
     ),
@@ -213,7 +203,9 @@ STATIC_CAUSES = (
         16.0,
         "one scale for unlike channels (ranges differ {value:.3g}-fold; limit {limit:g})",
         (({"equalize": True}, 0), ({"smooth": "auto"}, 1), ({"rounding": "adaround"}, 0)),
-        of_layer=_channel_ratio,
+        of_layer=lambda measured, layer, switches: (
+            measured.evidence[layer].channel_ratio() if switches else None
+        ),
         mended_range=lambda evidence, _: evidence.channel_ranges(),
         weights_in_float=True,
     ),
@@ -254,7 +246,7 @@ STATIC_CAUSES = (
         0.5,
         "mean shifted (the error's mean is {value:.2g} of its deviation; limit {limit:g})",
         (({"bias_correction": True}, 0), ({"rounding": "adaround"}, 0)),
-        of_layer=lambda measured, layer: measured.evidence[layer].shift(),
+        of_layer=lambda measured, layer, _: measured.evidence[layer].shift(),
     ),
 )
 """Where two of them explain as much, the one that stands first is named first."""

@@ -1,33 +1,36 @@
 """Which layers of a quantized model lose accuracy, and what is measured of each.
 
+Putting a layer back to float alone tells what it costs, and needs no conversion: every place where
+the integer graph rounds has a switch, which belongs to the layer that reads the rounded value.
 Letters: C channels, N all values of a channel.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from compress.common.forward import torch_predictor
 from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
-from compress.quantization.diagnosis.rounding_switches import ALL, RoundingSwitch, SwitchedGraph
-from compress.quantization.numeric_debug.activation_tap import NodeTap, sample_rows
 from compress.quantization.numeric_debug.sqnr import LARGEST_DB, Deviation
+from compress.quantization.pt2e.graph_capture import NodeTap, fake_quantize, module_of, sample_rows
+from compress.quantization.pt2e.observer_ranges import observed, observer_of, skip_observers
 from compress.quantization.pt2e.observers import Histogram
-from compress.quantization.pt2e.quantizer import CONVOLUTIONS
+from compress.quantization.pt2e.quantizer import CLAMPS, CONVOLUTIONS, EMBEDDING, WEIGHTED
 from compress.quantization.stages.base import FIDELITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
-    from compress.quantization.diagnosis.rounding_switches import Rounded
 
 EVIDENCE_SAMPLES, EVIDENCE_BATCH = 128, 32
 """Samples on which layers are measured, and how many of them at once."""
@@ -37,6 +40,150 @@ CHANNEL_QUANTILE = 0.95
 """The range of a channel leaves out its largest values: a few outliers are another cause."""
 MAX_VALUES = 4096
 """Values of a channel in a batch of which quantiles are taken."""
+
+Rounded = Literal["activation", "weight", "bias"]
+ALL: tuple[Rounded, ...] = ("activation", "weight", "bias")
+OPERAND: dict[int, Rounded] = {1: "weight", 2: "bias"}
+"""What the operands of a layer are, by position; the first is an activation."""
+
+
+class RoundingSwitch(nn.Module):
+    """Rounds a tensor to the integers of an observer while it is on."""
+
+    def __init__(self, observer: Any, rounds: Rounded, *, is_constant: bool) -> None:
+        """Take the range of a calibrated observer; a constant is rounded once."""
+        super().__init__()
+        self.observer, self.rounds, self.is_constant = observer, rounds, is_constant
+        self.is_on = True
+        self.low_high: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Ends of another range than the observer's, to find out what it would cost; of each
+        channel, where they have the shape of one."""
+        self._rounded: torch.Tensor | None = None
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values, rounded while the switch is on."""
+        return self.round(values) if self.is_on else values
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the rounded values, whether the switch is on or not."""
+        if self.is_constant:
+            if self._rounded is None:
+                self._rounded = fake_quantize(self.observer, values)
+            return self._rounded
+        low, high = self.observer.quant_min, self.observer.quant_max
+        scale, zero = self.observer.calculate_qparams()
+        if self.low_high is not None:
+            least, largest = self.low_high
+            least, largest = least.clamp(max=0), largest.clamp(min=0)
+            scale = ((largest - least) / (high - low)).clamp(min=torch.finfo(torch.float32).tiny)
+            # `tiny`: the scale of an empty range would be 0, and all values NaN.
+            zero = low - (least / scale).round()
+        rounded: torch.Tensor = ((values / scale + zero).round_().clamp_(low, high) - zero) * scale
+        return rounded
+
+    def observed_range(self) -> tuple[float, float]:
+        """Return the smallest and the largest value of the calibration sample."""
+        return float(self.observer.min_val.min()), float(self.observer.max_val.max())
+
+    def chosen_range(self) -> tuple[float, float]:
+        """Return the values that the smallest and the largest integer stand for."""
+        scale, zero = (float(part) for part in self.observer.calculate_qparams())
+        ends = self.observer.quant_min, self.observer.quant_max
+        return (ends[0] - zero) * scale, (ends[1] - zero) * scale
+
+
+@dataclass
+class SwitchedGraph:
+    """A calibrated graph with a switch before each operator that reads rounded numbers."""
+
+    graph: fx.GraphModule
+    switches: dict[str, list[RoundingSwitch]]
+    """Layer → its switches, in graph order. An operator without weights, such as an addition, is a
+    layer of its own: `add of layers.3`."""
+    operators: dict[str, fx.Node]
+    """Layer → the operator that reads what these switches round; a layer that is called more than
+    once has its first."""
+    modules: dict[str, str] = field(default_factory=dict)
+    """Layer → the user's module, as `exclude` takes it; of layers with weights alone."""
+
+    @classmethod
+    def from_prepared(cls, prepared: fx.GraphModule) -> SwitchedGraph:
+        """Replace the observers of a calibrated graph, which is changed, by switches."""
+        switches: dict[str, list[RoundingSwitch]] = defaultdict(list)
+        operators: dict[str, fx.Node] = {}
+        modules: dict[str, str] = {}
+        observers = [node for node in prepared.graph.nodes if node.op == "call_module"]
+        for node in observers:
+            source = skip_observers(node)
+            is_constant, observer = source.op == "get_attr", observer_of(prepared, node)
+            for reader in list(node.users):
+                if reader in observers:  # of other bits: its own switch rounds
+                    continue
+                operator, rounds = _operator_and_operand(reader, node)
+                name = _layer_name(operator)
+                switch = RoundingSwitch(observer, rounds, is_constant=is_constant)
+                target = f"rounding_{sum(map(len, switches.values()))}"
+                prepared.add_submodule(target, switch)
+                with prepared.graph.inserting_before(reader):
+                    call = prepared.graph.call_module(target, (observed(node),))
+                call.meta = dict(source.meta)
+                reader.replace_input_with(node, call)
+                switches[name].append(switch)
+                operators.setdefault(name, operator)
+                if operator.target in {*WEIGHTED, EMBEDDING} and module_of(operator):
+                    modules[name] = module_of(operator)
+        for node in reversed(observers):
+            for reader in list(node.users):
+                reader.replace_input_with(node, observed(node))
+            prepared.graph.erase_node(node)
+        prepared.recompile()
+        # Switches were made in the order of observers; messages name layers in that of the graph.
+        places = {node: i for i, node in enumerate(prepared.graph.nodes)}
+        order = sorted(switches, key=lambda name: places[operators[name]])
+        return cls(prepared, {name: switches[name] for name in order}, operators, modules)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All layers that round something, in graph order."""
+        return tuple(self.switches)
+
+    @contextmanager
+    def in_float(
+        self, layers: Collection[str], rounds: Collection[Rounded] = ALL
+    ) -> Iterator[fx.GraphModule]:
+        """Provide the graph with some layers in float; or only their operands in `rounds`."""
+        off = [s for name in layers for s in self.switches[name] if s.rounds in rounds]
+        for switch in off:
+            switch.is_on = False
+        try:
+            yield self.graph
+        finally:
+            for switch in off:
+                switch.is_on = True
+
+    def activation_switches(self, layer: str) -> list[RoundingSwitch]:
+        """Return the switches of what a layer reads; none where that is float anyway."""
+        return [switch for switch in self.switches[layer] if switch.rounds == "activation"]
+
+
+def _operator_and_operand(reader: fx.Node, node: fx.Node) -> tuple[fx.Node, Rounded]:
+    """Return the operator that a rounded value belongs to, and what it is to it."""
+    if reader.op == "output":  # belongs to what made it
+        source = skip_observers(node)
+        return (source.args[0] if source.target in CLAMPS else source), "activation"
+    if reader.target in WEIGHTED:
+        position = next(i for i, operand in enumerate(reader.args) if operand is node)
+        return reader, OPERAND.get(position, "activation")
+    return reader, "weight" if reader.target is EMBEDDING else "activation"
+
+
+def _layer_name(operator: fx.Node) -> str:
+    module = module_of(operator)
+    if operator.target in {*WEIGHTED, EMBEDDING}:
+        weight = operator.args[0 if operator.target is EMBEDDING else 1]
+        return module or str(skip_observers(weight).target)
+    kind = str(operator.target).split(".")[1] if "." in str(operator.target) else operator.name
+    return f"{kind} of {module or 'the model'}"
 
 
 @dataclass(eq=False)
@@ -64,8 +211,13 @@ class QuantizationDiagnosis(LayerDiagnosis):
     @cached_property
     def calibrated(self) -> dict[str, LayerEvidence]:
         """What each layer reads of the calibration sample."""
+        found = {name: LayerEvidence() for name in self.switched.layers}
         batches = self.stage.calibration_data(self.model, self.context)
-        return collect_inputs(self.switched, islice(batches, CALIBRATION_BATCHES))
+        tap = _LayerTap(self.switched, found)
+        with self.switched.in_float(self.switched.layers), torch.no_grad():
+            for batch in islice(batches, CALIBRATION_BATCHES):
+                tap.run(*batch.inputs)
+        return found
 
     def ranked_parts(self) -> list[str]:
         """Return the layers, those first whose error changes the outputs most."""
@@ -170,8 +322,7 @@ class LayerEvidence:
         self.own.add(expected, actual)
         error_CN = (actual - expected).double().movedim(axis, 0).flatten(1)
         self.errors = _combined(torch.add, self.errors, error_CN.sum(1))
-        squares_C = error_CN.square().sum(1)
-        self.squared_errors = _combined(torch.add, self.squared_errors, squares_C)
+        self.squared_errors = _combined(torch.add, self.squared_errors, error_CN.square().sum(1))
         self.error_count += error_CN.shape[1]
 
     def channel_ratio(self) -> float:
@@ -197,8 +348,7 @@ class LayerEvidence:
         # The ends of a range of 255 steps are rounded to a step's fraction.
         slack = 1e-3 * (high - low)
         below, up_to = self.values.count_below(torch.tensor([low - slack, high + slack])).tolist()
-        own_low, own_high = map(float, self.extremes())
-        total = self.values.total
+        (own_low, own_high), total = map(float, self.extremes()), self.values.total
         below = 0.0 if own_low >= low - slack else below
         up_to = float(total) if own_high <= high + slack else up_to
         return 1 - (up_to - below) / total if total else 0.0
@@ -249,13 +399,12 @@ def collect_evidence(
     """
     found = {name: LayerEvidence() for name in switched.layers}
     generator = torch.Generator().manual_seed(seed)
+    run = _LayerTap(switched, found, rounds=True)
     with switched.in_float(switched.layers), torch.enable_grad():
         for batch in batches:
-            run = _EvidenceRun(switched, found)
             outputs = run.run(*batch.inputs)
-            flat = outputs if isinstance(outputs, tuple | list) else [outputs]
             objective: Any = 0.0
-            for output in flat:
+            for output in outputs if isinstance(outputs, tuple | list) else [outputs]:
                 if isinstance(output, torch.Tensor) and output.requires_grad:
                     signs = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
                     objective = objective + (signs * output).sum()
@@ -265,53 +414,37 @@ def collect_evidence(
                 if probe.grad is not None:
                     rows = (probe.grad * error).flatten(1).sum(1) if error.dim() > 1 else error
                     found[name].effect += float(rows.double().square().sum())
+            # A tap is in a cycle with its method: what it holds would stay until it is collected.
+            run.probes.clear()
+            run.env.clear()
     return found
 
 
-def collect_inputs(switched: SwitchedGraph, batches: Iterable[Batch]) -> dict[str, LayerEvidence]:
-    """Run batches through a graph in float, and measure what each layer reads alone."""
-    found = {name: LayerEvidence() for name in switched.layers}
-    with switched.in_float(switched.layers), torch.no_grad():
-        for batch in batches:
-            _InputRun(switched, found).run(*batch.inputs)
-    return found
+class _LayerTap(NodeTap):
+    """Runs the float graph and adds up what each layer reads; if asked, also its own error."""
 
-
-class _InputRun(NodeTap):
-    """Runs the float graph, and adds up what each layer reads."""
-
-    def __init__(self, switched: SwitchedGraph, found: dict[str, LayerEvidence]) -> None:
+    def __init__(
+        self, switched: SwitchedGraph, found: dict[str, LayerEvidence], *, rounds: bool = False
+    ) -> None:
         self.names = {node: name for name, node in switched.operators.items()}
-        super().__init__(switched.graph, self.names)
-        self.found = found
-
-    def observe(self, node: fx.Node, source: Any, output: Any) -> Any:
-        if isinstance(source, torch.Tensor) and source.is_floating_point() and source.dim() > 1:
-            axis = _channel_axis(node, source)
-            self.found[self.names[node]].add_input(source.detach(), axis)
-        return output
-
-
-class _EvidenceRun(_InputRun):
-    """Runs the float graph, and each layer once more with rounded operands."""
-
-    def __init__(self, switched: SwitchedGraph, found: dict[str, LayerEvidence]) -> None:
-        super().__init__(switched, found)
+        super().__init__(switched.graph, self.names, self.observe)
+        self.found, self.rounds = found, rounds
         self.probes: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def observe(self, node: fx.Node, source: Any, output: Any) -> Any:
-        super().observe(node, source, output)
-        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        evidence = self.found[self.names[node]]
+        if isinstance(source, torch.Tensor) and source.is_floating_point() and source.dim() > 1:
+            evidence.add_input(source.detach(), _channel_axis(node, source))
+        if not (self.rounds and isinstance(output, torch.Tensor) and output.is_floating_point()):
             return output
-        name = self.names[node]
         with torch.no_grad():
             operands = fx.map_arg((node.args, node.kwargs), self._rounded)
             rounded = self.call_function(node.target, *operands)
-            self.found[name].add_error(output.detach(), rounded, _channel_axis(node, output))
+            evidence.add_error(output.detach(), rounded, _channel_axis(node, output))
             error = rounded - output.detach()
         # Zeros whose gradient is that of the model's outputs by this one.
         probe = torch.zeros_like(output, requires_grad=True)
-        self.probes.append((name, probe, error))
+        self.probes.append((self.names[node], probe, error))
         return output + probe
 
     def _rounded(self, operand: fx.Node) -> Any:
@@ -324,6 +457,4 @@ class _EvidenceRun(_InputRun):
 
 
 def _channel_axis(operator: fx.Node, values: torch.Tensor) -> int:
-    """Return the axis of the channels of what an operator reads or writes."""
-    of_images = operator.target in CONVOLUTIONS or values.dim() == 4
-    return 1 if of_images else values.dim() - 1
+    return 1 if operator.target in CONVOLUTIONS or values.dim() == 4 else values.dim() - 1

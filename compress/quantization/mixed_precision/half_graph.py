@@ -14,6 +14,7 @@ from torch.fx.node import map_aggregate
 from compress.common.errors import StageFailed, first_line
 from compress.graph.torch_export import export_program
 from compress.quantization.pt2e.graph_capture import (
+    NodeTap,
     capture,
     describe_tensor,
     is_excluded,
@@ -44,6 +45,12 @@ SENSITIVE = {
     *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
 }
 """Operators whose sums or curves need float32's digits or range, as in torch's own autocast."""
+ANY_DTYPE = {
+    *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "flatten", "unflatten"),
+    *("squeeze", "unsqueeze", "expand", "slice", "select", "split", "chunk", "unbind"),
+    *("clone", "alias", "detach", "contiguous", "dropout", "relu"),
+}
+"""Operators that are exact in any precision: their output keeps the dtype of the input."""
 ATTENTION = aten.scaled_dot_product_attention.default
 
 
@@ -95,6 +102,43 @@ class PrecisionConverter:
     out_of_range: dict[str, str] = field(default_factory=dict)
     """Tensor or operator left in float32 → why."""
 
+    def measuring_run(self, graph: fx.GraphModule) -> NodeTap:
+        """Return a run of a float32 graph that measures tensors and tries operators in half."""
+        tried: set[Any] = set()
+
+        def to_half(value: Any) -> Any:
+            is_float = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+            return value.to(self.dtype) if is_float else value
+
+        def observe(n: fx.Node, _: Any, value: Any) -> Any:
+            if n.op == "get_attr":
+                n.meta.setdefault("val", value)  # folding BatchNorm adds biases without it
+            if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
+                if value.isnan().any():
+                    raise StageFailed(
+                        f"{describe_tensor(n)} is NaN in float32 already; mend data or weights"
+                    )
+                if n.op != "get_attr" or n not in self.statistics:  # weights: once for all batches
+                    bound = 0.0
+                    if n.target is ATTENTION:  # of the scores inside, by Cauchy and Schwarz
+                        (query, key, *_), options = run.fetch_args_kwargs_from_env(n)
+                        scale = options.get("scale") or query.shape[-1] ** -0.5
+                        bound = float(query.norm(dim=-1).max() * key.norm(dim=-1).max() * scale)
+                    statistics = self.statistics.setdefault(n, ValueStatistics())
+                    statistics.update(value, self.dtype, bound)
+            if is_convertible(n) and n.target not in tried:
+                tried.add(n.target)
+                arguments: Any = map_aggregate(run.fetch_args_kwargs_from_env(n), to_half)
+                try:
+                    n.target(*arguments[0], **arguments[1])  # type: ignore[operator]  # of aten
+                except (RuntimeError, NotImplementedError) as error:  # no kernel here
+                    self.unsupported[n.target] = first_line(error)
+            return value
+
+        run = NodeTap(graph, graph.graph.nodes, observe)
+        run.extra_traceback = False  # fx would append its node to the message of StageFailed
+        return run
+
     def choose(self, graph: fx.GraphModule) -> set[fx.Node]:
         """Return the operators that compute in half precision."""
         chosen = set()
@@ -105,29 +149,25 @@ class PrecisionConverter:
             # Casts, and a softmax with a dtype, ask for float32 themselves.
             if name in SENSITIVE or torch.float32 in [*node.args, *node.kwargs.values()]:
                 self.sensitive[name] += 1
-            elif self._fits(node):
+            elif reasons := self._reasons_for_float32(node):
+                self.out_of_range |= reasons
+            else:
                 chosen.add(node)
         return chosen
 
-    def _fits(self, node: fx.Node) -> bool:
+    def _reasons_for_float32(self, node: fx.Node) -> dict[str, str]:
         if node.target in self.unsupported:
-            self.out_of_range[describe_tensor(node)] = self.unsupported[node.target]
-            return False
+            return {describe_tensor(node): self.unsupported[node.target]}
         limit = torch.finfo(self.dtype).max
-        scalars = [a for a in node.args if isinstance(a, float) and limit < abs(a) < float("inf")]
-        if scalars:
-            self.out_of_range[describe_tensor(node)] = f"computes with {scalars[0]:.3g}"
-            return False
-        reasons = {
-            describe_tensor(tensor): self.statistics[tensor].reason_for_float32(
-                self.dtype, self.headroom
-            )
+        for scalar in node.args:
+            if isinstance(scalar, float) and limit < abs(scalar) < float("inf"):
+                return {describe_tensor(node): f"computes with {scalar:.3g}"}
+        return {
+            describe_tensor(tensor): reason
             for tensor in (node, *node.all_input_nodes)
             if tensor in self.statistics
+            if (reason := self.statistics[tensor].reason_for_float32(self.dtype, self.headroom))
         }
-        known = {name: reason for name, reason in reasons.items() if reason is not None}
-        self.out_of_range |= known
-        return not known
 
 
 def convert_precision(
@@ -141,16 +181,13 @@ def convert_precision(
 
     Inputs and outputs keep their types. After Micikevicius et al., "Mixed Precision Training"
     (2018), with ranges measured on data, which is read twice, in addition to a list of operators.
-    `report` is called with the number of samples read so far.
-
-    Raises:
-        StageFailed: no operator can compute in half precision, the data does not fit the signature,
-            or a value is NaN; the message names the tensor.
+    `report` is called with the number of samples read so far. StageFailed where no operator can
+    compute in half precision, the data does not fit the signature, or a value is NaN.
     """
     graph = capture(module, signature)
     fuse_conv_bn_(graph)
     name_inputs_(graph, signature)
-    measure = _StatisticsInterpreter(graph, converter)
+    measure = converter.measuring_run(graph)
     samples = 0
     with torch.inference_mode():
         for batch in batches:
@@ -166,7 +203,17 @@ def convert_precision(
             f"({reasons or 'all are excluded or need float32'})"
         )
     converter.converted = compute_in_half_(graph, chosen, converter.dtype)
-    check = _NanCheck(graph)
+
+    def refuse_nan(node: fx.Node, _: Any, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.isnan().any():
+            raise StageFailed(
+                f"{describe_tensor(node)} is NaN in half precision; name its module in `exclude`, "
+                "or raise `headroom`"
+            )
+        return value
+
+    check = NodeTap(graph, graph.graph.nodes, refuse_nan)
+    check.extra_traceback = False  # as above
     with torch.inference_mode():
         for batch in batches:
             check.run(*batch.inputs)
@@ -176,138 +223,51 @@ def convert_precision(
     return export_program(graph, signature)
 
 
-class _StatisticsInterpreter(fx.Interpreter):
-    """Runs a float32 graph, measures every tensor, and tries each operator in half precision."""
-
-    def __init__(self, graph: fx.GraphModule, converter: PrecisionConverter) -> None:
-        super().__init__(graph)
-        self.extra_traceback = False  # fx would append its node to the message of StageFailed
-        self.converter = converter
-        self.tried: set[Any] = set()
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        known = self.converter.statistics
-        if n.op == "get_attr":
-            n.meta.setdefault("val", value)  # folding BatchNorm adds biases without it
-        if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
-            if value.isnan().any():
-                raise StageFailed(
-                    f"{describe_tensor(n)} is NaN in float32 already; mend data or weights"
-                )
-            if n.op != "get_attr" or n not in known:  # a weight is the same for all batches
-                bound = 0.0
-                if n.target is ATTENTION:  # of the scores inside, by Cauchy and Schwarz
-                    (query, key, *_), options = self.fetch_args_kwargs_from_env(n)
-                    scale = options.get("scale") or query.shape[-1] ** -0.5
-                    bound = float(query.norm(dim=-1).max() * key.norm(dim=-1).max() * scale)
-                statistics = known.setdefault(n, ValueStatistics())
-                statistics.update(value, self.converter.dtype, bound)
-        if is_convertible(n) and n.target not in self.tried:
-            self.tried.add(n.target)
-            self._try_in_half(n)
-        return value
-
-    def _try_in_half(self, n: fx.Node) -> None:
-        """Record torch's error where there is no half-precision kernel here."""
-
-        def to_half(value: Any) -> Any:
-            is_float = isinstance(value, torch.Tensor) and value.dtype is torch.float32
-            return value.to(self.converter.dtype) if is_float else value
-
-        arguments: Any = map_aggregate(self.fetch_args_kwargs_from_env(n), to_half)
-        try:
-            n.target(*arguments[0], **arguments[1])  # type: ignore[operator]  # an aten operator
-        except (RuntimeError, NotImplementedError) as error:
-            self.converter.unsupported[n.target] = first_line(error)
-
-
-class _NanCheck(fx.Interpreter):
-    """Runs a converted graph, and refuses NaN."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__(graph)
-        self.extra_traceback = False  # as above
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.isnan().any():
-            raise StageFailed(
-                f"{describe_tensor(n)} is NaN in half precision; name its module in `exclude`, or "
-                "raise `headroom`"
-            )
-        return value
-
-
-ANY_DTYPE = {
-    *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "flatten", "unflatten"),
-    *("squeeze", "unsqueeze", "expand", "slice", "select", "split", "chunk", "unbind"),
-    *("clone", "alias", "detach", "contiguous", "dropout", "relu"),
-}
-"""Operators that are exact in any precision: their output keeps the dtype of the input."""
-
-
 def compute_in_half_(
     graph: fx.GraphModule, chosen: set[fx.Node], dtype: torch.dtype
 ) -> Counter[str]:
     """Compute operators in half precision, hold their weights in it, and count them by kind."""
-    rewriter = _CastInserter(graph, chosen, dtype)
-    for node in list(graph.graph.nodes):
-        rewriter.visit_(node)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return Counter(operator_name(node) for node in chosen)
+    in_half: set[fx.Node] = set()
+    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    halves: dict[torch.Tensor, torch.nn.Parameter] = {}  # each shared by all names of a weight
 
-
-@dataclass
-class _CastInserter:
-    """Visits the nodes in graph order, and tracks which tensors are in half precision."""
-
-    graph: fx.GraphModule
-    chosen: set[fx.Node]
-    dtype: torch.dtype
-    in_half: set[fx.Node] = field(default_factory=set)
-    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
-    weights: dict[torch.Tensor, torch.nn.Parameter] = field(default_factory=dict)
-    """Weight → its half-precision copy, shared by all of its names."""
-
-    def visit_(self, node: fx.Node) -> None:
-        if node.op == "get_attr" and is_float(node) and self._is_read_in_half(node):
-            owner, _, name = str(node.target).rpartition(".")
-            module = self.graph.get_submodule(owner)
-            tensor = getattr(module, name)
-            if tensor.dtype is torch.float32:  # not converted through another node yet
-                half = torch.nn.Parameter(tensor.detach().to(self.dtype), requires_grad=False)
-                delattr(module, name)
-                module.register_parameter(name, self.weights.setdefault(tensor, half))
-            self.in_half.add(node)
-        elif node.target is operator.getitem or operator_name(node) in ANY_DTYPE:
-            source = node.all_input_nodes[0]
-            if source in self.in_half and _returns_float32(node):
-                self.in_half.add(node)
-        elif node in self.chosen:
-            self._cast_inputs_(node, self.dtype)
-            self.in_half.add(node)
-        elif node.op in ("call_function", "output"):
-            self._cast_inputs_(node, torch.float32)
-
-    def _is_read_in_half(self, tensor: fx.Node) -> bool:
+    def is_read_in_half(tensor: fx.Node) -> bool:
         return any(
-            reader in self.chosen
-            or (operator_name(reader) in ANY_DTYPE and self._is_read_in_half(reader))
+            reader in chosen or (operator_name(reader) in ANY_DTYPE and is_read_in_half(reader))
             for reader in tensor.users
         )
 
-    def _cast_inputs_(self, node: fx.Node, dtype: torch.dtype) -> None:
+    def cast_inputs_(node: fx.Node, wanted: torch.dtype) -> None:
         for source in node.all_input_nodes:
-            is_half = source in self.in_half
-            if is_float(source) and is_half != (dtype is self.dtype):
-                if (source, dtype) not in self.casts:
-                    with self.graph.graph.inserting_before(node):
-                        cast = self.graph.graph.call_function(aten.to.dtype, (source, dtype))
+            if is_float(source) and (source in in_half) != (wanted is dtype):
+                if (source, wanted) not in casts:
+                    with graph.graph.inserting_before(node):
+                        cast = graph.graph.call_function(aten.to.dtype, (source, wanted))
                     cast.meta |= {k: v for k, v in source.meta.items() if k != "val"}
-                    self.casts[source, dtype] = cast
-                node.replace_input_with(source, self.casts[source, dtype])
+                    casts[source, wanted] = cast
+                node.replace_input_with(source, casts[source, wanted])
+
+    for node in list(graph.graph.nodes):
+        if node.op == "get_attr" and is_float(node) and is_read_in_half(node):
+            owner, _, name = str(node.target).rpartition(".")
+            module = graph.get_submodule(owner)
+            tensor = getattr(module, name)
+            if tensor.dtype is torch.float32:  # not converted through another node yet
+                half = torch.nn.Parameter(tensor.detach().to(dtype), requires_grad=False)
+                delattr(module, name)
+                module.register_parameter(name, halves.setdefault(tensor, half))
+            in_half.add(node)
+        elif node.target is operator.getitem or operator_name(node) in ANY_DTYPE:
+            if node.all_input_nodes[0] in in_half and _returns_float32(node):
+                in_half.add(node)
+        elif node in chosen:
+            cast_inputs_(node, dtype)
+            in_half.add(node)
+        elif node.op in ("call_function", "output"):
+            cast_inputs_(node, torch.float32)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return Counter(operator_name(node) for node in chosen)
 
 
 def is_convertible(node: fx.Node) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from compress.common.forward import flatten_outputs, plain_attention
 from compress.core.context import COMPARED_BATCHES, QUICK_SAMPLES
 from compress.graph.constant_folding import fold_constants_
 from compress.graph.flops import count_macs
-from compress.quantization.numeric_debug.activation_tap import NodeTap
 from compress.quantization.numeric_debug.fidelity_report import (
     Fidelity,
     LayerFidelity,
@@ -33,17 +31,16 @@ from compress.quantization.numeric_debug.fidelity_report import (
     OutputFidelity,
 )
 from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
-from compress.quantization.pt2e.graph_capture import module_names
+from compress.quantization.pt2e.graph_capture import NodeTap, module_names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from torch import fx, nn
+    from torch import nn
 
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.core.metrics import Metric, MetricMeter
     from compress.data.targets import Targets
 
     Tensors = tuple[torch.Tensor, ...]
@@ -80,10 +77,8 @@ def compare(
     A seeded sample of at most 256 samples of `val`, or 8 for a large model, runs once through the
     module, which is left with hooks, and twice through the graph, whose constants are folded in
     place, on the CPU; without data a few seeded inputs do. Modules in `rescaled`, whose outputs
-    have other scales in the graph, are not compared.
-
-    Raises:
-        StageFailed: the graph has outputs of other shapes, or some that are not finite.
+    have other scales in the graph, are not compared. StageFailed where outputs of the graph have
+    other shapes, or are not finite.
     """
     fold_constants_(graph)
     # At the sizes of `val`: on 128 tokens a sample costs 16 times as much as on the usual 8.
@@ -98,17 +93,40 @@ def compare(
     layers = {n: call for n, call in layer_calls(graph, module).items() if call[0] not in rescaled}
     names_in_graph = {name for node in graph.graph.nodes for name in module_names(node)}
     reference = LayerOutputRecorder(module, {name for name, _ in layers.values()}, names_in_graph)
-    sample = _Sample.from_context(signature, context, samples, one_by_one=one_by_one)
-    result = _Comparison.of_metric(signature, context)
+    indices, batch_size = _sample(signature, context, samples, one_by_one=one_by_one)
+    batches: Iterable[tuple[Tensors, Targets | None]]
+    if indices:
+        total = len(indices)
+        batches = _batches_of_val(reference, indices, batch_size, context)
+    else:
+        rows = batch_size or SEEDED_ROWS
+        seeded = COMPARED_BATCHES * (SEEDED_ROWS if one_by_one and batch_size == 1 else 1)
+        total = seeded * len(signature.example(batch=rows)[0])
+        batches = ((signature.example(rows, context.seed + i), None) for i in range(seeded))
+    result = _Comparison(signature, context)
     with torch.inference_mode(), plain_attention():
-        for inputs, target in sample.batches(reference):
+        for inputs, target in batches:
             expected = reference(*inputs)
-            as_run = LayerComparison(graph, layers, reference.outputs, result.layers, replace=False)
-            result.add(expected, flatten_outputs(as_run.run(*inputs)), target)
-            LayerComparison(graph, layers, reference.outputs, result.own, replace=True).run(*inputs)
-            context.progress("compare with the float model", result.samples, len(sample))
-    result.require_finite(signature)
-    return result.fidelity(signature, context)
+            common = (graph, layers, reference.outputs)
+            as_run = compare_layers(*common, result.layers, inputs, replace=False)
+            result.add(expected, flatten_outputs(as_run), target)
+            compare_layers(*common, result.own, inputs, replace=True)
+            context.progress("compare with the float model", result.samples, total)
+    return result.fidelity()
+
+
+def _batches_of_val(
+    reference: LayerOutputRecorder, indices: list[int], size: int | None, context: Context
+) -> Iterator[tuple[Tensors, Targets | None]]:
+    """Yield samples in batches of a size, or else of as many as their layers' outputs allow."""
+    data = context.need_data("val")
+    if size is None:
+        (sample,) = data.read("val", indices[:1], 1)
+        reference(*sample.inputs)
+        of_one = sum(output.nbytes for output in reference.outputs.values())
+        size = max(1, min(LARGEST_BATCH, MAX_BYTES // max(of_one, 1)))
+    for batch in data.read("val", indices, size):
+        yield batch.inputs, batch.target
 
 
 def compare_outputs(
@@ -117,45 +135,31 @@ def compare_outputs(
     """Measure how near a quantized model's outputs are to its float model's, on one small batch.
 
     For models whose weights stay on disk, of which each call reads all; layers are not compared.
-
-    Raises:
-        StageFailed: there are outputs of other shapes, or some that are not finite.
     """
-    result = _Comparison.of_metric(signature, context)
-    sample = _Sample.from_context(signature, context, FEW_ROWS, one_by_one=False)
-    rows = sample.batch_size or FEW_ROWS
-    if context.data is not None and sample.indices:
-        chosen = sample.indices[:rows]
-        batches = [(b.inputs, b.target) for b in context.data.read("val", chosen, rows)]
+    result = _Comparison(signature, context)
+    indices, batch_size = _sample(signature, context, FEW_ROWS, one_by_one=False)
+    rows = batch_size or FEW_ROWS
+    if context.data is not None and indices:
+        for batch in context.data.read("val", indices[:rows], rows):
+            result.add(expected(*batch.inputs), actual(*batch.inputs), batch.target)
     else:
-        batches = [(signature.example(batch=rows, seed=context.seed), None)]
-    for inputs, target in batches:
-        result.add(expected(*inputs), actual(*inputs), target)
-    result.require_finite(signature)
-    return result.fidelity(signature, context)
+        inputs = signature.example(batch=rows, seed=context.seed)
+        result.add(expected(*inputs), actual(*inputs), None)
+    return result.fidelity()
 
 
-@dataclass
 class _Comparison:
-    """The sums over the batches compared so far."""
-
-    meters: tuple[MetricMeter, MetricMeter]
-    """Of the float model and of the graph, for their first outputs."""
-    is_measured: bool = True
-    """Whether the metric could be measured on every batch so far."""
-    equal_labels: int = 0
-    labels: int = 0
-    targets_are_labels: bool = True
-    """Whether every target was a label for each of the model's."""
-    outputs: list[OutputDeviation] = field(default_factory=list)
-    layers: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
-    own: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
-    samples: int = 0
-
-    @classmethod
-    def of_metric(cls, signature: Signature, context: Context) -> _Comparison:
+    def __init__(self, signature: Signature, context: Context) -> None:
+        self.signature, self.context = signature, context
         metric = context.metric.for_model(signature).with_inferred_loss(context.data)
-        return cls((metric.meter(), metric.meter()))
+        # Of the float model and of the graph, for their first outputs.
+        self.meters = (metric.meter(), metric.meter())
+        self.is_measured = True  # the metric, on every batch so far
+        self.targets_are_labels = True  # every target, one for each of the model's
+        self.equal_labels = self.labels = self.samples = 0
+        self.outputs: list[OutputDeviation] = []
+        self.layers: dict[str, Deviation] = defaultdict(Deviation)
+        self.own: dict[str, Deviation] = defaultdict(Deviation)
 
     def add(self, expected: Tensors, actual: Tensors, target: Targets | None) -> None:
         if [a.shape for a in expected] != [b.shape for b in actual]:
@@ -175,11 +179,7 @@ class _Comparison:
                     meter.update(outputs, target)
             except Exception:  # noqa: BLE001 - a metric of the user's may raise any
                 self.is_measured = False
-        self._count_labels(expected[0], actual[0], target)
-
-    def _count_labels(
-        self, scores: torch.Tensor, others: torch.Tensor, target: Targets | None
-    ) -> None:
+        scores, others = expected[0], actual[0]
         if task := self.meters[0].metric.loss.task:
             scores, others = task.classes_first(scores), task.classes_first(others)
             self.targets_are_labels &= task.labels == "class"
@@ -195,8 +195,9 @@ class _Comparison:
             and target.shape == labels.shape
         )
 
-    def _metric_pair(self, metric: Metric) -> MetricPair | None:
+    def _metric_pair(self) -> MetricPair | None:
         """Return the metric of both models; None where it cannot be measured."""
+        metric = self.context.metric
         if not self.is_measured or metric.needs_reference:
             return None
         try:
@@ -207,9 +208,10 @@ class _Comparison:
             return None
         return MetricPair(name=metric.name, before=round(before, 6), after=round(after, 6))
 
-    def require_finite(self, signature: Signature) -> None:
-        """Refuse a graph whose outputs are not finite where the float model's are."""
-        for spec, deviation in zip(signature.outputs, self.outputs, strict=False):
+    def fidelity(self) -> Fidelity:
+        """Summarize the sums, rounded, so that figures do not depend on how sums are split up."""
+        outputs = [*zip(self.signature.outputs, self.outputs, strict=False)]
+        for spec, deviation in outputs:
             if not deviation.is_finite:
                 layer = next((n for n, d in self.layers.items() if not d.is_finite), None)
                 place = f", from layer {layer} on" if layer else ""
@@ -217,11 +219,8 @@ class _Comparison:
                     f"output {spec.name} of the quantized model is NaN or infinite{place}, where "
                     "the float model's is finite; leave that part in float with `exclude`"
                 )
-
-    def fidelity(self, signature: Signature, context: Context) -> Fidelity:
-        """Summarize the sums, rounded, so that figures do not depend on how sums are split up."""
-        metric = context.metric
-        known = self.labels and (self.targets_are_labels or metric.needs_reference)
+        data = self.context.data
+        known = self.labels and (self.targets_are_labels or self.context.metric.needs_reference)
         layers = [
             LayerFidelity(
                 module=module,
@@ -232,71 +231,34 @@ class _Comparison:
         ]
         return Fidelity(
             samples=self.samples,
-            split="val" if context.data is not None and "val" in context.data.datasets else None,
+            split="val" if data is not None and "val" in data.datasets else None,
             label_agreement=round(self.equal_labels / self.labels, 6) if known else None,
-            metric=self._metric_pair(metric),
+            metric=self._metric_pair(),
             outputs=tuple(
                 OutputFidelity(
                     name=spec.name, cosine=round(d.cosine, 5), sqnr_db=round(d.sqnr_db, 1)
                 )
-                for spec, d in zip(signature.outputs, self.outputs, strict=False)
+                for spec, d in outputs
             ),
             layers=tuple(sorted(layers, key=lambda layer: layer.own_sqnr_db)),
         )
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """The inputs on which both models are compared, and their targets where there are any."""
-
-    signature: Signature
-    context: Context
-    indices: tuple[int, ...]
-    """Into `val`; empty where there is no data."""
-    batch_size: int | None
-    """Where the signature fixes it, or samples run one by one."""
-    seeded_batches: int
-    """Number of batches where there is no data."""
-
-    @classmethod
-    def from_context(
-        cls, signature: Signature, context: Context, samples: int, *, one_by_one: bool
-    ) -> _Sample:
-        """Draw a seeded sample that fills batches of a fixed size; some samples come twice."""
-        if signature.batch_axis:
-            batch_size = 1 if one_by_one else None
-        else:
-            batch_size = int(next(iter(signature.inputs[0].shape), 1))
-        indices: list[int] = []
-        if context.data is not None and "val" in context.data.datasets:
-            generator = torch.Generator().manual_seed(context.seed)
-            available = len(context.data.split("val"))  # type: ignore[arg-type]
-            indices = torch.randperm(available, generator=generator)[:samples].tolist()
-            missing = -len(indices) % (batch_size or 1)
-            indices += (indices * (missing // len(indices) + 1))[:missing]
-        rows = SEEDED_ROWS if one_by_one and batch_size == 1 else 1
-        return cls(signature, context, tuple(indices), batch_size, COMPARED_BATCHES * rows)
-
-    def __len__(self) -> int:
-        seeded = self.signature.example(batch=self.batch_size or SEEDED_ROWS)[0]
-        return len(self.indices) or self.seeded_batches * len(seeded)
-
-    def batches(self, reference: LayerOutputRecorder) -> Iterator[tuple[Tensors, Targets | None]]:
-        """Yield batches in which the outputs of the reference's layers take bounded memory."""
-        data = self.context.data
-        if not self.indices or data is None:
-            rows = self.batch_size or SEEDED_ROWS
-            for i in range(self.seeded_batches):
-                yield self.signature.example(batch=rows, seed=self.context.seed + i), None
-            return
-        batch_size = self.batch_size
-        if batch_size is None:  # as many as fit
-            (sample,) = data.read("val", self.indices[:1], 1)
-            reference(*sample.inputs)
-            size = sum(output.nbytes for output in reference.outputs.values())
-            batch_size = max(1, min(LARGEST_BATCH, MAX_BYTES // max(size, 1)))
-        for batch in data.read("val", self.indices, batch_size):
-            yield batch.inputs, batch.target
+def _sample(
+    signature: Signature, context: Context, samples: int, *, one_by_one: bool
+) -> tuple[list[int], int | None]:
+    """Draw seeded indices into `val` that fill batches, some twice; return them and the size."""
+    batch_size = 1 if one_by_one else None
+    if not signature.batch_axis:
+        batch_size = int(next(iter(signature.inputs[0].shape), 1))
+    indices: list[int] = []
+    if context.data is not None and "val" in context.data.datasets:
+        generator = torch.Generator().manual_seed(context.seed)
+        available = len(context.data.split("val"))  # type: ignore[arg-type]
+        indices = torch.randperm(available, generator=generator)[:samples].tolist()
+        missing = -len(indices) % (batch_size or 1)
+        indices += (indices * (missing // len(indices) + 1))[:missing]
+    return indices, batch_size
 
 
 def layer_calls(graph: fx.GraphModule, module: nn.Module) -> dict[fx.Node, LayerCall]:
@@ -334,10 +296,10 @@ class LayerOutputRecorder:
         self._latest: tuple[LayerCall, torch.Tensor] | None = None
         for name, part in module.named_modules():
             if name in names:
-                part.register_forward_hook(partial(self._record_layer, name))
+                part.register_forward_hook(partial(self._record, name))
             # Folded into the layer before it: its output counts as that layer's.
             elif isinstance(part, _BatchNorm) and name not in names_in_graph:
-                part.register_forward_hook(self._record_folded_norm)
+                part.register_forward_hook(partial(self._record, None))
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         """Run the module, and return its outputs."""
@@ -345,51 +307,45 @@ class LayerOutputRecorder:
         self._counts.clear()
         return flatten_outputs(self.module(*inputs))
 
-    def _record_layer(self, name: str, part: nn.Module, inputs: Any, output: Any) -> None:
-        call = name, self._counts[name]
-        self._counts[name] += 1
+    def _record(self, name: str | None, part: nn.Module, inputs: Any, output: Any) -> None:
+        if name is not None:
+            call = name, self._counts[name]
+            self._counts[name] += 1
+        elif self._latest is not None and inputs and inputs[0] is self._latest[1]:
+            call = self._latest[0]
+        else:
+            return
         if isinstance(output, torch.Tensor):
-            self._record(call, output)
-
-    def _record_folded_norm(self, part: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        if self._latest is not None and inputs and inputs[0] is self._latest[1]:
-            self._record(self._latest[0], output)
-
-    def _record(self, call: LayerCall, output: torch.Tensor) -> None:
-        self._latest = call, output
-        self.outputs[call] = output.clone()  # an in-place activation may overwrite it
+            self._latest = call, output
+            self.outputs[call] = output.clone()  # an in-place activation may overwrite it
 
 
-class LayerComparison(NodeTap):
-    """Runs a quantized graph and accumulates the deviation of its layers' outputs."""
+def compare_layers(
+    graph: fx.GraphModule,
+    layers: Mapping[fx.Node, LayerCall],
+    expected: Mapping[LayerCall, torch.Tensor],
+    deviations: dict[str, Deviation],
+    inputs: Tensors,
+    *,
+    replace: bool,
+) -> Any:
+    """Run a quantized graph, add up the deviation of its layers' outputs, and return its own.
 
-    def __init__(
-        self,
-        graph: fx.GraphModule,
-        layers: Mapping[fx.Node, LayerCall],
-        expected: Mapping[LayerCall, torch.Tensor],
-        deviations: dict[str, Deviation],
-        *,
-        replace: bool,
-    ) -> None:
-        """Prepare a run, which with `replace` continues with the float outputs after each layer.
+    With `replace` it goes on with the float model's output after each layer, whose deviation is
+    then its own error.
+    """
 
-        A layer's deviation is then its own error.
-        """
-        super().__init__(graph, layers)
-        self.layers, self.expected = layers, expected
-        self.deviations, self.replace = deviations, replace
-
-    def observe(self, node: fx.Node, source: Any, output: Any) -> Any:
-        """Compare the output of a node that ends a layer."""
-        call = self.layers[node]
-        expected = self.expected.get(call)
-        if expected is None or not isinstance(output, torch.Tensor):
+    def observe(node: fx.Node, source: Any, output: Any) -> Any:
+        call = layers[node]
+        reference = expected.get(call)
+        if reference is None or not isinstance(output, torch.Tensor):
             return output
-        if output.shape != expected.shape:
+        if output.shape != reference.shape:
             return output
-        self.deviations[call[0]].add(expected, output)
-        return expected.to(output.dtype) if self.replace else output
+        deviations[call[0]].add(reference, output)
+        return reference.to(output.dtype) if replace else output
+
+    return NodeTap(graph, layers, observe).run(*inputs)
 
 
 DECOMPOSED = torch.ops.quantized_decomposed
@@ -404,11 +360,9 @@ def has_call_ranges(graph: fx.GraphModule) -> bool:
 def choose_ranges_by_row_(graph: fx.GraphModule) -> bool:
     """Let a graph that takes any number of rows choose a range for each, in place.
 
-    Rows of a batch then have the outputs that each has alone, up to rounding.
-
-    Returns:
-        False, with the graph as it was, where a tensor's first axis is not that of the rows, or
-        scales are read by other operators than those that quantize and dequantize.
+    Rows of a batch then have the outputs that each has alone, up to rounding. False, with the graph
+    as it was, where a tensor's first axis is not that of the rows, or scales are read by other
+    operators than those that quantize and dequantize.
     """
     rows = next(iter(graph.graph.find_nodes(op="placeholder"))).meta["val"].shape[0]
     by_row: dict[Any, Any] = {
@@ -449,9 +403,7 @@ def _choose(
     return scale_N.reshape(shape), zero_N.reshape(shape)
 
 
-# As quantize_per_tensor and dequantize_per_tensor compute, which take a single scale only.
-
-
+# This and the next as quantize_per_tensor and dequantize_per_tensor, which take a single scale.
 def _quantize(
     x: torch.Tensor,
     scale: torch.Tensor,

@@ -75,7 +75,6 @@ class LabelParity(Settings):
     """How many labels of an integer graph are those of the model that QAT trained."""
 
     labels: int
-    """How many were compared."""
     differing: int
     near_ties: int | None
     """Of the differing ones, those where the trained model's two largest outputs are within
@@ -83,7 +82,6 @@ class LabelParity(Settings):
     last_step: float | None
     """The last quantization step, in units of the outputs."""
     largest_difference: float
-    """Of outputs."""
 
     def merge(self, other: LabelParity) -> LabelParity:
         """Return the counts over both sets of samples."""

@@ -29,7 +29,7 @@ from compress.quantization.pt2e.quantizer import (
 from compress.quantization.pt2e.torchao_api import MinMaxObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from torch.fx import GraphModule
 
@@ -47,7 +47,6 @@ class RangeMonitor:
 
     observer: MinMaxObserver
     node: Node
-    """The observed node."""
     name: str
     """The user's module that makes the activation, the input, or a description of the tensor."""
     low: torch.Tensor | None = None
@@ -58,7 +57,6 @@ class RangeMonitor:
     _channel_axis: int | None = None
 
     def __post_init__(self) -> None:
-        """Find the axis of the channels, and whether a histogram is needed."""
         layer = _layer_before_clamp(self.node)
         if layer.target in WEIGHTED:
             is_convolution = layer.target in CONVOLUTIONS
@@ -121,10 +119,7 @@ class RangeMonitor:
 
 
 def range_facts(monitors: list[RangeMonitor]) -> dict[str, dict[str, Any]]:
-    """Return the most saturated ranges and the dead channels, by the user's module.
-
-    Call it after the ranges are final: each observer computes its own for this.
-    """
+    """Return the most saturated ranges and the dead channels by module, once ranges are final."""
     saturated: dict[str, float] = {}
     dead: dict[str, str] = {}
     for monitor in monitors:
@@ -150,9 +145,7 @@ def monitor_ranges(prepared: GraphModule, signature: Signature) -> Iterator[list
         if id(observer) in known:  # several nodes may share an observer
             continue
         known.add(id(observer))
-        layer = _layer_before_clamp(source)
-        module = module_of(layer) if layer.target in WEIGHTED else ""
-        monitor = RangeMonitor(observer, source, module or describe_tensor(source))
+        monitor = RangeMonitor(observer, source, module_or_tensor(source))
         hooks.append(observer.register_forward_pre_hook(monitor))
         if source.op != "get_attr":  # weights are checked, not reported
             monitors.append(monitor)
@@ -164,23 +157,15 @@ def monitor_ranges(prepared: GraphModule, signature: Signature) -> Iterator[list
 
 
 def fit_ranges_(prepared: GraphModule) -> None:
-    """Widen the weight ranges whose bias would overflow its int32.
-
-    Raises:
-        StageFailed: a range is so small that the product of its scale with another would vanish.
-    """
-    for node in prepared.graph.nodes:
-        observer = observer_of(prepared, node) if node.op == "call_module" else None
-        if observer is None or not hasattr(observer, "max_val"):  # a bias's scale is derived
-            continue
-        largest = vanishing_range(observer)
-        if largest is not None:
-            steps = observer.quant_max - observer.quant_min
-            raise StageFailed(
-                f"calibration: {describe_tensor(observed(node))} is {largest:.2g} at most, too "
-                f"small for {steps.bit_length()} bits; expected {steps * SMALLEST_SCALE:.2g} or "
-                "more; rescale the data or the weights"
-            )
+    """Widen weight ranges whose bias would overflow int32; StageFailed where a scale vanishes."""
+    for node, largest in vanishing_ranges(prepared):
+        observer = observer_of(prepared, node)
+        steps = observer.quant_max - observer.quant_min
+        raise StageFailed(
+            f"calibration: {describe_tensor(observed(node))} is {largest:.2g} at most, too "
+            f"small for {steps.bit_length()} bits; expected {steps * SMALLEST_SCALE:.2g} or "
+            "more; rescale the data or the weights"
+        )
     # A bias has the scale `input_scale * weight_scale`. Where that is so small that the bias
     # overflows, the products are negligible beside it, so the channel's weights may be coarser.
     for source_node, weight_node, bias_node in quantized_biases(prepared):
@@ -190,45 +175,16 @@ def fit_ranges_(prepared: GraphModule) -> None:
         weight.max_val = torch.maximum(weight.max_val, least_O * weight.quant_max)
 
 
-def vanishing_range(observer: Any) -> float | None:
-    """Return the largest absolute value of a range too small for its scale, or None if it fits."""
-    largest = max(float(observer.min_val.abs().max()), float(observer.max_val.abs().max()))
-    scale, _ = observer.calculate_qparams()
-    return largest if largest > 0 and float(scale.max()) <= SMALLEST_SCALE else None
-
-
-def find_vanishing(prepared: GraphModule) -> tuple[dict[str, float], list[Node]]:
-    """Find the ranges that are too small for their scales.
-
-    Returns the largest absolute value of each such tensor by its module or description, and the
-    nodes that read it.
-    """
-    ranges: dict[str, float] = {}
-    readers: dict[Node, None] = {}
+def vanishing_ranges(prepared: GraphModule) -> Iterator[tuple[Node, float]]:
+    """Yield observers whose range is too small for its scale, and its largest absolute value."""
     for node in prepared.graph.nodes:
         observer = observer_of(prepared, node) if node.op == "call_module" else None
-        largest = vanishing_range(observer) if hasattr(observer, "max_val") else None
-        if largest is not None:
-            source = observed(node)
-            layer = _layer_before_clamp(source)
-            name = module_of(layer) if layer.target in WEIGHTED else ""
-            ranges[name or describe_tensor(source)] = largest
-            readers |= dict.fromkeys(node.users)
-    return ranges, [*readers]
-
-
-def detach_observers_(prepared: GraphModule, readers: Iterable[Node]) -> None:
-    """Take the observers off all that some nodes read, so that these compute in float."""
-    observers = [n for n in prepared.graph.nodes if n.op == "call_module"]
-    for reader in readers:
-        # All of them: a kernel takes integers only where its other inputs are integers too.
-        for operand in reader.all_input_nodes:
-            if operand in observers:
-                reader.replace_input_with(operand, observed(operand))
-    for node in reversed(observers):
-        if not node.users:
-            prepared.graph.erase_node(node)
-    prepared.recompile()
+        if observer is None or not hasattr(observer, "max_val"):  # a bias's scale is derived
+            continue
+        largest = max(float(observer.min_val.abs().max()), float(observer.max_val.abs().max()))
+        scale, _ = observer.calculate_qparams()
+        if largest > 0 and float(scale.max()) <= SMALLEST_SCALE:
+            yield node, largest
 
 
 def quantized_biases(prepared: GraphModule) -> Iterator[tuple[Node, Node, Node]]:
@@ -268,6 +224,12 @@ def _layer_before_clamp(node: Node) -> Node:
     return cast("Node", node.args[0]) if node.target in CLAMPS else node
 
 
+def module_or_tensor(node: Node) -> str:
+    """Name the user's module whose layer makes a tensor; else describe the tensor."""
+    layer = _layer_before_clamp(node)
+    return (layer.target in WEIGHTED and module_of(layer)) or describe_tensor(node)
+
+
 def layers_of(prepared: GraphModule) -> list[Node]:
     """Return the convolutions and linear layers whose weight and bias no other node reads."""
 
@@ -291,11 +253,6 @@ def skip_observers(operand: Any) -> Any:
     return operand
 
 
-def weight_observer_of(prepared: GraphModule, layer: Node) -> Any:
-    """Return the observer of a layer's weight."""
-    return observer_of(prepared, layer.args[1])
-
-
 def weight_of(prepared: GraphModule, layer: Node) -> torch.Tensor:
     """Return a layer's weight."""
     return value_of(prepared, skip_observers(layer.args[1]))
@@ -310,8 +267,3 @@ def bias_of(prepared: GraphModule, layer: Node) -> torch.Tensor | None:
 def set_weight_(prepared: GraphModule, layer: Node, weight: torch.Tensor) -> None:
     """Replace a layer's weight."""
     replace_value_(prepared, skip_observers(layer.args[1]), weight)
-
-
-def set_bias_(prepared: GraphModule, layer: Node, bias_O: torch.Tensor) -> None:
-    """Replace the bias of a layer that has one."""
-    replace_value_(prepared, skip_observers(layer.args[2]), bias_O)

@@ -121,7 +121,6 @@ class RangeObserver(UniformQuantizationObserverBase):  # type: ignore[misc]  # t
     max_val: torch.Tensor
 
     def __init__(self, **options: Any) -> None:
-        """Take torchao's observer arguments: dtype, qscheme, quant_min, quant_max, eps."""
         super().__init__(**options)
         self.register_buffer("min_val", torch.tensor(float("inf")))
         self.register_buffer("max_val", torch.tensor(float("-inf")))
@@ -173,10 +172,7 @@ class PercentileObserver(RangeObserver):
 
 
 class EntropyObserver(RangeObserver):
-    """Keeps the range whose quantized distribution is nearest to the observed one.
-
-    Migacz, "8-bit Inference with TensorRT" (GTC 2017).
-    """
+    """Keeps the range of least divergence: Migacz, "8-bit Inference with TensorRT" (GTC 2017)."""
 
     def choose_range(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the range of least Kullback-Leibler divergence."""

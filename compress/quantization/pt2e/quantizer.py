@@ -140,8 +140,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             layers = [n for n in bias.users if n.target in WEIGHTED and bias in n.args[2:3]]
             for layer in layers[1:]:
                 name = f"{bias.target}_of_{layer.name}".replace(".", "_")
-                own = torch.nn.Parameter(value_of(model, bias).clone())
-                model.register_parameter(name, own)
+                model.register_parameter(name, torch.nn.Parameter(value_of(model, bias).clone()))
                 with model.graph.inserting_before(layer):
                     copy = model.graph.get_attr(name)
                 copy.meta = dict(bias.meta)
@@ -259,7 +258,6 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
 
 def _kind(node: Node) -> str:
-    """Return an operator's name without its overload."""
     return str(node.target).split(".")[1].rstrip("_")
 
 
@@ -355,15 +353,12 @@ def protect_shared_layers_(graph: GraphModule) -> None:
         equal = [r.target is BATCH_NORM and r.args[1:] == node.args[1:] for r in readers]
         tensors = [part for part in (*layer.args[1:3], *node.args[1:5]) if isinstance(part, Node)]
         is_alone = all(equal) and all(len(each.users) == 1 for each in layers)
-        if is_alone and all(map(is_constant, tensors)) and not _is_grouped_transpose(layer):
+        groups = layer.args[6] if len(layer.args) > 6 else layer.kwargs.get("groups", 1)
+        has_axis = layer.target in WEIGHTED or groups == 1
+        if is_alone and all(map(is_constant, tensors)) and has_axis:
             continue
         with graph.graph.inserting_before(node):
             copy = graph.graph.call_function(aten.clone.default, (layer,))
             copy.meta = dict(layer.meta)
         node.replace_input_with(layer, copy)
     graph.recompile()
-
-
-def _is_grouped_transpose(layer: Node) -> bool:
-    groups = layer.args[6] if len(layer.args) > 6 else layer.kwargs.get("groups", 1)
-    return layer.target not in WEIGHTED and bool(groups != 1)

@@ -8,46 +8,30 @@ from compress.graph.library_cache import patched_attribute
 # Without garbage collection: the import creates many objects that all stay.
 with gc_disabled():
     from torchao.quantization.pt2e import (
-        DerivedObserverOrFakeQuantize,
-        HistogramObserver,
-        MinMaxObserver,
-        MovingAverageMinMaxObserver,
-        ObserverBase,
-        PerChannelMinMaxObserver,
-        PlaceholderObserver,
-        quantize_pt2e,
+        DerivedObserverOrFakeQuantize as DerivedObserverOrFakeQuantize,
     )
-    from torchao.quantization.pt2e.observer import UniformQuantizationObserverBase
-    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
+    from torchao.quantization.pt2e import HistogramObserver as HistogramObserver
+    from torchao.quantization.pt2e import MinMaxObserver as MinMaxObserver
+    from torchao.quantization.pt2e import MovingAverageMinMaxObserver as MovingAverageMinMaxObserver
+    from torchao.quantization.pt2e import ObserverBase as ObserverBase
+    from torchao.quantization.pt2e import PerChannelMinMaxObserver as PerChannelMinMaxObserver
+    from torchao.quantization.pt2e import PlaceholderObserver as PlaceholderObserver
+    from torchao.quantization.pt2e import quantize_pt2e
+    from torchao.quantization.pt2e.observer import (
+        UniformQuantizationObserverBase as UniformQuantizationObserverBase,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as prepare_pt2e
     from torchao.quantization.pt2e.quantizer import (
-        DerivedQuantizationSpec,
-        QuantizationAnnotation,
-        QuantizationSpec,
-        Quantizer,
-        SharedQuantizationSpec,
+        DerivedQuantizationSpec as DerivedQuantizationSpec,
     )
-    from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
-    from torchao.quantization.pt2e.utils import _fuse_conv_bn_ as fuse_conv_bn_
+    from torchao.quantization.pt2e.quantizer import QuantizationAnnotation as QuantizationAnnotation
+    from torchao.quantization.pt2e.quantizer import QuantizationSpec as QuantizationSpec
+    from torchao.quantization.pt2e.quantizer import Quantizer as Quantizer
+    from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec as SharedQuantizationSpec
+    from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY as Q_ANNOTATION_KEY
+    from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
-__all__ = [
-    "Q_ANNOTATION_KEY",
-    "DerivedObserverOrFakeQuantize",
-    "DerivedQuantizationSpec",
-    "HistogramObserver",
-    "MinMaxObserver",
-    "MovingAverageMinMaxObserver",
-    "ObserverBase",
-    "PerChannelMinMaxObserver",
-    "PlaceholderObserver",
-    "QuantizationAnnotation",
-    "QuantizationSpec",
-    "Quantizer",
-    "SharedQuantizationSpec",
-    "UniformQuantizationObserverBase",
-    "convert_pt2e",
-    "fuse_conv_bn_",
-    "prepare_pt2e",
-]
+fuse_conv_bn_ = _fuse_conv_bn_
 
 
 def convert_pt2e(prepared: GraphModule) -> GraphModule:

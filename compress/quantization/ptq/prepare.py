@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
-from compress.common.config import Settings
 from compress.graph.torch_export import export_program
-from compress.quantization.config.dtype_scheme import Observer, Target, scheme_for
+from compress.quantization.config.dtype_scheme import scheme_for
 from compress.quantization.pt2e.graph_capture import capture, copy_graph
 from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
@@ -22,8 +21,7 @@ from compress.quantization.ptq.calibrate import (
     leave_vanishing_float_,
     prepare,
 )
-from compress.quantization.qat.conv_bn_qat import ConvBnParameters, find_conv_bn
-from compress.quantization.qat.fake_model import FakeQuantizedModel
+from compress.quantization.qat.fake_model import ConvBnParameters, FakeQuantizedModel, find_conv_bn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -37,22 +35,8 @@ FACTORY = f"{__name__}:fake_quantized"
 TRACKED = ("minmax", "moving_average")
 """Observers whose ranges can follow a batch's extremes; the others clip, and extremes do not tell
 where."""
-
-
-class FakeQuantConfig(Settings):
-    """The settings that decide which tensors are fake-quantized, and how."""
-
-    target: Target
-    """Runtime whose integer kernels decide."""
-    weight_bits: int
-    observer: Observer
-    """How ranges of activations are calibrated before training."""
-    embeddings: bool
-    """Whether embedding tables are quantized."""
-    exclude: tuple[str, ...]
-    """Modules left in float."""
-    learn_steps: bool
-    """Whether scales are trained (LSQ)."""
+ROUNDING = ("target", "weight_bits", "observer", "embeddings", "exclude", "learn_steps")
+"""Settings of the stage that decide which tensors are fake-quantized, and how."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +44,8 @@ class PreparedModel:
     """A model's graph with observers; equal models give equal graphs, node names included."""
 
     model: Artifact
-    config: FakeQuantConfig
+    settings: dict[str, Any]
+    """Of `ROUNDING`, as in JSON."""
     graph: GraphModule
     conv_bn: dict[str, ConvBnParameters]
     """Node of each layer whose BatchNorm was folded → the tensors of both."""
@@ -71,25 +56,21 @@ class PreparedModel:
 
     @classmethod
     def from_artifact(
-        cls, model: Artifact, config: FakeQuantConfig, float_operators: Sequence[str] = ()
+        cls, model: Artifact, settings: dict[str, Any], float_operators: Sequence[str] = ()
     ) -> PreparedModel:
-        """Capture a model and insert observers, but not before the operators that stay float.
-
-        Raises:
-            StageFailed: nothing can be quantized.
-        """
+        """Capture a model and insert observers, but not before the operators that stay float."""
         graph = capture(model.load(), model.signature)
         conv_bn = find_conv_bn(graph)  # before `prepare` folds them
         quantizer = OnnxRuntimeQuantizer(
-            scheme_for(config.target, config.weight_bits),
-            config.observer,
-            config.exclude,
-            embeddings=config.embeddings,
+            scheme_for(settings["target"], settings["weight_bits"]),
+            settings["observer"],
+            settings["exclude"],
+            embeddings=settings["embeddings"],
         )
         prepared = prepare(graph, quantizer)
         readers = [node for node in prepared.graph.nodes if node.name in float_operators]
         leave_float_(prepared, quantizer, readers)
-        return cls(model, config, prepared, conv_bn, quantizer, tuple(float_operators))
+        return cls(model, settings, prepared, conv_bn, quantizer, tuple(float_operators))
 
     def calibrated(
         self, batches: Iterable[Batch], report: Callable[[int], None]
@@ -103,7 +84,7 @@ class PreparedModel:
         calibrate_(graph, self.model.signature, batches, report)
         _, readers = leave_vanishing_float_(graph, self.quantizer)
         names = [node.name for node in readers]
-        prepared = self.from_artifact(self.model, self.config, names) if names else self
+        prepared = self.from_artifact(self.model, self.settings, names) if names else self
         fit_ranges_(graph)
         return prepared, prepared._fake_quantized(graph, calibrated=True)
 
@@ -111,7 +92,7 @@ class PreparedModel:
         """Save a fake-quantized model, so that every process of a training can rebuild it."""
         arguments = {
             "model": str(self.model.path.absolute()),
-            "rounding": self.config.model_dump(mode="json"),
+            "rounding": self.settings,
             "float_operators": list(self.float_operators),
         }
         recipe = Recipe(factory=FACTORY, arguments=arguments)
@@ -127,8 +108,8 @@ class PreparedModel:
         return FakeQuantizedModel(
             graph,
             self.conv_bn,
-            learn_scale=self.config.learn_steps,
-            track_ranges=self.config.observer in TRACKED,
+            learn_scale=self.settings["learn_steps"],
+            track_ranges=self.settings["observer"] in TRACKED,
             calibrated=calibrated,
         )
 
@@ -137,7 +118,6 @@ def fake_quantized(
     model: str, rounding: dict[str, Any], float_operators: Sequence[str] = ()
 ) -> FakeQuantizedModel:
     """Rebuild a fake-quantized model, its ranges not yet known, from what `save` recorded."""
-    config = FakeQuantConfig.model_validate(rounding)
     source = Artifact.from_directory(Path(model))
-    prepared = PreparedModel.from_artifact(source, config, float_operators)
+    prepared = PreparedModel.from_artifact(source, rounding, float_operators)
     return prepared._fake_quantized(copy_graph(prepared.graph), calibrated=False)

@@ -20,12 +20,12 @@ from compress.quantization.algorithms.weight_rounding import (
     pack,
     round_to_nearest,
 )
-from compress.quantization.numeric_debug.activation_tap import tap_activations
 from compress.quantization.pt2e.graph_capture import (
     capture,
     is_excluded,
     module_of,
     remove_unread_tensors_,
+    tap_activations,
     value_of,
 )
 from compress.quantization.pt2e.quantizer import EMBEDDING, LINEAR, is_constant, is_float
@@ -61,7 +61,6 @@ class WeightQuantizer:
     after_weight: Callable[[], None] | None = None
     """Called after each weight, such as to return memory to the system."""
     quantized: dict[str, int] = field(default_factory=dict)
-    """Number of quantized operators by kind."""
     left_float: dict[str, str] = field(default_factory=dict)
     """Module whose weight stayed float → why."""
     rescaled: set[str] = field(default_factory=set)
@@ -95,7 +94,8 @@ class WeightQuantizer:
             if is_excluded(node, self.exclude):
                 continue
             if node.target is LINEAR:
-                self._quantize_linear_(graph, node, second_moments.get(_input_name(node)))
+                moment_II = second_moments.get(node.all_input_nodes[0].name)
+                self._quantize_linear_(graph, node, moment_II)
             elif node.target is EMBEDDING and self.embeddings:
                 self._quantize_embedding_(graph, node)
             else:
@@ -113,27 +113,18 @@ class WeightQuantizer:
             return
         inputs = weight.meta["val"].shape[1]
         if inputs % self.group_size:
-            name = module_of(node) or str(weight.target)
             reason = f"{inputs} inputs are not a multiple of group_size {self.group_size}"
-            self.left_float[name] = reason
+            self.left_float[module_of(node) or str(weight.target)] = reason
             return
         if weight.target not in self._dequantized:
             weight_OI = value_of(graph, weight)
+            sizes = (self.bits, self.group_size)
             if self.method == "gptq" and moment_II is not None:
-                quantized = gptq(
-                    weight_OI, self.bits, self.group_size, moment_II, symmetric=self.symmetric
-                )
+                quantized = gptq(weight_OI, *sizes, moment_II, symmetric=self.symmetric)
             elif self.method == "hqq":
-                quantized = in_parts(
-                    lambda part_OI: hqq(part_OI, self.bits, self.group_size), weight_OI
-                )
+                quantized = in_parts(hqq, weight_OI, *sizes)
             else:  # AWQ's scales are in the weight already
-                quantized = in_parts(
-                    lambda part_OI: round_to_nearest(
-                        part_OI, self.bits, self.group_size, symmetric=self.symmetric
-                    ),
-                    weight_OI,
-                )
+                quantized = in_parts(round_to_nearest, weight_OI, *sizes, symmetric=self.symmetric)
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
@@ -162,20 +153,15 @@ class WeightQuantizer:
                     f"of {TABLE_GROUPS[-1]} numbers, found {width}; set embedding_bits: 8, or "
                     "exclude it"
                 )
-        quantized = in_parts(
-            lambda part_VD: round_to_nearest(
-                part_VD, self.embedding_bits, group_size, symmetric=self.symmetric
-            ),
-            table_VD,
-        )
+        sizes = (self.embedding_bits, group_size)
+        quantized = in_parts(round_to_nearest, table_VD, *sizes, symmetric=self.symmetric)
         packed = pack(quantized.integers_OI, self.embedding_bits)
         with graph.graph.inserting_before(node):
             call = graph.graph.call_function
             parts = _register(graph, f"{table.target}_rows", packed, quantized)
             integers, scale, zero = (call(EMBEDDING, (part, node.args[1])) for part in parts)
             if self.embedding_bits == 4:
-                pairs = call(aten.stack.default, (_halves(graph, integers), -1))
-                in_row = call(aten.flatten.using_ints, (pairs, -2))
+                in_row = call(aten.flatten.using_ints, (_unpack(graph, integers), -2))
                 integers = call(aten.unflatten.int, (in_row, -1, [-1, group_size]))
                 scale, zero = (call(aten.unsqueeze.default, (part, -1)) for part in (scale, zero))
             floats = call(aten.to.dtype, (integers, torch.float32))
@@ -194,11 +180,7 @@ def quantize_weights(
     quantizer: WeightQuantizer,
     batches: Iterable[Batch],
 ) -> ExportedProgram:
-    """Return the module as a graph that holds its weights in a few bits.
-
-    The module, in eval mode, is not changed; `batches` are read for GPTQ and AWQ, one at a time.
-    StageFailed where nothing can be quantized.
-    """
+    """Return the module as a graph with weights of few bits; GPTQ and AWQ read the batches."""
     graph = capture(module, signature)
     bypass_copies_(graph)
     needs_data = quantizer.method in ("gptq", "awq")
@@ -217,7 +199,7 @@ def quantize_weights(
 def input_second_moments(
     graph: fx.GraphModule,
     batches: Iterable[Batch],
-    keep_outputs: Callable[[Any], None] | None = None,
+    keep_outputs: Callable[[Any], None] = lambda outputs: None,
 ) -> dict[str, torch.Tensor]:
     """Compute XᵀX/N of each linear layer's input in float64, by the name of the input's node.
 
@@ -226,22 +208,17 @@ def input_second_moments(
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
 
-    def accumulate(linear: fx.Node, features: torch.Tensor, _: torch.Tensor) -> None:
-        name, rows_NI = _input_name(linear), features.flatten(0, -2).double()
+    def accumulate(linear: fx.Node, features: torch.Tensor) -> None:
+        name, rows_NI = linear.all_input_nodes[0].name, features.flatten(0, -2).double()
         product_II = rows_NI.T @ rows_NI
         sums[name] = sums[name].add_(product_II) if name in sums else product_II
         rows[name] = rows.get(name, 0) + len(rows_NI)
 
     linears = [node for node in graph.graph.nodes if node.target is LINEAR]
     # Layers that share an input share its moments.
-    one_per_input = {_input_name(linear): linear for linear in reversed(linears)}
+    one_per_input = {linear.all_input_nodes[0]: linear for linear in reversed(linears)}
     tap_activations(graph, batches, one_per_input.values(), accumulate, keep_outputs)
     return {name: total.div_(rows[name]) for name, total in sums.items()}
-
-
-def _input_name(linear: fx.Node) -> str:
-    source: Any = linear.args[0]
-    return str(source.name)
 
 
 def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx.Node:
@@ -250,7 +227,7 @@ def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx
     outputs, groups = weight.scale_OG.shape
     integers, scale, zero = _register(graph, name, pack(weight.integers_OI, weight.bits), weight)
     if weight.bits == 4:
-        integers = call(aten.stack.default, (_halves(graph, integers), -1))
+        integers = _unpack(graph, integers)
     in_groups = call(aten.view.default, (integers, [outputs, groups, -1]))
     floats = call(aten.to.dtype, (in_groups, torch.float32))
     zeros = call(aten.unsqueeze.default, (call(aten.to.dtype, (zero, torch.float32)), -1))
@@ -259,11 +236,11 @@ def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx
     return call(aten.view.default, (dequantized, [outputs, -1]))
 
 
-def _halves(graph: fx.GraphModule, integers: fx.Node) -> list[fx.Node]:
-    """Insert the unpacking of bytes into their lower and upper four bits."""
+def _unpack(graph: fx.GraphModule, integers: fx.Node) -> fx.Node:
+    """Insert the unpacking of bytes into pairs of their lower and upper four bits."""
     low = graph.graph.call_function(aten.bitwise_and.Scalar, (integers, 15))
     high = graph.graph.call_function(aten.bitwise_right_shift.Tensor_Scalar, (integers, 4))
-    return [low, high]
+    return graph.graph.call_function(aten.stack.default, ([low, high], -1))
 
 
 def _round_activations(graph: fx.GraphModule, features: fx.Node, group_size: int) -> fx.Node:

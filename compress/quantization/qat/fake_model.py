@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -17,23 +20,140 @@ from compress.common.tensor_difference import largest_difference
 from compress.core.metrics.builtin import predicted_labels
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from compress.quantization.pt2e.observer_ranges import quantized_biases, smallest_weight_scale
-from compress.quantization.pt2e.quantizer import LINEAR, is_constant
+from compress.quantization.pt2e.quantizer import (
+    BATCH_NORM,
+    LINEAR,
+    WEIGHTED,
+    is_constant,
+    is_sequence_linear,
+)
 from compress.quantization.pt2e.torchao_api import DerivedObserverOrFakeQuantize
-from compress.quantization.qat.conv_bn_qat import ConvBnParameters, ConvBnQat, operator_of
 from compress.quantization.qat.fake_quantize import (
     ActivationFakeQuantize,
     BiasFakeQuantize,
     FakeQuantize,
+    FreezeFlag,
     WeightFakeQuantize,
 )
 from compress.training.objectives.weight_constraint import KeepZeros
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.objectives.task import Task
+
+aten = torch.ops.aten
+SHAPE_ONLY = {aten.clone.default, aten.view.default, aten._unsafe_view.default}
+SMALLEST_FACTOR = 1e-12
+"""A channel whose weights are multiplied by less is dead; its outputs are not divided by it."""
+
+
+@dataclass(frozen=True)
+class ConvBnParameters:
+    """The tensors of a layer and of the BatchNorm after it, before folding."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    gain: torch.Tensor | None
+    shift: torch.Tensor | None
+    mean: torch.Tensor
+    variance: torch.Tensor
+    momentum: float
+    eps: float
+
+
+def find_conv_bn(graph: GraphModule) -> dict[str, ConvBnParameters]:
+    """Return the layers followed by a BatchNorm, by the names of their nodes."""
+    layers = {}
+    for node in graph.graph.nodes:
+        layer, *tensors = node.args[:5] if node.target is BATCH_NORM else (None,)
+        if not isinstance(layer, Node) or layer.target not in WEIGHTED or is_sequence_linear(layer):
+            continue
+        weight = layer.args[1]
+        # Where another node reads the output or weight, torchao folds before training.
+        bias = layer.args[2] if len(layer.args) > 2 else None
+        computed = [t for t in (bias, *tensors) if isinstance(t, Node) and not is_constant(t)]
+        is_read_once = is_constant(weight) and len(weight.users) == 1 and len(layer.users) == 1
+        if is_read_once and not computed:
+            values = [
+                attrgetter(str(part.target))(graph) if isinstance(part, Node) else None
+                for part in (weight, bias, *tensors)
+            ]
+            layers[layer.name] = ConvBnParameters(*values, *node.args[5:7])  # type: ignore[arg-type]
+    return layers
+
+
+class ConvBnQat(nn.Module):
+    """A convolution or linear layer with a folded BatchNorm whose statistics still move.
+
+    After Jacob et al. (2018), section 3.2, and Krishnamoorthi, "Quantizing deep convolutional
+    networks for efficient inference" (2018), section 3.2.2: the weight is quantized as it will be
+    folded, with the running statistics; outputs are normalized with the statistics of the batch,
+    until these are frozen and the layer computes what the integer one will.
+    """
+
+    # The names of parameters, buffers and submodules are keys of training checkpoints.
+    weight: torch.Tensor
+    bias: torch.Tensor
+    gain: torch.Tensor
+    shift: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+    def __init__(
+        self,
+        operator: Callable[..., torch.Tensor],
+        parameters: ConvBnParameters,
+        weight_grid: nn.Module,
+        bias_grid: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.operator, self.momentum, self.eps = operator, parameters.momentum, parameters.eps
+        self.weight_grid, self.bias_grid = weight_grid, bias_grid
+        self.frozen = FreezeFlag()
+        weight_OI, mean_O = parameters.weight, parameters.mean
+        self.weight = nn.Parameter(weight_OI.detach().clone(), weight_OI.requires_grad)
+        for name, tensor, default in (
+            ("bias", parameters.bias, torch.zeros_like(mean_O)),
+            ("gain", parameters.gain, torch.ones_like(mean_O)),
+            ("shift", parameters.shift, torch.zeros_like(mean_O)),
+        ):
+            if tensor is None:
+                self.register_buffer(name, default)
+            else:
+                parameter = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+                self.register_parameter(name, parameter)
+        self.register_buffer("mean", mean_O.detach().clone())
+        self.register_buffer("variance", parameters.variance.detach().clone())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the normalized outputs, computed with fake-quantized weights."""
+        factor_O, folded_OI, bias_O = self.folded()
+        weight_OI = self.weight_grid(folded_OI)
+        if not self.training or self.frozen.on:
+            return self.operator(inputs, weight_OI, self.bias_grid(bias_O))
+        # Undo the folding, then normalize with the statistics of the batch.
+        outputs = self.operator(inputs, weight_OI, None)
+        divisor_O = torch.where(factor_O.abs() > SMALLEST_FACTOR, factor_O, 1.0)
+        shape = (1, -1, *[1] * (outputs.dim() - 2))
+        return F.batch_norm(
+            outputs / divisor_O.view(shape) + self.bias.view(shape),
+            self.mean,
+            self.variance,
+            self.gain,
+            self.shift,
+            training=True,
+            momentum=self.momentum,
+            eps=self.eps,
+        )
+
+    def folded(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what folding multiplies by, and the folded weight and bias, not quantized."""
+        factor_O = self.gain * torch.rsqrt(self.variance + self.eps)
+        weight_OI = self.weight * factor_O.view(-1, *[1] * (self.weight.dim() - 1))
+        return factor_O, weight_OI, self.shift + (self.bias - self.mean) * factor_O
 
 
 class FakeQuantizedModel(nn.Module):
@@ -122,15 +242,14 @@ class FakeQuantizedModel(nn.Module):
                 if name in trained:
                     tensor.copy_(trained[name])
             for names, layer in self.conv_bns.items():
-                for name, tensor in zip(names, layer.folded(), strict=True):
+                for name, tensor in zip(names, layer.folded()[1:], strict=True):
                     prepared.get_parameter(name).copy_(tensor)
             # Training can make a bias large beside a channel's weights: as in `fit_ranges_`.
             for source_node, weight_node, bias_node in quantized_biases(prepared):
                 scale, _ = self.fake_quantizers[str(source_node.target)].calculate_qparams()
                 weight = self.fake_quantizers[str(weight_node.target)]
                 bias_O = prepared.get_parameter(_constant_name(bias_node))
-                least_O = smallest_weight_scale(bias_O, scale)
-                weight.set_scale_(torch.maximum(weight.scale, least_O))
+                weight.set_scale_(torch.maximum(weight.scale, smallest_weight_scale(bias_O, scale)))
         names_by_id = {id(observer): str(node.target) for node, observer in _observers(prepared)}
         for observer in _bias_observers(prepared).values():
             observer.obs_or_fqs = [
@@ -148,7 +267,11 @@ class FakeQuantizedModel(nn.Module):
             prepared.get_submodule(str(part.target)) if part.op == "call_module" else nn.Identity()
             for part in (weight, bias)
         ]
-        layer = ConvBnQat(operator_of(node), parameters, *fake_quantizers)
+        operator: Any = node.target
+        # By name, as inputs, weight and bias come before them; a partial function can be copied.
+        names = [argument.name for argument in operator._schema.arguments[3:]]
+        options = {**dict(zip(names, node.args[3:], strict=False)), **node.kwargs}
+        layer = ConvBnQat(partial(operator, **options), parameters, *fake_quantizers)
         self.conv_bns[_constant_name(weight), _constant_name(bias)] = layer
         name = f"folded_{len(self.conv_bns)}"
         prepared.add_submodule(name, layer)
@@ -207,17 +330,11 @@ def _constant_name(node: Any) -> str:
     return str(node.target if node.op == "get_attr" else node.args[0].target)
 
 
-aten = torch.ops.aten
-SHAPE_ONLY = {aten.clone.default, aten.view.default, aten._unsafe_view.default}
-
-
 def compare_labels(trained: torch.Tensor, integer: torch.Tensor, step: float | None) -> LabelParity:
     """Count the labels that differ between two models' class scores, `(samples, classes, …)`.
 
-    `step` is the last quantization step, in units of the outputs.
-
-    Raises:
-        StageFailed: one is NaN, or infinite where the other is not.
+    `step` is the last quantization step, in units of the outputs. StageFailed where one is NaN, or
+    infinite where the other is not.
     """
     largest = largest_difference(trained, integer)
     if not math.isfinite(largest):

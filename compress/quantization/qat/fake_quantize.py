@@ -132,13 +132,11 @@ class FakeQuantize(ObserverBase):  # type: ignore[misc]  # torchao has no type i
     # conversion uses, so that 4 % of the labels change.
 
     def __init__(self, observer: MinMaxObserver, channels: int, learn_scale: bool) -> None:
-        """Take the format of an observer to replace; scale and zero point are set later."""
         super().__init__(observer.dtype)
         self.qscheme, self.ch_axis = observer.qscheme, getattr(observer, "ch_axis", None)
         self.quant_min, self.quant_max = observer.quant_min, observer.quant_max
         self.learn_scale = learn_scale
         self.frozen = FreezeFlag()
-        """Whether the range stays as it is."""
         if learn_scale:
             self.log_scale = nn.Parameter(torch.zeros(channels))
         else:

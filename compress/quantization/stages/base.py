@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -14,17 +15,20 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.stage import CalibrationSamples, Stage
-from compress.quantization.config.calibration_data import CalibrationData
-from compress.quantization.config.dtype_scheme import Target, activation_dtypes, added_observers
+from compress.quantization.config.dtype_scheme import Target, added_observers, scheme_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     import torch
     from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
+    from compress.data.batch import Batch
+    from compress.data.splits import Splits
+    from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
+    from compress.quantization.ptq.calibrate import Corrections
 
 logger = logging.getLogger(__name__)
 FEW_SAMPLES = 16
@@ -35,6 +39,18 @@ LONGEST_FACT = 300
 """Characters of a fact in the log; the manifest has all of it."""
 
 
+@dataclass(frozen=True)
+class CalibrationData:
+    """A seeded sample of the data; iterating it again yields the same batches."""
+
+    data: Splits
+    samples: int
+    seed: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.data.calibration(self.samples, self.seed)
+
+
 class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
     """A stage that turns a float model into a graph of fewer bits."""
 
@@ -42,7 +58,11 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
     """Names of modules left in float; `*` and `?` stand for any characters."""
     calibration_samples: CalibrationSamples = None
     """Samples of the data on which the model is looked at. By default 512 (128 for
-    `quantize_weights` and `convert_precision`), or all there are."""
+    `quantize_weights` and `convert_precision`, 256 for `smooth` of `quantize_dynamic`), or all
+    there are."""
+
+    uses_data: ClassVar[bool] = True
+    """Always: the result is compared with the float model on `val`."""
 
     def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the error that fewer bits explain where they cost an R² 0.01."""
@@ -53,17 +73,8 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
         """Whether calibration reads data; always, unless a stage says when."""
         return True
 
-    @property
-    def uses_data(self) -> bool:
-        """Always: the result is compared with the float model on `val`."""
-        return True
-
     def load_float(self, model: EagerModel | GraphModel) -> torch.nn.Module:
-        """Load the float module; PipelineInvalid where a pattern of `exclude` names no part.
-
-        Raises:
-            StageFailed: the model is quantized already.
-        """
+        """Load the float module; refuse a quantized one, and an `exclude` that names no part."""
         from torch.fx import GraphModule
 
         from compress.graph.torch_export import has_integer_operators
@@ -89,17 +100,24 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
                 raise PipelineInvalid(f"exclude: no module is named {pattern!r}{hint}")
 
     def calibration_data(self, model: EagerModel | GraphModel, context: Context) -> CalibrationData:
-        """Draw `calibration_samples` samples; unless they are set, whole batches of the model.
-
-        Raises:
-            StageFailed: there are fewer samples than are set, or than the model's batch has.
-        """
-        samples = self.available_samples(context.need_data("calibration"))
+        """Draw `calibration_samples` samples; unless they are set, whole batches of the model."""
+        data, signature = context.need_data("calibration"), model.signature
+        samples = self.available_samples(data)
         if self.calibration_samples is None:
-            samples -= samples % min(model.signature.smallest_batch, samples)
+            samples -= samples % min(signature.smallest_batch, samples)
         if 0 < samples < FEW_SAMPLES:
             logger.warning("%s: calibrated on %d samples alone", self.title, samples)
-        return CalibrationData.from_context(samples, model.signature, context)
+        if signature.batch_axis is None and signature.inputs[0].shape:
+            batch_size = int(signature.inputs[0].shape[0])
+            if samples % batch_size:
+                raise StageFailed(
+                    f"calibration_samples is {samples} and the model takes batches of "
+                    f"{batch_size}; make it a multiple"
+                )
+            data = data.replaced(batch_size=batch_size)
+        calibration = CalibrationData(data, samples, context.seed)
+        iter(calibration)  # refuses more samples than there are, before a model is traced
+        return calibration
 
     def calibration_progress(self, context: Context) -> Callable[[int], None]:
         """Return a callback that shows how many samples calibration has seen."""
@@ -118,9 +136,6 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
 
         The manifest records `facts` and the number of quantized operators by kind. Modules whose
         outputs have other scales, as after equalization, are not compared one by one.
-
-        Raises:
-            StageFailed: the graph's outputs are not finite where the float model's are.
         """
         from compress.quantization.numeric_debug.compare import compare
 
@@ -133,11 +148,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
         )
         logger.info("%s: quantized %s; %s", self.title, counts, summary)
         logger.info("%s: %s", self.title, fidelity.line())
-        facts = {
-            "quantized_operators": counts,
-            **facts,
-            FIDELITY: fidelity.model_dump(mode="json"),
-        }
+        facts = {"quantized_operators": counts, **facts, FIDELITY: fidelity.model_dump(mode="json")}
         return GraphModel.create(
             context.root,
             program,
@@ -151,9 +162,6 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
 class IntegerStage(QuantizationStage):
     """A quantization stage whose layers are computed by a runtime's integer kernels."""
 
-    calibration_samples: Annotated[int, Field(ge=FEW_SAMPLES)] | None = None
-    """Samples on which the ranges of activations are observed; fewer than 16 tell too little. By
-    default 512, or all there are."""
     target: Target = "onnxruntime-cpu"
     """Runtime whose fused integer kernels decide which operators are quantized, and how."""
     embeddings: bool = True
@@ -181,4 +189,32 @@ class IntegerStage(QuantizationStage):
     @property
     def activation_formats(self) -> frozenset[str]:
         """The integer type of the target's activations."""
-        return activation_dtypes(self.target)
+        return frozenset({scheme_for(self.target).activations.dtype})
+
+    def save_integers(
+        self,
+        model: EagerModel | GraphModel,
+        program: ExportedProgram,
+        quantizer: OnnxRuntimeQuantizer,
+        facts: Mapping[str, Any],
+        context: Context,
+        corrections: Corrections | None = None,
+    ) -> GraphModel:
+        """Save a graph with what its quantizer and its corrections record, besides other facts."""
+        all_facts = {
+            "target": self.target,
+            "float_modules": quantizer.float_modules,
+            **quantizer.ranges,
+            **facts,
+            **(corrections.facts if corrections else {}),
+        }
+        rescaled = corrections.rescaled if corrections else ()
+        return self.save_graph(model, program, quantizer.quantized, all_facts, context, rescaled)
+
+
+class CalibratedStage(IntegerStage):
+    """An integer stage that needs the ranges of activations beforehand."""
+
+    calibration_samples: Annotated[int, Field(ge=FEW_SAMPLES)] | None = None
+    """Samples on which the ranges of activations are observed; fewer than 16 tell too little. By
+    default 512, or all there are."""

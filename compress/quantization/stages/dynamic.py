@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from compress.core.stage import CalibrationSamples
 from compress.quantization.config.dtype_scheme import (
     SIGNED_ACTIVATIONS,
     Smoothing,
@@ -57,8 +56,6 @@ class QuantizeDynamic(IntegerStage):
     smooth: Smoothing = "off"
     """SmoothQuant: how far outliers of what linear layers read are moved into their weights, from 0
     to 1; `auto` searches each layer's best and leaves alone what gains nothing."""
-    calibration_samples: CalibrationSamples = None
-    """Samples that `smooth` looks at; by default 256, or all there are."""
 
     @property
     def needs_data(self) -> bool:
@@ -80,8 +77,11 @@ class QuantizeDynamic(IntegerStage):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Quantize the weights, and save the graph."""
-        from compress.quantization.ptq.calibrate import Corrections
-        from compress.quantization.ptq.dynamic_activation import DynamicQuantizer, quantize_dynamic
+        from compress.quantization.ptq.calibrate import (
+            Corrections,
+            DynamicQuantizer,
+            quantize_dynamic,
+        )
 
         module = self.load_float(model)
         quantizer = DynamicQuantizer(
@@ -94,12 +94,5 @@ class QuantizeDynamic(IntegerStage):
         sample = self.calibration_data(model, context) if self.needs_data else ()
         program = quantize_dynamic(module, model.signature, quantizer, sample, corrections)
         weight_only = WEIGHT_ONLY_KERNELS[self.target] & quantizer.quantized.keys()
-        facts = {
-            "target": self.target,
-            "float_modules": quantizer.float_modules,
-            "weights_alone": sorted(weight_only),
-            **corrections.facts,
-        }
-        return self.save_graph(
-            model, program, quantizer.quantized, facts, context, corrections.rescaled
-        )
+        facts = {"weights_alone": sorted(weight_only)}
+        return self.save_integers(model, program, quantizer, facts, context, corrections)

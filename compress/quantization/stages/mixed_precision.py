@@ -14,7 +14,8 @@ from compress.quantization.config.dtype_scheme import (
     require_16_bit_kernels,
     scheme_for,
 )
-from compress.quantization.stages.base import IntegerStage
+from compress.quantization.stages.base import CalibratedStage
+from compress.quantization.stages.static import QuantizeStatic
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
@@ -30,7 +31,7 @@ CORRECTIONS: dict[Correction, dict[str, Any]] = {
 }
 
 
-class QuantizeMixed(IntegerStage):
+class QuantizeMixed(CalibratedStage):
     """Compute in 8-bit integers what the metric allows, and the most sensitive layers in float.
 
     All layers are quantized first. Where that loses more than `max_drop_points`, the corrections of
@@ -86,16 +87,12 @@ class QuantizeMixed(IntegerStage):
         )
 
     @model_validator(mode="after")
-    def _fallback_differs(self) -> QuantizeMixed:
+    def _check_fallback(self) -> QuantizeMixed:
         if self.observer in self.fallback:
             raise ValueError(
                 f"fallback: {self.observer!r} is the observer of all layers already; name another "
                 "one, or float"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sixteen_bits_have_kernels(self) -> QuantizeMixed:
         if "uint16" in self.fallback:
             require_16_bit_kernels("fallback: 'uint16'", self.target, "leave it out")
         return self
@@ -108,15 +105,14 @@ class QuantizeMixed(IntegerStage):
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, search, and save the graph that keeps the metric."""
         from compress.graph.torch_export import export_program
-        from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder
         from compress.quantization.mixed_precision.bit_search import (
             BitSearch,
+            CandidateBuilder,
             SensitivityMeter,
             reported,
         )
         from compress.quantization.pt2e.graph_capture import capture, copy_graph
-        from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-        from compress.quantization.ptq.calibrate import Corrections, quantize
+        from compress.quantization.ptq.calibrate import convert
 
         deadline = time.monotonic() + 60 * self.minutes
         meter = SensitivityMeter(model, context, self.sensitivity)
@@ -142,48 +138,31 @@ class QuantizeMixed(IntegerStage):
             for name in self.corrections:
                 if time.monotonic() > deadline:
                     break
-                quantizer = OnnxRuntimeQuantizer(
-                    scheme, self.observer, self.exclude, embeddings=self.embeddings
+                static = QuantizeStatic(
+                    target=self.target,
+                    observer=self.observer,
+                    exclude=self.exclude,
+                    embeddings=self.embeddings,
+                    **CORRECTIONS[name],
                 )
-                correction = Corrections(**CORRECTIONS[name])
-                program = quantize(
-                    copy_graph(graph),
-                    model.signature,
-                    quantizer,
-                    calibration,
-                    report,
-                    correction,
+                prepared, quantizer, correction = static.calibrated(
+                    copy_graph(graph), model, calibration, report
                 )
+                program = export_program(convert(prepared), model.signature)
                 corrected = program.module(check_guards=False)
                 drop = meter.metric_drop(corrected)
                 tried[name] = reported(drop)
                 if drop <= self.max_drop_points:
                     found = meter.confirm(corrected, self.max_drop_points)
                     found |= search.facts({}) | {"corrections": tried}
-                    facts = {
-                        "target": self.target,
-                        "float_modules": quantizer.float_modules,
-                        **quantizer.ranges,
-                        **correction.facts,
-                        "mixed": found,
-                    }
-                    rescaled = correction.rescaled
-                    return self.save_graph(
-                        model,
-                        program,
-                        quantizer.quantized,
-                        facts,
-                        context,
-                        rescaled,
-                    )
+                    correction.facts["mixed"] = found
+                    return self.save_integers(model, program, quantizer, {}, context, correction)
         formats = search.run()
-        chosen = candidates.build(formats)
-        found = meter.confirm(chosen.graph, self.max_drop_points) | search.facts(formats)
-        program = export_program(chosen.graph, model.signature)
+        chosen, quantizer = candidates.build(formats)
+        found = meter.confirm(chosen, self.max_drop_points) | search.facts(formats)
         facts = {
-            "target": self.target,
-            "float_modules": chosen.quantizer.float_modules,
             "mixed": found | {"corrections": tried},
             "vanishing_ranges": candidates.vanishing,
         }
-        return self.save_graph(model, program, chosen.quantizer.quantized, facts, context)
+        program = export_program(chosen, model.signature)
+        return self.save_integers(model, program, quantizer, facts, context)

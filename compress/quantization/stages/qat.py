@@ -11,7 +11,7 @@ from pydantic import model_validator
 from compress.common.config import Fraction, Positive
 from compress.common.errors import StageFailed
 from compress.quantization.config.dtype_scheme import Observer, WeightBits
-from compress.quantization.stages.base import IntegerStage
+from compress.quantization.stages.base import CalibratedStage
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.objectives.objective import Teaching
 
@@ -30,7 +30,7 @@ FINER = 10
 """Default learning rate of `train` over that of this stage."""
 
 
-class QuantizeAwareTraining(IntegerStage, Training):
+class QuantizeAwareTraining(CalibratedStage, Training):
     """Train a model while it rounds to integers, for what `quantize_static` loses, at 4 bits say.
 
     Training begins with the model as `quantize_static` makes it, which stays where no epoch is
@@ -66,16 +66,12 @@ class QuantizeAwareTraining(IntegerStage, Training):
     where samples have none, from the outputs with the defaults."""
 
     @model_validator(mode="after")
-    def _steps_are_learned_or_observed(self) -> Self:
+    def _check_settings(self) -> Self:
         if self.learn_steps and not self.has_default("freeze_observers"):
             raise ValueError(
                 "freeze_observers is for ranges that follow what they observe, found learn_steps: "
                 "true, which trains them; leave one out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _every_process_holds_the_graph(self) -> Self:
         parallel = self.parallel
         unsupported = {
             # With `dp` ranges would follow the first device's share: other replicas are discarded.
@@ -114,15 +110,10 @@ class QuantizeAwareTraining(IntegerStage, Training):
         return super().hyper_parameters().model_copy(update={"learning_rate": rate})
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
-        """Calibrate, train with fake quantization, convert, and save the integer graph.
-
-        Raises:
-            StageFailed: nothing can be quantized, the model takes one batch size only, training
-                failed, or the integer graph's labels differ from the trained model's.
-        """
+        """Calibrate, train with fake quantization, convert, and save the integer graph."""
         from compress.checkpoint.state_dict import load_state_
         from compress.common.forward import torch_predictor
-        from compress.quantization.ptq.prepare import FakeQuantConfig, PreparedModel
+        from compress.quantization.ptq.prepare import ROUNDING, PreparedModel
         from compress.quantization.qat.fake_model import (
             FreezeSchedule,
             compare_with_trained,
@@ -135,10 +126,8 @@ class QuantizeAwareTraining(IntegerStage, Training):
                 f"{self.title}: the model takes batches of one size only, and training and "
                 "evaluation need others; name the first axis in model.inputs (`batch`)"
             )
-        config = FakeQuantConfig(
-            **{name: getattr(self, name) for name in FakeQuantConfig.model_fields}
-        )
-        prepared = PreparedModel.from_artifact(model, config)
+        dumped = self.model_dump(mode="json", include={*ROUNDING})
+        prepared = PreparedModel.from_artifact(model, {name: dumped[name] for name in ROUNDING})
         prepared, module = prepared.calibrated(
             self.calibration_data(model, context), self.calibration_progress(context)
         )
@@ -151,16 +140,13 @@ class QuantizeAwareTraining(IntegerStage, Training):
         with torch_predictor(program.module(), "cpu", context.threads) as predict:
             inputs = context.comparison_inputs(model.signature)
             parity = compare_with_trained(module, predict, inputs, last_step(module), context.task)
-        facts: dict[str, Any] = {
-            "target": self.target,
-            "float_modules": prepared.quantizer.float_modules,
-        }
+        facts: dict[str, Any] = {}
         if parity is not None:
             parity.require_same_model()
             logger.info("%s: %s", self.title, parity.line())
             facts["same_as_trained"] = parity.model_dump(mode="json")
         facts |= trained.facts()
-        return self.save_graph(model, program, prepared.quantizer.quantized, facts, context)
+        return self.save_integers(model, program, prepared.quantizer, facts, context)
 
     def _train(
         self,
@@ -169,7 +155,6 @@ class QuantizeAwareTraining(IntegerStage, Training):
         freezing: FreezeSchedule,
         context: Context,
     ) -> Fit:
-        """Train a calibrated model on labels, or on the float model's outputs."""
         from compress.data.splits import with_unlabelled
         from compress.training.fit import fit
         from compress.training.objectives.objective import TargetLoss

@@ -14,9 +14,7 @@ from compress.common.errors import StageFailed
 from compress.core.stage import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
+    from collections.abc import Sequence
 
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
@@ -42,21 +40,13 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
 
     stage: Literal["rotate_weights"] = "rotate_weights"
     streams: ClassVar[bool] = True
+    uses_data: ClassVar[bool] = True
+    """Always: the outputs are compared on it, if there is any."""
     heads: bool = False
     """Whether the values of each attention head are rotated too, in `v_proj` and `o_proj`."""
 
-    @property
-    def uses_data(self) -> bool:
-        """Always: the outputs are compared on it, if there is any."""
-        return True
-
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Fold the matrices into the weights, compare the outputs, and write the model.
-
-        Raises:
-            StageFailed: the model is no decoder that a rotation can be folded into, or the rotated
-                one has other outputs.
-        """
+        """Fold the matrices into the weights, compare the outputs, and write the model."""
         import torch
 
         from compress.artifacts.meta_init import stream_weights_
@@ -86,7 +76,7 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         generator = torch.Generator().manual_seed(context.seed)
         rotation = randomized_hadamard(stream.width, generator)
         attentions = stream.heads if self.heads else ()
-        of_values = [randomized_hadamard(each.head_size, generator) for each in attentions]
+        of_values = [randomized_hadamard(size, generator) for *_, size in attentions]
         rotated = rotated_weights(stream, weights, rotation, of_values)
         difference = self._compare(model, edits, rotated, context)
         facts: dict[str, Any] = {
@@ -134,10 +124,7 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         from compress.common.forward import accept_any_batch, torch_predictor
         from compress.common.tensor_difference import relative_error_of_batches
 
-        if model.is_streamed:
-            module, _ = model.stored_weights()
-        else:
-            module = model.load()
+        module = model.stored_weights()[0] if model.is_streamed else model.load()
         for edit in edits:
             edit.apply_(module)
         if model.is_streamed:
@@ -149,9 +136,15 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
             torch_predictor(module, "cpu", context.threads) as found,
         ):
             pair = [accept_any_batch(predict, model.signature) for predict in (expected, found)]
+            # One row where each call reads all weights.
+            inputs = [model.signature.example(seed=context.seed)]
+            if context.data is not None and "val" in context.data.datasets:
+                rows = 1 if model.is_streamed else COMPARED_ROWS
+                chosen = range(min(rows, len(context.data.split("val"))))  # type: ignore[arg-type]
+                inputs += [batch.inputs for batch in context.data.read("val", chosen, rows)]
             error = max(
-                relative_error_of_batches(zip(*(predict(*inputs) for predict in pair), strict=True))
-                for inputs in self._inputs(model, context)
+                relative_error_of_batches(zip(*(predict(*batch) for predict in pair), strict=True))
+                for batch in inputs
             )
         if not error <= LARGEST_ERROR:
             hint = ", or its attention changes single values: try heads: false"
@@ -161,12 +154,3 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
                 f"single channels of the residual stream{hint if self.heads else ''}"
             )
         return error
-
-    def _inputs(self, model: EagerModel, context: Context) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield seeded inputs, and some of `val`, one row where each call reads all weights."""
-        yield model.signature.example(seed=context.seed)
-        if context.data is not None and "val" in context.data.datasets:
-            rows = 1 if model.is_streamed else COMPARED_ROWS
-            chosen = range(min(rows, len(context.data.split("val"))))  # type: ignore[arg-type]
-            for batch in context.data.read("val", chosen, rows):
-                yield batch.inputs

@@ -9,16 +9,15 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Count
 from compress.quantization.config.dtype_scheme import (
-    ActivationBits,
+    FALSE_IS_OFF,
     Observer,
     Rounding,
     Smoothing,
     WeightBits,
-    activation_dtypes,
     require_16_bit_kernels,
     scheme_for,
 )
-from compress.quantization.stages.base import IntegerStage
+from compress.quantization.stages.base import CalibratedStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +36,7 @@ SEARCH_BATCH = 8
 stage takes, are then two batches, one to find ranges on and one to measure noise on."""
 
 
-class QuantizeStatic(IntegerStage):
+class QuantizeStatic(CalibratedStage):
     """Compute in 8-bit integers, activation ranges fixed beforehand on a sample of the data.
 
     The fastest integers on a CPU, and the only ones for convolutions; `train` or other data must
@@ -54,7 +53,7 @@ class QuantizeStatic(IntegerStage):
     """Bits of a weight. 4 are stored so by `export_onnx` and `export_openvino`, and computed as 8;
     in other files they take 8. With 4 or 7 the products are exact in every runtime on x86
     processors without VNNI, which add pairs of them in 16 bits."""
-    activation_bits: ActivationBits = 8
+    activation_bits: Literal[8, 16] = 8
     """Bits of an activation; with 16 nearly nothing is lost, and products are taken in floats."""
     observer: Observer = "minmax"
     """How a range is estimated: by extremes (`minmax`), a `moving_average` of each batch's, the
@@ -75,36 +74,20 @@ class QuantizeStatic(IntegerStage):
     """Optimization steps of `adaround` for each layer."""
     bias_correction: bool = False
     """Whether biases take back the shift of each layer's mean outputs; `adaround` leaves none."""
-    corrections: Literal["auto", "off"] = "off"
+    corrections: Annotated[Literal["auto", "off"], FALSE_IS_OFF] = "off"
     """`auto` tries `bias_correction`, `observer: mse`, `equalize` and `smooth: auto` one after the
     other, and keeps what lowers the noise of the outputs on samples that no range was found on. The
     manifest says what was tried; it takes the place of setting these by hand."""
 
     @model_validator(mode="after")
-    def _percentile_has_its_observer(self) -> QuantizeStatic:
+    def _check_settings(self) -> QuantizeStatic:
         self.refuse_settings_of_others("observer", {"percentile": ("percentile",)})
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _off_is_no_false(cls, settings: Any) -> Any:
-        # YAML 1.1 reads off as False.
-        if isinstance(settings, dict) and settings.get("corrections") is False:
-            return {**settings, "corrections": "off"}
-        return settings
-
-    @model_validator(mode="after")
-    def _corrections_are_found_or_set(self) -> QuantizeStatic:
         chosen = ("bias_correction", "equalize", "observer", "smooth")
         both = [name for name in chosen if not self.has_default(name)]
         if self.corrections == "auto" and both:
             raise ValueError(
                 f"corrections: auto chooses {', '.join(both)} itself, found both; leave out either"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sixteen_bits_have_kernels(self) -> QuantizeStatic:
         if self.activation_bits == 16:
             require_16_bit_kernels("activation_bits: 16", self.target, "use 8")
         return self
@@ -112,7 +95,8 @@ class QuantizeStatic(IntegerStage):
     @property
     def activation_formats(self) -> frozenset[str]:
         """The target's integers, of `activation_bits`."""
-        return activation_dtypes(self.target, self.activation_bits)
+        scheme = scheme_for(self.target, activation_bits=self.activation_bits)
+        return frozenset({scheme.activations.dtype})
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, convert, and save the integer graph."""
@@ -121,23 +105,15 @@ class QuantizeStatic(IntegerStage):
 
         prepared, quantizer, corrections = self.prepare(model, context)
         program = export_program(convert(prepared), model.signature)
-        facts = {
-            "target": self.target,
-            "float_modules": quantizer.float_modules,
-            **quantizer.ranges,
-            **corrections.facts,
-        }
-        return self.save_graph(
-            model, program, quantizer.quantized, facts, context, corrections.rescaled
-        )
+        return self.save_integers(model, program, quantizer, {}, context, corrections)
 
     def prepare(
         self, model: EagerModel | GraphModel, context: Context
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
         """Return the graph with calibrated observers, and what quantized and corrected it."""
         from compress.quantization.pt2e.graph_capture import capture, copy_graph
-        from compress.quantization.ptq.calibrate import convert
-        from compress.quantization.ptq.correction_search import (
+        from compress.quantization.ptq.calibrate import (
+            convert,
             search_corrections,
             useful_candidates,
         )
@@ -156,23 +132,24 @@ class QuantizeStatic(IntegerStage):
             def quantized(settings: Mapping[str, Any], seen: Iterable[Batch]) -> GraphModule:
                 # AdaRound takes minutes; it runs once, upon what is chosen here.
                 trial = self.model_copy(update={"rounding": "nearest", **settings})
-                return convert(trial._calibrated(copy_graph(graph), model, seen)[0])
+                return convert(trial.calibrated(copy_graph(graph), model, seen)[0])
 
             chosen, tried = search_corrections(module, samples, quantized, useful_candidates(graph))
             facts = {"corrections": chosen, "corrections_tried_db": tried}
         stage = self.model_copy(update=chosen)
         report = self.calibration_progress(context)
-        prepared, quantizer, corrections = stage._calibrated(graph, model, calibration, report)
+        prepared, quantizer, corrections = stage.calibrated(graph, model, calibration, report)
         corrections.facts |= facts
         return prepared, quantizer, corrections
 
-    def _calibrated(
+    def calibrated(
         self,
         graph: GraphModule,
         model: EagerModel | GraphModel,
         batches: Iterable[Batch],
         report: Callable[[int], None] = lambda samples: None,
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
+        """Return a captured graph with calibrated observers, and what quantized it and how."""
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
         from compress.quantization.ptq.calibrate import Corrections, prepare_calibrated
 

@@ -104,9 +104,8 @@ class QuantizeWeights(QuantizationStage):
         facts: dict[str, Any] = {"left_float": quantizer.left_float}
         if self.method == "awq":
             facts["scaled"] = quantizer.scaled
-        return self.save_graph(
-            model, program, quantizer.quantized, facts, context, quantizer.rescaled
-        )
+        counts, rescaled = quantizer.quantized, quantizer.rescaled
+        return self.save_graph(model, program, counts, facts, context, rescaled)
 
     def _run_streamed(
         self,
@@ -115,7 +114,6 @@ class QuantizeWeights(QuantizationStage):
         sample: Iterable[Batch],
         context: Context,
     ) -> PackedModel:
-        """Quantize a model whose weights stay on disk, block by block, and compare the results."""
         from compress.artifacts.streaming.packed_model import ROUNDS, PackedModel, packed_module
         from compress.common.forward import torch_predictor
         from compress.quantization.numeric_debug.compare import compare_outputs

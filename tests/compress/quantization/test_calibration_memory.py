@@ -14,7 +14,7 @@ from compress.quantization.pt2e.observers import OBSERVERS
 from compress.quantization.pt2e.torchao_api import prepare_pt2e
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.observer_ranges import fit_ranges_, monitor_ranges, range_facts
-from compress.quantization.config.calibration_data import CalibrationData
+from compress.quantization.stages.base import CalibrationData
 from compress.quantization.config.dtype_scheme import scheme_for
 
 class Images(Dataset):

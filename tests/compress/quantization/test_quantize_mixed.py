@@ -18,8 +18,7 @@ from compress.core.gates import Parity
 from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.config.dtype_scheme import Target, scheme_for
-from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder
-from compress.quantization.mixed_precision.bit_search import BitSearch
+from compress.quantization.mixed_precision.bit_search import BitSearch, CandidateBuilder
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import IMAGE, build_model
@@ -324,7 +323,7 @@ def searched(
     graph = fx.GraphModule({}, fx.Graph())
     candidates = CandidateBuilder(graph, ROWS, scheme_for("onnxruntime-cpu"), (), {"minmax": {}})
     candidates.layers = list(lost)
-    candidates.build = lambda formats: type("Built", (), {"graph": formats})
+    candidates.build = lambda formats: (formats, None)
     costs = dict.fromkeys(lost, 1 / len(lost))
     meter = Known(lost, wide or {})
     search = BitSearch(candidates, None, meter, max_drop_points, fallback, costs, float("inf"))

@@ -14,7 +14,7 @@ from compress.artifacts.streaming.packed_model import PackedModel, packed_weight
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.export import ExportCompressedTensors, ExportOnnx
 from compress.export.common.packed_weights import decoder_weights
-from compress.quantization.ptq.block_graphs import BlockGraphs
+from compress.quantization.ptq.streamed_weights import BlockGraphs
 from tests.export.tiny_decoder import TOKENS, VOCABULARY, context_for, decoder
 
 pytest.importorskip("transformers")

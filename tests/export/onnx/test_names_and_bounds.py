@@ -87,7 +87,7 @@ def test_outputs_may_be_named_like_operators_and_axes_may_end(
 def test_a_stored_graph_still_knows_where_an_axis_ends(
     source: Callable[..., EagerModel], tmp_path: Path
 ) -> None:
-    from compress.graph.axis_bounds import axis_limits
+    from compress.graph.torch_export import axis_limits
 
     model = source("stored", tokens("states", "logits"))
     graph = GraphModel.from_eager(model, tmp_path / "graph")

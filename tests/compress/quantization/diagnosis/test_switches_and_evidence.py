@@ -1,17 +1,19 @@
 """Switches compute what the integer graph does, and evidence tells what was put in."""
 
 import copy
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from compress import Signature, Splits, TensorSpec
+from compress.common.process import gc_disabled
 from compress.data.batch import Batch
 from compress.quantization.config.dtype_scheme import scheme_for
-from compress.quantization.diagnosis.diagnosis import LayerEvidence, collect_evidence
-from compress.quantization.diagnosis.rounding_switches import SwitchedGraph
-from compress.quantization.pt2e.graph_capture import capture
+from compress.quantization.diagnosis.diagnosis import LayerEvidence, SwitchedGraph, collect_evidence
+from compress.quantization.pt2e.graph_capture import capture, tap_activations
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.ptq.calibrate import Corrections, convert, prepare_calibrated
 
@@ -142,3 +144,28 @@ def test_a_mean_error_is_a_shift() -> None:
     shifted.add_error(expected, noise + 2, 1)
     assert plain.shift() < 0.3
     assert shifted.shift() == pytest.approx(2, abs=0.3)
+
+
+def test_what_layers_are_measured_with_is_freed_at_once(net: Net, monkeypatch) -> None:
+    switched, probes = SwitchedGraph.from_prepared(prepared(net)), []
+    zeros_like = torch.zeros_like
+
+    def recorded(*args: Any, **options: Any) -> torch.Tensor:
+        zeros = zeros_like(*args, **options)
+        if options.get("requires_grad"):
+            probes.append(weakref.ref(zeros))
+        return zeros
+
+    monkeypatch.setattr(torch, "zeros_like", recorded)
+    with gc_disabled():
+        collect_evidence(switched, batches())
+        assert probes
+        assert not any(probe() is not None for probe in probes)
+
+
+def test_an_operator_that_fails_is_named_with_its_line_of_code(net: Net) -> None:
+    graph = capture(net, SIGNATURE)
+    layers = [node for node in graph.graph.nodes if node.target is torch.ops.aten.conv2d.default]
+    batch = Batch((torch.zeros(2, 4, 6, 6),), None)
+    with pytest.raises(RuntimeError, match=r"While executing (?s:.*)self\.first\(x\)"):
+        tap_activations(graph, [batch], layers, lambda node, source: None)

@@ -11,7 +11,7 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.quantization.config.calibration_data import CalibrationData
+from compress.quantization.stages.base import CalibrationData
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import IMAGE, NETWORKS, images
 
@@ -144,10 +144,10 @@ def test_a_percentile_for_another_observer_is_refused() -> None:
         QuantizeStatic(observer="mse", percentile=99.9)
 
 
-def test_a_sample_is_the_same_each_time_it_is_read(tmp_path: Path) -> None:
+def test_a_sample_is_the_same_each_time_it_is_read() -> None:
     x = torch.randn(64, 4)
     data = Splits({"train": TensorDataset(x, x[:, 0])}, batch_size=32)
-    calibration = CalibrationData.from_context(48, ROWS, Context(root=tmp_path, data=data))
+    calibration = CalibrationData(data, 48, seed=0)
     first, again = ([batch.inputs[0] for batch in calibration] for _ in range(2))
     assert [len(part) for part in first] == [32, 16]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -24,9 +24,9 @@ from compress.quantization.pt2e.observer_ranges import (
     bias_of,
     fit_ranges_,
     layers_of,
+    observer_of,
     set_weight_,
     skip_observers,
-    weight_observer_of,
     weight_of,
 )
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
@@ -171,7 +171,7 @@ def test_a_corrected_bias_takes_back_the_mean_shift(digits: Splits) -> None:
     floats = [torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 5)]
     layer = layers_of(graph)[0]
     weight, before = weight_of(graph, layer), bias_of(graph, layer)
-    scale = weight_observer_of(graph, layer).calculate_qparams()[0].view(-1, 1, 1, 1)
+    scale = observer_of(graph, layer.args[1]).calculate_qparams()[0].view(-1, 1, 1, 1)
     held = (weight / scale).round().clamp(-3, 3) * scale
     pairs = [(x, (4 * x).round() / 4) for x in floats]
     options = layer.args[3:]
@@ -195,7 +195,7 @@ def test_an_equalized_network_loses_less_with_one_scale_for_all(digits: Splits) 
         graph = prepared("depthwise", weight_bits=8)
         Corrections(equalize=equalize).equalize_(graph)
         for layer in layers_of(graph)[:3]:
-            observer, weight = weight_observer_of(graph, layer), weight_of(graph, layer)
+            observer, weight = observer_of(graph, layer.args[1]), weight_of(graph, layer)
             step = weight.abs().max() / observer.quant_max
             graph.get_parameter(skip_observers(layer.args[1]).target).data = (
                 weight / step

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.data.batch import Batch
-from compress.quantization.ptq.correction_search import halves, search_corrections
+from compress.quantization.ptq.calibrate import halves, search_corrections
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import answer, build_model, images, labelled_images
 

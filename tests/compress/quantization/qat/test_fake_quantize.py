@@ -11,8 +11,12 @@ from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import MinMaxObserver, PerChannelMinMaxObserver
 from compress.quantization.ptq.calibrate import prepare
-from compress.quantization.qat.conv_bn_qat import ConvBnParameters, ConvBnQat
-from compress.quantization.qat.fake_model import FakeQuantizedModel, FreezeSchedule
+from compress.quantization.qat.fake_model import (
+    ConvBnParameters,
+    ConvBnQat,
+    FakeQuantizedModel,
+    FreezeSchedule,
+)
 from compress.quantization.qat.fake_quantize import (
     ActivationFakeQuantize,
     FreezeFlag,

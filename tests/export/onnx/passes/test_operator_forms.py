@@ -16,7 +16,7 @@ from compress.export.onnx.lowering import TRANSLATIONS, lower
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import session_predictor
 from compress.export.onnx.stage import ExportOnnx
-from compress.graph.axis_bounds import trace
+from compress.graph.torch_export import trace
 from tests.export.builders import network_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]
