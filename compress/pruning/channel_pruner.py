@@ -12,12 +12,12 @@ from compress.common.errors import StageFailed
 from compress.common.forward import copy_module, torch_predictor
 from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency, unmeasurable
-from compress.pruning.allocation.budget_search import (
+from compress.pruning.allocation.ranking import (
     mac_estimate,
     parameter_estimate,
     plan_for_target,
+    rank,
 )
-from compress.pruning.allocation.ranking import rank
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.latency_target import solve_widths
 from compress.pruning.pruning_stage import finetune
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
-    from compress.pruning.allocation.budget_search import CostEstimate
+    from compress.pruning.allocation.ranking import CostEstimate
     from compress.pruning.channel_settings import ChannelSettings
-    from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
+    from compress.pruning.dependency.channel_groups import Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.pruning_stage import Finetune
 
@@ -55,7 +55,12 @@ class ChannelPruner:
     def __init__(self, config: ChannelSettings, model: EagerModel, context: Context) -> None:
         """Load the model and the calibration samples."""
         self._config, self._source, self._context = config, model, context
-        self._batches = calibration_batches(config, context)
+        self._batches: list[Batch] = []
+        if config.drawn_samples and (context.data is not None or config.needs_samples):
+            data = context.need_data(config.title)
+            if data.calibration_split in data.datasets or config.needs_samples:
+                samples = config.available_samples(data)
+                self._batches = list(data.calibration(samples, context.seed))
         loss = context.loss.for_model(model.signature)
         loss = loss.infer_targets(context.data if config.uses_loss else None)
         self._scoring = ScoringSamples(self._batches, context.device, context.seed, loss)
@@ -192,16 +197,16 @@ class ChannelPruner:
             return ranking.verify(keep, config.on_unverified)
         # Of the unpruned model's cost; its latency is measured together with each candidate's.
         goal = 1 - (1 - config.target.share) * share
-        estimate: Callable[[torch.nn.Module, AxisGraph], CostEstimate] | None = None
+        estimate: CostEstimate | None = None
         if config.target.quantity == "latency":
             measure: Callable[[torch.nn.Module], float]
             measure = partial(self._latency, batch=config.target.batch)
         elif config.target.quantity == "parameters":
-            measure, estimate = parameters_of, parameter_estimate
+            measure, estimate = parameters_of, parameter_estimate(self._module, ranking.graph)
             goal *= measure(self._unpruned)
         else:
             measure = partial(count_macs, inputs=self._one_sample)
-            estimate = partial(mac_estimate, inputs=self._one_sample)
+            estimate = mac_estimate(self._module, ranking.graph, self._one_sample)
             goal *= measure(self._unpruned)
         return plan_for_target(ranking, config, goal, measure, estimate)
 
@@ -287,21 +292,6 @@ class ChannelPruner:
 def parameters_of(module: torch.nn.Module) -> int:
     """Count a module's weights, tied ones once."""
     return sum(p.numel() for p in module.parameters())
-
-
-def calibration_batches(config: ChannelSettings, context: Context) -> list[Batch]:
-    """Return the calibration samples; none if there is no data and no setting needs them.
-
-    Raises:
-        StageFailed: a setting needs samples and there are none, or fewer than asked for.
-    """
-    if not config.drawn_samples or (context.data is None and not config.needs_samples):
-        return []
-    data = context.need_data(config.title)
-    name = data.calibration_split
-    if name not in data.datasets and not config.needs_samples:
-        return []
-    return list(data.calibration(config.available_samples(data), context.seed))
 
 
 def compose_kept(first: Kept, second: Kept) -> Kept:

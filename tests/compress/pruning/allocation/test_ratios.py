@@ -12,12 +12,15 @@ from torch import nn
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.graph.flops import count_macs
-from compress.pruning.allocation.budget_search import (
+from compress.pruning.allocation.ranking import (
+    RankedGroup,
+    Ranking,
+    allocate,
     mac_estimate,
     parameter_estimate,
     plan_for_target,
+    rank,
 )
-from compress.pruning.allocation.ranking import RankedGroup, Ranking, allocate, rank
 from compress.pruning.channel_pruner import parameters_of
 from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.verification.masked_equivalence import VerificationInputs
@@ -207,7 +210,7 @@ def to_target(net, inputs, quantity: str, share: float, limits: ChannelSelection
         return smaller
 
     measure = partial(cost, inputs=inputs, quantity=quantity)
-    cut = plan_for_target(ranking, limits, goal, measure, build[quantity])
+    cut = plan_for_target(ranking, limits, goal, measure, estimate)
     whole = estimate.without([])
     assert whole == pytest.approx(cost(net, inputs, quantity))
     steps = [whole - estimate.without([one.group.channels[:4]]) for one in ranking.ranked]
