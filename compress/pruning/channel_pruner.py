@@ -19,7 +19,7 @@ from compress.pruning.allocation.ranking import (
     rank,
 )
 from compress.pruning.importance.scores import ScoringSamples
-from compress.pruning.latency.latency_target import solve_widths
+from compress.pruning.latency.widths import solve_widths
 from compress.pruning.pruning_stage import finetune
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.masked_equivalence import VerificationInputs

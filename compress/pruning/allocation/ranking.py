@@ -21,8 +21,11 @@ from compress.pruning.channel_settings import COMPARABLE, ChannelSelection
 from compress.pruning.dependency.channel_groups import GroupSlice
 from compress.pruning.importance.layer_calls import record_layer_calls
 from compress.pruning.importance.scores import score_groups
-from compress.pruning.verification.masked_equivalence import MaskedEquivalence, sliced_copy
-from compress.pruning.verification.verified_slices import verify_slices
+from compress.pruning.verification.masked_equivalence import (
+    MaskedEquivalence,
+    sliced_copy,
+    verify_slices,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -438,9 +441,7 @@ def _largest_counts(
     low, high = 0.0, MAX_RATIO
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (
-            (low, middle) if fits(ranking.allocate(middle, selection)) else (middle, high)
-        )
+        low, high = (low, middle) if fits(ranking.allocate(middle, selection)) else (middle, high)
     keep = ranking.allocate(high, selection)
     # Groups are rounded in steps, and often all at the same ratio. So channels that smaller ratios
     # would keep are given back, group by group, as far as they fit.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from bisect import bisect_left
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,11 +16,23 @@ from torch import nn
 from compress.common.forward import copy_module, flatten_outputs, plain_attention
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
-from compress.pruning.importance.layer_calls import record_layer_calls, samples_refused
-from compress.pruning.recovery.least_squares import Outputs, refit_
+from compress.pruning.importance.layer_calls import (
+    MAX_COLUMNS,
+    LayerCall,
+    Moments,
+    at_least_float32,
+    record_layer_calls,
+    samples_needed,
+    samples_refused,
+)
+from compress.pruning.recovery.paused_forward import (
+    ActivationFiles,
+    PausedForward,
+    resident_budget,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from pydantic import JsonValue
@@ -25,6 +40,252 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import Kept
+
+
+Outputs: TypeAlias = tuple[torch.Tensor, ...]
+MAX_ENTRIES = 2**24
+"""Entries of the systems of equations that are solved together, 8 bytes each."""
+RIDGE = 1e-4
+"""Penalty on changes of the weights, relative to the mean square of a layer's inputs."""
+
+
+@dataclass(frozen=True)
+class RefitResult:
+    """Squared error of a refitted layer's outputs, relative to their energy before slicing."""
+
+    weight: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class RefittableLayer:
+    """A layer that lost input channels and can be refitted."""
+
+    weight: str
+    bias: str | None
+    """Its bias, if no other layer uses it."""
+    read_axis: int
+    groups: int
+    calls: int
+    """Calls in one forward pass."""
+    samples: int
+    """Samples that it is fitted on; the first of them, if there are more."""
+
+
+@torch.no_grad()
+def refit_(
+    module: nn.Module,
+    reference: nn.Module,
+    kept: Kept,
+    batches: Sequence[Batch],
+    device: str = "cpu",
+    ridge: float = RIDGE,
+    names: Mapping[str, str] | None = None,
+    on_outputs: Callable[[Outputs, Outputs], None] | None = None,
+    folder: Path | None = None,
+) -> list[RefitResult]:
+    """Refit, in place, the weights and biases of the layers that lost input channels.
+
+    Linear layers and convolutions are refitted if nothing else uses their weight; other layers stay
+    as they were sliced. ``kept`` gives the indices that are left of each tensor of ``reference``,
+    the module before slicing; ``names`` gives other names that weights have there. ``on_outputs``
+    gets what the reference and the refitted module return for each batch. Activations that do not
+    fit into memory are kept in a temporary folder in ``folder``.
+    """
+    results = []
+    for part in (module, reference):
+        part.eval().to(device)
+    layers = refittable_layers(module, kept, batches[0], device)
+    with ExitStack() as stack:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        work = tempfile.TemporaryDirectory(prefix="activations-", dir=folder)
+        files = ActivationFiles(stack.enter_context(work), resident_budget(device))
+        passes = [PassesInStep(module, reference, batch.to(device), files) for batch in batches]
+        for one in passes:
+            stack.callback(one.close)
+        for layer in layers:
+            there = (names or {}).get(layer.weight, layer.weight)
+            results.append(_refit_layer_(layer, there, module, kept, passes, ridge))
+        for one in passes:
+            if on_outputs is not None:
+                on_outputs(*one.outputs())
+            one.close()
+    for part in (module, reference):
+        part.cpu()
+    return results
+
+
+class PassesInStep:
+    """The passes of one batch through the reference and the module, which advance layer by layer.
+
+    They begin at the first layer that is fitted on the batch: the module's weights before it are
+    those that stay.
+    """
+
+    def __init__(
+        self, module: nn.Module, reference: nn.Module, batch: Batch, files: ActivationFiles
+    ) -> None:
+        self.samples = len(batch)
+        self._modules, self._batch, self._files = (reference, module), batch, files
+        self._passes: tuple[PausedForward, ...] = ()
+
+    def advance(self, layer: RefittableLayer, name: str) -> list[tuple[LayerCall, LayerCall]]:
+        """Run both to a layer, ``name`` in the reference, and return its calls in both."""
+        reference, module = self._begun()
+        if reference.has_passed(name) or module.has_passed(layer.weight):
+            self.close()
+            reference, module = self._begun()
+        expected = reference.advance(name, layer.calls)
+        return [*zip(expected, module.advance(layer.weight, layer.calls, stay=True), strict=True)]
+
+    def pause(self, layer: RefittableLayer) -> None:
+        """Wait until the layer has its new weights."""
+        if layer.calls > 1:  # its first calls had the weights before
+            self.close()
+        for one in self._passes:
+            one.pause()
+
+    def outputs(self) -> tuple[Outputs, Outputs]:
+        """Run both to the end, and return what they return."""
+        reference, module = self._begun()
+        return reference.outputs(), module.outputs()
+
+    def close(self) -> None:
+        """End both; they begin anew when they are asked for something."""
+        for one in self._passes:
+            one.close()
+        self._passes = ()
+
+    def _begun(self) -> tuple[PausedForward, ...]:
+        # One by one: where the second cannot begin, the first one's thread is ended all the same.
+        for module in self._modules[len(self._passes) :]:
+            self._passes += (PausedForward(module, self._batch, self._files),)
+        return self._passes
+
+
+def refittable_layers(
+    module: nn.Module, kept: Kept, batch: Batch, device: str
+) -> list[RefittableLayer]:
+    """Return the layers to refit, in the order in which they run."""
+    calls: dict[str, list[LayerCall]] = {}
+    in_order, used_elsewhere = record_layer_calls(module, batch, device)
+    for call in in_order:
+        calls.setdefault(call.weight, []).append(call)
+    owners = Counter(bias for own in calls.values() for bias in {call.bias for call in own})
+    layers = []
+    for weight, own in calls.items():
+        last = own[-1]
+        is_sliced = last.read_axis in kept.get(weight, {})
+        alike = len({(call.read_axis, call.bias) for call in own}) == 1
+        if is_sliced and alike and weight not in used_elsewhere and last.columns <= MAX_COLUMNS:
+            bias = last.bias if owners[last.bias] == 1 and last.bias not in used_elsewhere else None
+            samples = samples_needed(last, len(batch), len(own))
+            layers.append(
+                RefittableLayer(weight, bias, last.read_axis, last.groups, len(own), samples)
+            )
+    return layers
+
+
+def _add_errors_(
+    moments: Moments, calls: Sequence[tuple[LayerCall, LayerCall]], rows: Sequence[int] | None
+) -> float:
+    """Add what a layer's calls in the reference and the module say; return the former's energy."""
+    energy = 0.0
+    for reference, call in calls:
+        expected = reference.output
+        if rows is not None:
+            index = torch.tensor(rows, device=expected.device)
+            expected = expected.index_select(call.channel_axis, index)
+        energy += float(at_least_float32(expected).square().sum())
+        # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
+        for columns, errors in call.parts(expected - call.output):
+            moments.add_(columns, errors)
+    return energy
+
+
+def _refit_layer_(
+    layer: RefittableLayer,
+    name: str,
+    module: nn.Module,
+    kept: Kept,
+    passes: Sequence[PassesInStep],
+    ridge: float,
+) -> RefitResult:
+    """Change a layer's weight and bias so that its squared error is minimal, in place."""
+    moments, energy, samples = Moments(), 0.0, 0
+    rows = kept[layer.weight].get(1 - layer.read_axis)
+    for one in passes:
+        if samples >= layer.samples:
+            break
+        samples += one.samples
+        energy += _add_errors_(moments, one.advance(layer, name), rows)
+        one.pause(layer)
+    weight = module.get_parameter(layer.weight)
+    is_zero = weight.mT if layer.read_axis == 0 else weight
+    gram_gii = moments.gram_gii
+    groups, columns, outputs = moments.cross_gio.shape
+    zeros_gio = (is_zero == 0).reshape(groups, outputs, columns).mT  # an earlier stage pruned them
+    intercept = layer.bias is not None
+    change_gio, shift_go = least_squares(moments, ridge, intercept=intercept, fixed_gio=zeros_gio)
+    change_OI = change_gio.mT.reshape(-1, change_gio.shape[1])
+    change = change_OI.mT if layer.read_axis == 0 else change_OI.reshape(weight.shape)
+    weight.add_(change.to(weight))
+    if layer.bias is not None:
+        bias = module.get_parameter(layer.bias)
+        bias.add_(shift_go.flatten().to(bias))
+    gained = 2 * (change_gio * moments.cross_gio).sum() + 2 * (shift_go * moments.answers_go).sum()
+    moved = (change_gio * (gram_gii @ change_gio)).sum()
+    moved += 2 * (shift_go * (moments.columns_gi[:, None] @ change_gio)[:, 0]).sum()
+    moved += moments.positions * shift_go.square().sum()
+    remaining = max(0.0, moments.energy - float(gained - moved))
+    energy = max(energy, 1e-30)
+    return RefitResult(layer.weight, moments.energy / energy, remaining / energy)
+
+
+def least_squares(
+    moments: Moments, ridge: float, *, intercept: bool, fixed_gio: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Solve for the matrices and shifts that map columns to answers with the least squared error.
+
+    ``ridge`` penalizes the matrices, relative to the columns' mean square. Without ``intercept``
+    there are no shifts. Entries that ``fixed_gio`` marks are zero.
+    """
+    # In place, as a matrix of 4,600 columns takes 170 MB.
+    normal_gii, cross_gio = moments.gram_gii.clone(), moments.cross_gio
+    diagonal_gi = normal_gii.diagonal(dim1=1, dim2=2)
+    # 1e-30: the inputs may all be zero.
+    damping = (ridge * diagonal_gi.mean()).clamp_min(1e-30)
+    if intercept:
+        mean_gi = moments.columns_gi / moments.positions
+        normal_gii.baddbmm_(mean_gi[:, :, None], moments.columns_gi[:, None], alpha=-1)
+        cross_gio = cross_gio - mean_gi[:, :, None] * moments.answers_go[:, None]
+    diagonal_gi.add_(damping)
+    if fixed_gio is None or not fixed_gio.any():
+        factor_gii, failed_g = torch.linalg.cholesky_ex(normal_gii)
+        if failed_g.any():  # nearly singular, without a ridge
+            matrix_gio = torch.linalg.solve(normal_gii, cross_gio)
+        else:
+            matrix_gio = torch.cholesky_solve(cross_gio, factor_gii)
+    else:  # each output has equations of its own, without those of its fixed entries
+        matrix_gio = torch.zeros_like(cross_gio)
+        identity = torch.eye(normal_gii.shape[1], dtype=normal_gii.dtype, device=normal_gii.device)
+        at_once = max(1, MAX_ENTRIES // normal_gii.shape[1] ** 2)
+        for group, normal_ii in enumerate(normal_gii):
+            for part in range(0, cross_gio.shape[2], at_once):
+                outputs = slice(part, part + at_once)
+                free_oi = ~fixed_gio[group, :, outputs].mT
+                normal_oii = torch.where(
+                    free_oi[:, :, None] & free_oi[:, None], normal_ii, identity
+                )
+                answers_oi = torch.where(free_oi, cross_gio[group, :, outputs].mT, 0)
+                matrix_gio[group, :, outputs] = torch.linalg.solve(normal_oii, answers_oi).mT
+    if not intercept:
+        return matrix_gio, torch.zeros_like(moments.answers_go)
+    shift_go = moments.answers_go - (moments.columns_gi[:, None] @ matrix_gio)[:, 0]
+    return matrix_gio, shift_go / moments.positions
+
 
 TRIAL_SAMPLES = 128
 """Samples on which new BatchNorm statistics must reduce the error before all are used."""

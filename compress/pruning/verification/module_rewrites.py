@@ -18,8 +18,11 @@ from compress.artifacts.recipe import NamedCall, NameSizes, SplitAttention
 from compress.common.forward import copy_module, run_in_eval
 from compress.pruning.dependency.channel_groups import GroupSlice
 from compress.pruning.dependency.sized_calls import SizedCallRecorder
-from compress.pruning.verification.masked_equivalence import MaskedEquivalence, VerificationInputs
-from compress.pruning.verification.verified_slices import verify_slices
+from compress.pruning.verification.masked_equivalence import (
+    MaskedEquivalence,
+    VerificationInputs,
+    verify_slices,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

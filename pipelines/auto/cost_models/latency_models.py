@@ -23,12 +23,14 @@ from compress.export.latency.float_layers import (
     weighted_layers,
 )
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-from compress.export.latency.served_latency import graph_to_serve, open_as_served, write_alone
-from compress.export.latency.width_costs import (
+from compress.export.latency.served_latency import (
     LatencyModel,
     WidthCosts,
+    graph_to_serve,
     measure_grid,
+    open_as_served,
     spread_widths,
+    write_alone,
 )
 from compress.export.onnx.proto_io import read
 from compress.pipelines.auto.candidates import QUANTIZING, Candidate

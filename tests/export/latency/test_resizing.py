@@ -14,7 +14,7 @@ from torch import nn
 from compress.common.errors import StageFailed
 from compress.export.latency.kernels import KernelTable
 from compress.export.latency.resizing import ResizableModel
-from compress.export.latency.width_costs import WidthCosts, measure_grid
+from compress.export.latency.served_latency import WidthCosts, measure_grid
 from compress.export.onnx.graph import stored
 from compress.export.onnx.proto_io import read
 
