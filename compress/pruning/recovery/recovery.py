@@ -1,4 +1,12 @@
-"""Recover a sliced module's outputs without training: refit and BatchNorm re-estimation."""
+"""Recover a sliced module's outputs without training: refit and BatchNorm re-estimation.
+
+Layers that lost inputs are refitted by closed-form least squares on activations, as He, Zhang and
+Sun reconstruct layers in "Channel Pruning for Accelerating Very Deep Neural Networks" (2017): in
+the order in which they run, each on the inputs that it gets in the smaller model, so that it also
+compensates the errors of the layers before it. Both models run once: their passes wait at each
+layer, and go on with its new weights (:class:`PassesInStep`). Layers that have many positions a
+sample are fitted on the first samples, whose passes alone have begun by then.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +51,16 @@ if TYPE_CHECKING:
 
 
 Outputs: TypeAlias = tuple[torch.Tensor, ...]
+Difference: TypeAlias = tuple[float, float]
+"""Squared error of a batch's outputs, and the energy of those expected."""
 MAX_ENTRIES = 2**24
 """Entries of the systems of equations that are solved together, 8 bytes each."""
 RIDGE = 1e-4
 """Penalty on changes of the weights, relative to the mean square of a layer's inputs."""
+TRIAL_SAMPLES = 128
+"""Samples on which new BatchNorm statistics must reduce the error before all are used."""
+MIN_KEPT_BYTES = 2**26
+"""Outputs of the unpruned module that are kept, even if samples take less."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,6 @@ class RefittableLayer:
     bias: str | None
     """Its bias, if no other layer uses it."""
     read_axis: int
-    groups: int
     calls: int
     """Calls in one forward pass."""
     samples: int
@@ -182,12 +195,11 @@ def refittable_layers(
         if is_sliced and alike and weight not in used_elsewhere and last.columns <= MAX_COLUMNS:
             bias = last.bias if owners[last.bias] == 1 and last.bias not in used_elsewhere else None
             samples = samples_needed(last, len(batch), len(own))
-            layers.append(
-                RefittableLayer(weight, bias, last.read_axis, last.groups, len(own), samples)
-            )
+            layers.append(RefittableLayer(weight, bias, last.read_axis, len(own), samples))
     return layers
 
 
+# A function of its own, so that a pass which pauses holds none of these tensors.
 def _add_errors_(
     moments: Moments, calls: Sequence[tuple[LayerCall, LayerCall]], rows: Sequence[int] | None
 ) -> float:
@@ -287,12 +299,6 @@ def least_squares(
     return matrix_gio, shift_go / moments.positions
 
 
-TRIAL_SAMPLES = 128
-"""Samples on which new BatchNorm statistics must reduce the error before all are used."""
-MIN_KEPT_BYTES = 2**26
-"""Outputs of the unpruned module that are kept, even if samples take less."""
-
-
 # Fused attention answers otherwise at masked places, and the passes of a refit do not take it.
 @plain_attention()
 def recover_(
@@ -314,28 +320,19 @@ def recover_(
     temporary folder in ``folder``.
     """
     expected = ReferenceOutputs(reference, batches, device)
-    errors: dict[str, float] = {}
     layers: dict[str, JsonValue] = {}
-    refitted: list[OutputDifference] = []
+    refitted: list[Difference] = []
     if refit:
         sliced = copy_module(module)
 
         def compare(targets: Outputs, outputs: Outputs) -> None:
             # The passes of the refit end with what both modules return.
             expected.add(targets)
-            refitted.append(OutputDifference.between(targets, outputs))
+            refitted.append(_difference(targets, outputs))
 
-        results = refit_(
-            module,
-            reference,
-            kept,
-            batches,
-            device,
-            names=names,
-            on_outputs=compare,
-            folder=folder,
-        )
-        for one in results:
+        for one in refit_(
+            module, reference, kept, batches, device, names=names, on_outputs=compare, folder=folder
+        ):
             layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
         errors = {"cut": expected.error(sliced), "refit": relative_error(refitted)}
         del sliced
@@ -353,35 +350,26 @@ def recover_(
                 break
         else:
             errors["batch_norm"] = error
-    samples = sum(map(len, batches))
     return {
-        "samples": samples,
+        "samples": sum(map(len, batches)),
         "output_error": {name: _rounded(error) for name, error in errors.items()},
         "layers": layers,
     }
 
 
-@dataclass
-class OutputDifference:
-    """Squared error of a batch's outputs, and the energy of those expected."""
-
-    error: float = 0.0
-    energy: float = 0.0
-
-    @classmethod
-    def between(cls, targets: Outputs, outputs: Outputs) -> OutputDifference:
-        """Compare what a reference and a module return, without equal infinities, as of masks."""
-        own = cls()
-        for output, target in zip(outputs, targets, strict=True):
-            target_part, output_part = measured(target, output)
-            own.error += float((output_part - target_part).square().sum())
-            own.energy += float(target_part.square().sum())
-        return own
+def _difference(targets: Outputs, outputs: Outputs) -> Difference:
+    """Compare what a reference and a module return, without equal infinities, as of masks."""
+    error = energy = 0.0
+    for output, target in zip(outputs, targets, strict=True):
+        target_part, output_part = measured(target, output)
+        error += float((output_part - target_part).square().sum())
+        energy += float(target_part.square().sum())
+    return error, energy
 
 
-def relative_error(batches: Sequence[OutputDifference]) -> float:
+def relative_error(batches: Sequence[Difference]) -> float:
     """Return the squared error of some batches, relative to their energy."""
-    return sum(one.error for one in batches) / max(sum(one.energy for one in batches), 1e-30)
+    return sum(error for error, _ in batches) / max(sum(energy for _, energy in batches), 1e-30)
 
 
 class ReferenceOutputs:
@@ -419,7 +407,7 @@ class ReferenceOutputs:
                 targets = _run(self._reference, moved)
                 if number == len(self._known):
                     self.add(targets)
-            differences.append(OutputDifference.between(targets, _run(module, moved)))
+            differences.append(_difference(targets, _run(module, moved)))
         for part in (module, self._reference):
             part.cpu()
         return relative_error(differences)
@@ -459,11 +447,6 @@ def reestimate_batch_norms_(
         norm.momentum = momentum
         norm.eval()
     module.cpu()
-
-
-def reestimate_on_calibration_(module: nn.Module, context: Context) -> None:
-    """Re-estimate BatchNorm statistics over calibration samples, in place."""
-    reestimate_batch_norms_(module, usual_calibration(context), context.device)
 
 
 def usual_calibration(

@@ -48,12 +48,6 @@ class WeightLayout:
     kernel: int
     """Positions of a convolution's window; 1 for a linear layer."""
 
-    @classmethod
-    def from_call(cls, call: LayerCall) -> WeightLayout:
-        """Build the layout from an observed call."""
-        kernel = prod(call.kernel)
-        return cls(call.read_axis, call.groups, call.columns // kernel, kernel)
-
     def columns(self, matrix_gxi: torch.Tensor) -> torch.Tensor:
         """Reorder columns from (channel, window position) to (window position, channel).
 
@@ -114,7 +108,9 @@ def prunable_weights(
     calls, elsewhere = record_layer_calls(module, Batch(tuple(inputs), None), str(inputs[0].device))
     layout_of: dict[str, WeightLayout] = {}
     for call in calls:
-        layout_of.setdefault(call.weight, WeightLayout.from_call(call))
+        kernel = prod(call.kernel)
+        layout = WeightLayout(call.read_axis, call.groups, call.columns // kernel, kernel)
+        layout_of.setdefault(call.weight, layout)
     unobserved = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, part in module.named_modules()
@@ -332,6 +328,28 @@ def _chosen(choose: L1Unstructured | RandomUnstructured, weight: torch.Tensor) -
     return kept == 0
 
 
+def set_uncalibrated_zeros_(
+    module: nn.Module,
+    layouts: Mapping[str, WeightLayout | None],
+    *,
+    method: Method,
+    amount: float,
+    n_of_m: NofM | None,
+    is_global: bool,
+    seed: int,
+) -> None:
+    """Set entries of weights to zero by their magnitude or at random, in place."""
+    parameters = dict(module.named_parameters())
+    weights = {name: parameters[name] for name in layouts}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if n_of_m:
+            zeros = n_of_m_masks(weights, layouts, n_of_m, method)
+        else:
+            zeros = unstructured_masks(weights, amount, method, is_global)
+    set_zeros_(weights, zeros)
+
+
 @torch.no_grad()
 def set_calibrated_zeros_(
     module: nn.Module,
@@ -346,14 +364,21 @@ def set_calibrated_zeros_(
 ) -> dict[str, str]:
     """Set entries of weights to zero, in place; return the weights that were skipped → why.
 
-    The module is in eval mode, and is moved to the device. ``layouts`` are in the order of use.
+    The module is in eval mode, and runs on the device. ``layouts`` are in the order of use.
     """
     module.to(device)
     weights, skipped = dict(module.named_parameters()), {}
     groups = group_by_block(module, list(layouts))
     # Blocks in order, so that each is calibrated on the outputs of the pruned ones before.
     for done, group in enumerate(groups, 1):
-        moments = _moments(module, {name: layouts[name] for name in group}, batches, device)
+        moments = {name: Moments() for name in group}
+
+        def add_to_moments(call: LayerCall, moments: dict[str, Moments] = moments) -> None:
+            if call.weight in moments and call.columns <= MAX_COLUMNS:
+                for columns_gpi, _ in call.parts():
+                    moments[call.weight].add_(layouts[call.weight].columns(columns_gpi))
+
+        observe_layer_calls(module, batches, add_to_moments, device)
         for name in group:
             if not moments[name].positions:
                 skipped[name] = (
@@ -361,10 +386,10 @@ def set_calibrated_zeros_(
                     f"{MAX_COLUMNS} numbers"
                 )
                 continue
-            if not bool(torch.isfinite(moments[name].gram_gii).all()):
+            layout, gram = layouts[name], moments[name].gram_gii
+            if not bool(gram.isfinite().all()):
                 skipped[name] = "what it reads on the calibration data is not finite"
                 continue
-            layout, gram = layouts[name], moments[name].gram_gii
             matrix = layout.matrix(weights[name].detach().double())
             if method == "sparsegpt":
                 matrix = sparsegpt(matrix, gram, amount, n_of_m)
@@ -372,26 +397,8 @@ def set_calibrated_zeros_(
                 matrix = matrix.masked_fill(wanda(matrix, gram, amount, n_of_m), 0)
             weights[name].copy_(layout.weight(matrix, weights[name].shape))
         progress(method, done, len(groups))
+    module.cpu()
     return skipped
-
-
-def _moments(
-    module: nn.Module, layouts: Mapping[str, WeightLayout], batches: Sequence[Batch], device: str
-) -> dict[str, Moments]:
-    """Return the second moments of the inputs of some weights."""
-    moments = {name: Moments() for name in layouts}
-
-    def add_to_moments(call: LayerCall) -> None:
-        if call.weight in moments and call.columns <= MAX_COLUMNS:
-            layout = layouts[call.weight]
-            for columns_gpi, _ in call.parts():
-                moments[call.weight].add_(layout.columns(columns_gpi))
-
-    observe_layer_calls(module, batches, add_to_moments, device)
-    return moments
-
-
-Schedule: TypeAlias = Literal["linear", "cubic"]
 
 
 # The repr of a constraint is part of the key by which an interrupted training is resumed: class and
@@ -410,7 +417,7 @@ class AddZeros:
     """Final share of zeros."""
     whole: bool
     """Whether all weights are ranked together."""
-    schedule: Schedule
+    schedule: Literal["linear", "cubic"]
     until: float
     """Share of the steps after which no zeros are added."""
     updates: int
