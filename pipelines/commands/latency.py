@@ -128,7 +128,7 @@ def measure_and_write(
         for number, chosen in enumerate(widths):
             progress("latency", number, len(widths), "measure kernels")
             files.append(folder / f"resized{number}.onnx")
-            if number == 0 and variants.is_rewritten:
+            if number == 0 and variants.rewrites:
                 write(graph_to_serve(source, "latency"), files[0])
             else:
                 write(model.resize(chosen), files[-1])

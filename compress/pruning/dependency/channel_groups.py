@@ -1,7 +1,11 @@
-"""Channel groups, slices of them, and how they follow from the labels of a traced graph.
+"""Trace which channels of which tensors can only be removed together, and slices of such groups.
 
-Entries of weights with equal labels belong to one *channel class*: they can only be removed
-together. Channels whose entries lie in the same tensors along the same axes form a group.
+torch.export's ATen graph is executed on integer labels instead of numbers (see
+``compress.pruning.dependency.rules.channel_labels``). Entries of weights with equal labels belong
+to one *channel class*: they can only be removed together. Channels whose entries lie in the same
+tensors along the same axes form a group. Grouping coupled channels is the idea of Fang et al.,
+"DepGraph: Towards Any Structural Pruning" (2023); here the groups follow from the traced operators,
+so that no layer has to be annotated.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ Kept = dict[str, dict[int, tuple[int, ...]]]
 """Tensor name → axis → indices that stay, ascending."""
 Value = int | list[int]
 """Value of an attribute: a number of channels or of blocks of channels, or the sizes of parts."""
+TENSORS = (torch.Tensor, Weight)
+"""What stands for a tensor while the graph runs on labels."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,6 @@ class AxisGraph:
     """Sizes of axes with channels that the module's code writes in calls."""
     class_count: int
     """Number of classes, pinned ones included."""
-
-    def entries(self, slot: Slot, *channels: int) -> int:
-        """Count the indices of an axis that belong to some channels."""
-        return int(torch.isin(self.classes[slot], torch.tensor(channels)).sum())
 
     def kept(self, removed: Iterable[int]) -> Kept:
         """Compute the indices that stay when classes are removed, for every tensor that shrinks."""
@@ -208,23 +210,21 @@ class SlicePlan:
 
 
 def build_axis_graph(
-    book: LabelBook,
-    labels_to_class: torch.Tensor,
-    reasons: Mapping[int, str],
-    names: Mapping[str, tuple[str, ...]],
-    calls: Sequence[SizedCall] = (),
+    book: LabelBook, names: Mapping[str, tuple[str, ...]], calls: Sequence[SizedCall] = ()
 ) -> AxisGraph:
-    """Derive channel groups from the labels that the operators' rules assigned and equated.
-
-    ``reasons`` gives why classes are pinned; some more are found here.
-    """
-    reasons = dict(reasons)
+    """Derive channel groups from the labels that the operators' rules assigned and equated."""
+    labels_to_class, reasons = book.resolve()  # why classes are pinned; some more are found here
     classes: dict[Slot, torch.Tensor] = {}
     for (tensor, axes), labels in book.parts.items():
         part_classes = labels_to_class[labels]
-        columns = _classes_along_axes(part_classes)
-        classes |= {(tensor, axes[i]): column for i, column in columns.items()}
-        along_an_axis = {c for column in columns.values() for c in column.tolist()}
+        along_an_axis: set[int] = set()
+        for i, axis in enumerate(axes):
+            # Axes along which classes change while every slice is of one class.
+            slices = part_classes.movedim(i, 0).reshape(part_classes.size(i), -1)
+            is_along = (slices == slices[:, :1]).all() and (slices[:, 0] != slices[0, 0]).any()
+            if is_along or len(axes) == 1:
+                classes[tensor, axis] = slices[:, 0].contiguous()
+                along_an_axis.update(slices[:, 0].tolist())
         for stray in set(part_classes.flatten().tolist()) - along_an_axis:
             reasons.setdefault(stray, f"{tensor} holds it along no single axis")
     # Classes that layers only read, and no tensor of the module produces or holds.
@@ -276,18 +276,6 @@ def _sized_axes(
             yield SizedAxis(calls[call], index, first.value, counted)
 
 
-def _classes_along_axes(classes: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Find the axes along which a tensor's classes change while every slice is of one class."""
-    if classes.dim() == 1:
-        return {0: classes}
-    columns = {}
-    for axis in range(classes.dim()):
-        slices = classes.movedim(axis, 0).reshape(classes.size(axis), -1)
-        if (slices == slices[:, :1]).all() and (slices[:, 0] != slices[0, 0]).any():
-            columns[axis] = slices[:, 0].contiguous()
-    return columns
-
-
 def _group_channels(
     classes: Mapping[Slot, torch.Tensor], pinned: set[int], book: LabelBook
 ) -> tuple[ChannelGroup, ...]:
@@ -326,10 +314,6 @@ def _owner_name(slot: Slot) -> str:
     return slot[0].rpartition(".")[0] or slot[0]
 
 
-TENSORS = (torch.Tensor, Weight)
-"""What stands for a tensor while the graph runs on labels."""
-
-
 def trace(
     module: nn.Module, inputs: Sequence[torch.Tensor], *, across_norms: bool = False
 ) -> AxisGraph:
@@ -366,10 +350,13 @@ def label_axes(
                 own = names.get(id(tensor), ())
                 names[id(tensor)] = (*own, f"{prefix}.{short}".lstrip("."))
     book = LabelBook(across_norms=across_norms)
-    _propagate_labels(program, module, names, book, calls)
-    labels_to_class, reasons = book.resolve()
-    first_to_all = {own[0]: own for own in names.values()}
-    return build_axis_graph(book, labels_to_class, reasons, first_to_all, calls)
+    every_name = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    first_names = {name: names[id(tensor)][0] for name, tensor in every_name}
+    _propagate_labels(program, first_names, book, calls)
+    return build_axis_graph(book, {own[0]: own for own in names.values()}, calls)
 
 
 def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
@@ -396,13 +383,12 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
 
 def _propagate_labels(
     program: ExportedProgram,
-    module: nn.Module,
-    names: dict[int, tuple[str, ...]],
+    first_names: Mapping[str, str],
     book: LabelBook,
     calls: Sequence[SizedCall],
 ) -> None:
     """Run the exported graph on labels, operator by operator, which state what is equal."""
-    values = _placeholder_values(program, module, names, book)
+    values = _placeholder_values(program, first_names, book)
     # Nodes that the outputs depend on; attention weights, for one, are often computed and dropped.
     live: set[fx.Node] = set()
     for node in reversed(program.graph.nodes):
@@ -471,17 +457,9 @@ def _sizes(
 
 
 def _placeholder_values(
-    program: ExportedProgram,
-    module: nn.Module,
-    names: dict[int, tuple[str, ...]],
-    book: LabelBook,
+    program: ExportedProgram, first_names: Mapping[str, str], book: LabelBook
 ) -> dict[fx.Node, Any]:
     """Return a ``Weight`` or labels for each input of the graph, None for those without shape."""
-    every_name = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    first_names = {name: names[id(tensor)][0] for name, tensor in every_name}
     signature = program.graph_signature
     weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     stored = {**program.state_dict, **program.constants}

@@ -24,7 +24,7 @@ from compress.artifacts.edits.named_sizes import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import CodeType, FrameType
+    from types import FrameType
 
     from compress.artifacts.edits.named_sizes import SizedExpression
 
@@ -119,8 +119,7 @@ class SizedCallRecorder(TorchFunctionMode):
         if frame is None:
             return None
         # Lines and columns of the expression that the frame runs, start and end in turn.
-        positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-        _, end_line, _, end_column = positions
+        _, end_line, _, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
         # A comprehension has a frame of its own within that of its method.
         inner = frame
         while frame is not None and not self._is_method(frame):
@@ -130,22 +129,17 @@ class SizedCallRecorder(TorchFunctionMode):
         owner = frame.f_locals[frame.f_code.co_varnames[0]]
         key = (id(owner), frame.f_code, end_line, end_column)
         if key not in self._known:
-            call = self._found(owner, frame.f_code, end_line, end_column)
-            self._known[key] = None if call is None else len(self.calls)
-            self.calls += [] if call is None else [call]
+            kind, name = type(owner), frame.f_code.co_name
+            tree = method_source(kind, name, frame.f_code)
+            self._known[key] = None
+            for call in calls_in(tree) if tree is not None else ():
+                # The end, as the start of a call in a chain over several lines is not the tree's.
+                if (call.end_lineno, call.end_col_offset) == (end_line, end_column):
+                    assert tree is not None
+                    self._known[key] = len(self.calls)
+                    self.calls.append(SizedCall(self._names[id(owner)], kind, name, call, tree))
+                    break
         return self._known[key]
-
-    def _found(
-        self, owner: nn.Module, code: CodeType, end_line: int | None, end_column: int | None
-    ) -> SizedCall | None:
-        tree = method_source(type(owner), code.co_name, code)
-        for call in calls_in(tree) if tree is not None else ():
-            # The end, as the start of a call in a chain over several lines is not the tree's.
-            if (call.end_lineno, call.end_col_offset) == (end_line, end_column):
-                assert tree is not None
-                name = self._names[id(owner)]
-                return SizedCall(name, type(owner), code.co_name, call, tree)
-        return None
 
     def _is_method(self, frame: FrameType) -> bool:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""Widths of a model's channel groups: what cuts lose, and models of random widths."""
+"""Widths of a model's channel groups: what cuts lose, and which reach a target of latency."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 import math
 import random
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
@@ -28,7 +28,8 @@ from compress.pruning.verification.masked_equivalence import VerificationInputs,
 from compress.pruning.verification.module_rewrites import rewrite_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -36,16 +37,14 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.data.batch import Batch
+    from compress.profiling.benchmark import MeasuredShare
     from compress.pruning.allocation.ranking import Ranking
+    from compress.pruning.channel_settings import ChannelSettings
     from compress.pruning.dependency.channel_groups import GroupSlice
 
     LossIncreases = dict[str, dict[int, float]]
-    from collections.abc import Iterable
-    from contextlib import AbstractContextManager
 
-    from compress.profiling.benchmark import MeasuredShare
-    from compress.pruning.channel_settings import ChannelSettings
-
+log = logging.getLogger(__name__)
 
 LARGEST_CUT = 0.8
 """Largest fraction of a group's channels that is removed."""
@@ -53,14 +52,19 @@ REFITTED_ON = 128
 """Calibration samples on which layers are refitted; the models that are kept get all of them."""
 MOST_DRAWS = 10
 """Draws of a group's random width, so that it differs from those of the variants before."""
+MOST_CHECKS = 6
+"""Models that are cut, exported and measured at most."""
+MOST_CUTS, MOST_VALUES, FEWEST_VALUES = 64, 5, 3
+"""Single cuts that are evaluated, about as many at most, and widths of a group."""
+AIMED_SHARE = 0.99
+"""Share of the target that the solver aims at, as half of all models are slower than predicted."""
 
 
 @dataclass(frozen=True)
 class WidthSpace:
     """The groups of a model's channels, and the widths that each may have."""
 
-    ranking: Ranking | None
-    """None where no width is searched."""
+    ranking: Ranking
     grid: Mapping[str, tuple[int, ...]]
     """Group → its widths, the model's own first."""
     batches: Sequence[Batch]
@@ -121,7 +125,7 @@ class WidthSpace:
     @classmethod
     def empty(cls, device: str) -> WidthSpace:
         """Return a space in which all widths stay."""
-        return cls(None, {}, (), device)
+        return cls(None, {}, (), device)  # type: ignore[arg-type]  # nothing is cut
 
     @property
     def whole(self) -> dict[str, int]:
@@ -130,29 +134,21 @@ class WidthSpace:
 
     def cut(self, group: str, width: int) -> nn.Module:
         """Return the module with one group cut to a width, refitted without training."""
-        ranking = self.ranking
-        if ranking is None:
-            raise KeyError(group)
-        keep = [width if one.group.name == group else len(one.scores) for one in ranking.ranked]
-        (removed,) = filter(None, ranking.removed(keep))
         if self.batches:
             # Not verified anew, which takes longest: the smallest widths were, together, and those
             # that are chosen will be.
+            (removed,) = filter(None, self.ranking.removed(self._counts({group: width})))
             sliced = replace(self.slices[group], removed=removed)
-            try:
-                return self._recovered(SlicePlan.combine([sliced], {}, ranking.graph))
-            except StageFailed:
-                pass  # a slice that fits only together with others
-        return self._recovered(ranking.verify(keep))
+            with suppress(StageFailed):  # a slice that fits only together with others
+                return self._recovered(SlicePlan.combine([sliced], {}, self.ranking.graph))
+        return self.cut_all({group: width})
 
     def cut_all(self, widths: Mapping[str, int]) -> nn.Module:
         """Return the module with several groups cut, refitted without training."""
-        ranking = self.ranking
-        if ranking is None:
-            raise KeyError(*widths)
-        ranked = ranking.ranked
-        keep = [widths.get(one.group.name, len(one.scores)) for one in ranked]
-        return self._recovered(ranking.verify(keep))
+        return self._recovered(self.ranking.verify(self._counts(widths)))
+
+    def _counts(self, widths: Mapping[str, int]) -> list[int]:
+        return [widths.get(one.group.name, len(one.scores)) for one in self.ranking.ranked]
 
     def uniform(self) -> Iterator[dict[str, int]]:
         """Yield widths at which all groups lose about the same share, the largest first."""
@@ -162,7 +158,7 @@ class WidthSpace:
 
     def _recovered(self, plan: SlicePlan) -> nn.Module:
         # A slice shares the tensors that it leaves whole, and a refit changes them in place.
-        whole = self.ranking.module  # type: ignore[union-attr]  # cut() has asked
+        whole = self.ranking.module
         module = copy_module(sliced_copy(whole, plan.kept, plan.attributes))
         if self.batches:
             reference = copy_module(whole)
@@ -211,31 +207,18 @@ def measure_loss_increases(
             break
         known[key] = loss_of(space.cut(group, width))
         save()
-    return {
-        group: {
-            width: _loss_increase(known, group, width, widths, (assumed or {}).get(group, {}))
-            for width in widths
-        }
-        for group, widths in space.grid.items()
-    }
-
-
-def _loss_increase(
-    known: Mapping[str, float],
-    group: str,
-    width: int,
-    widths: Sequence[int],
-    assumed: Mapping[int, float],
-) -> float:
-    """Return what a width loses, as measured, or in proportion to the square of what it lacks."""
-    if width == widths[0]:
-        return 0.0
-    measured = [w for w in widths if w <= width and f"{group}:{w}" in known]
-    if not measured:
-        return assumed.get(width, (1 - width / widths[0]) ** 2)
-    nearest = max(measured)
-    share = (widths[0] - width) / (widths[0] - nearest)
-    return known[f"{group}:{nearest}"] * share**2
+    increases: LossIncreases = {}
+    for group, (whole, *others) in space.grid.items():
+        increases[group] = {whole: 0.0}
+        for width in others:
+            measured = [w for w in others if w <= width and f"{group}:{w}" in known]
+            if measured:  # in proportion to the square of the channels that it lacks
+                share = (whole - width) / (whole - max(measured))
+                loss = known[f"{group}:{max(measured)}"] * share**2
+            else:
+                loss = (assumed or {}).get(group, {}).get(width, (1 - width / whole) ** 2)
+            increases[group][width] = loss
+    return increases
 
 
 class WidthVariants:
@@ -249,7 +232,8 @@ class WidthVariants:
         selection = selection or ChannelSelection()
         example = model.signature.example(seed=seed)
         inputs = VerificationInputs(example, across_norms=selection.across_norms)
-        self._rewrites = rewrite_(module, inputs)
+        self.rewrites = rewrite_(module, inputs)
+        """What variants have other modules by than the model, as pruning needs them."""
         unranked = selection.model_copy(update={"importance": "random"})
         ranking = rank(module, inputs, unranked, ScoringSamples(seed=seed))
         smallest = ranking.verify(ranking.allocate(LARGEST_CUT, ChannelSelection(round_to=1)))
@@ -258,11 +242,6 @@ class WidthVariants:
         self._ranking = ranking.without(stay, smallest.pinned)
         self.whole = {one.group.name: len(one.scores) for one in self._ranking.ranked}
         """The model's own widths: group → its channels."""
-
-    @property
-    def is_rewritten(self) -> bool:
-        """Whether variants have other modules than the model, as pruning needs them."""
-        return bool(self._rewrites)
 
     def draw(self, count: int, round_to: int = 1) -> list[dict[str, int]]:
         """Draw widths at random; those of a group differ from each other as far as they can."""
@@ -288,7 +267,7 @@ class WidthVariants:
         cut = {one.group.name: len(one.group.channels) - len(one.removed) for one in plan.groups}
         sliced = sliced_copy(ranking.module, plan.kept, plan.attributes)
         edit = KeepIndices(kept=plan.kept, attributes=dict(plan.attributes))
-        edits = [*self._rewrites, edit]
+        edits = [*self.rewrites, edit]
         return self.whole | cut, self._model.derive(folder, sliced, edits=edits)
 
     def build_some(
@@ -297,16 +276,6 @@ class WidthVariants:
         """Yield models of random widths, each after it is asked for, in folders of `folder`."""
         for number, widths in enumerate(self.draw(count, round_to)):
             yield self.build(widths, folder / f"variant{number}")
-
-
-log = logging.getLogger(__name__)
-
-MOST_CHECKS = 6
-"""Models that are cut, exported and measured at most."""
-MOST_CUTS, MOST_VALUES, FEWEST_VALUES = 64, 5, 3
-"""Single cuts that are evaluated, about as many at most, and widths of a group."""
-AIMED_SHARE = 0.99
-"""Share of the target that the solver aims at, as half of all models are slower than predicted."""
 
 
 class LatencyByWidths(Protocol):
@@ -351,23 +320,15 @@ class ServedLatency(Protocol):
         """
 
 
-class SolvedWidths(NamedTuple):
-    """What a target of latency has led to."""
-
-    widths: Mapping[str, int]
-    """Group of coupled channels → how many stay, of groups that lose some."""
-    facts: dict[str, Any]
-    """Predicted and measured latency, for the artifact's manifest."""
-
-
 def solve_widths(
     config: ChannelSettings, model: EagerModel, context: Context, batches: Sequence[Batch]
-) -> SolvedWidths | None:
+) -> tuple[Mapping[str, int], dict[str, Any]] | None:
     """Return the widths of least loss whose measured latency is not above a share of the model's.
 
-    Latency is that of `context.served_latency`. It is predicted from tables; the best model by
-    prediction is cut, exported and measured; where it is off, predictions are corrected and the
-    next one is solved. None, with a warning, where latency cannot be predicted there.
+    Also the facts about them. Widths are those of groups that lose channels. Latency is that of
+    `context.served_latency`. It is predicted from tables; the best model by prediction is cut,
+    exported and measured; where it is off, predictions are corrected and the next one is solved.
+    None, with a warning, where latency cannot be predicted there.
     """
     served: ServedLatency | None = context.served_latency
     target = config.target
@@ -405,7 +366,17 @@ def solve_widths(
         search = _Search(config.title, target.latency, space, variants, latency, context, folder)
         widths = search.best(model)
         cut = {group: width for group, width in widths.items() if width < space.whole[group]}
-        return SolvedWidths(cut, search.facts(widths, served, size))
+        measured = search.measured[_key(widths)]
+        return cut, {
+            "runtime": served.name,
+            "batch": size,
+            "target": target.latency,
+            "predicted": _rounded(latency.predicted(widths)),
+            "measured": _rounded(measured.share),
+            "ms": _rounded(measured.ms),
+            "unpruned_ms": _rounded(measured.unpruned_ms),
+            "models_measured": len(search.measured),
+        }
 
 
 @dataclass
@@ -467,20 +438,6 @@ class _Search:
         if _key(uniform) not in self.measured:
             self._measure(uniform)
         return uniform if self.measured[_key(uniform)].share <= self.share else solved
-
-    def facts(self, widths: dict[str, int], served: ServedLatency, batch: int) -> dict[str, Any]:
-        """Return what was predicted of some widths and what was measured."""
-        measured = self.measured[_key(widths)]
-        return {
-            "runtime": served.name,
-            "batch": batch,
-            "target": self.share,
-            "predicted": _rounded(self.latency.predicted(widths)),
-            "measured": _rounded(measured.share),
-            "ms": _rounded(measured.ms),
-            "unpruned_ms": _rounded(measured.unpruned_ms),
-            "models_measured": len(self.measured),
-        }
 
     def _measure(self, widths: dict[str, int]) -> None:
         whole = {**self.variants.whole, **widths}

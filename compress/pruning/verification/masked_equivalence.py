@@ -55,6 +55,10 @@ if TYPE_CHECKING:
     )
 
 
+log = logging.getLogger(__name__)
+
+Outputs: TypeAlias = tuple[torch.Tensor, ...]
+
 LARGER_SIZE = 12
 """Size of a named axis at which a slice is verified once more; seeded examples have 8."""
 ROWS = 4
@@ -62,6 +66,17 @@ ROWS = 4
 in float64 to every comparison."""
 SAMPLES_SEARCHED = 128
 """Samples that are read to find those with extreme values, if no calibration samples are given."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest difference relative to the largest output: rounding alone, as exact arithmetic has none.
+"""
+TOLERANCE_WITH_CASTS = 1e-6
+"""The same for a float64 module that casts some results to fewer bits and back."""
+# Layers of large modules compute more numbers per comparison, so fewer repetitions find an error.
+VARIANTS, FEW_VARIANTS, SMALL = 8, 3, 1_000_000
+"""Comparisons with other signs of the weights, for modules with fewer weights than `SMALL` and for
+larger ones."""
+ZERO_FILLING = 0.1
+"""Standard deviation of the random values that replace an all-zero parameter."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +101,12 @@ class VerificationInputs:
         batches: Sequence[Batch] = (),
     ) -> Self:
         """Build all inputs of a model; real samples are those of :func:`real_inputs`."""
-        seed, real = context.seed, real_inputs(signature, context, batches)
-        others = other_sizes(signature, seed)
-        return cls(signature.example(seed=seed), others, real, selection.across_norms)
+        return cls(
+            signature.example(seed=context.seed),
+            other_sizes(signature, context.seed),
+            real_inputs(signature, context, batches),
+            selection.across_norms,
+        )
 
     def trace(self, module: nn.Module) -> AxisGraph:
         """Trace a module's axis graph on the seeded example; StageFailed where that fails."""
@@ -131,23 +149,6 @@ def real_inputs(
     order = list(dict.fromkeys([*extreme, *range(len(columns[0]))]))
     chosen = torch.tensor([order[i % len(order)] for i in range(rows)])
     return tuple(column[chosen] for column in columns)
-
-
-log = logging.getLogger(__name__)
-
-Outputs: TypeAlias = tuple[torch.Tensor, ...]
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest difference relative to the largest output: rounding alone, as exact arithmetic has none.
-"""
-TOLERANCE_WITH_CASTS = 1e-6
-"""The same for a float64 module that casts some results to fewer bits and back."""
-# Layers of large modules compute more numbers per comparison, so fewer repetitions find an error.
-VARIANTS, FEW_VARIANTS, SMALL = 8, 3, 1_000_000
-"""Comparisons with other signs of the weights, for modules with fewer weights than `SMALL` and for
-larger ones."""
-ZERO_FILLING = 0.1
-"""Standard deviation of the random values that replace an all-zero parameter."""
 
 
 class MaskedEquivalence:
@@ -322,7 +323,12 @@ class MaskedEquivalence:
         self, module: nn.Module, inputs: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> None:
         self._module = copy_module(module).to(dtype).eval()
-        _fill_zeros_(self._module)
+        # Whether a slice is right does not depend on values, and zeros would hide an error.
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self._module.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                numbers = torch.randn(parameter.shape, generator=generator)
+                parameter.data.copy_(numbers * ZERO_FILLING)
         self._dtype = dtype
         self._inputs = self._cast(inputs)
         with _LowerPrecisionDetector(dtype) as casts:
@@ -351,19 +357,6 @@ class _LowerPrecisionDetector(TorchDispatchMode):  # type: ignore[no-untyped-cal
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 self.found |= torch.finfo(leaf.dtype).bits < self._bits
         return results
-
-
-@torch.no_grad()
-def _fill_zeros_(module: nn.Module) -> None:
-    """Replace all-zero parameters by random values, in place.
-
-    Whether a slice is right does not depend on values, and zeros would hide an error.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        if parameter.is_floating_point() and not parameter.any():
-            numbers = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(numbers * ZERO_FILLING)
 
 
 @torch.no_grad()
@@ -537,7 +530,12 @@ def verify_slices(
 
 @dataclass
 class _VerifiedSetSearch:
-    """Bisects a set of slices into those that are verified together and those refused."""
+    """Bisects a set of slices into those that are verified together and those refused.
+
+    All wanted slices are compared at once with their masked twin; only if that fails, the set is
+    halved, down to the single groups at fault. A module of n groups of which k cannot be sliced
+    costs about k · log₂ n comparisons instead of n.
+    """
 
     _module: nn.Module
     _wanted: Sequence[GroupSlice]
@@ -567,9 +565,8 @@ class _VerifiedSetSearch:
             return self._extended(left, right) if left and right else left or right
         # A slice alone is verified with the attributes that must change with it.
         (one,), first_reason = slices, None
-        for changes in possible_changes(
-            self._module, one.group, self._graph, one.removed, self._equivalence.is_read
-        ):
+        is_read = self._equivalence.is_read
+        for changes in possible_changes(self._module, one, self._graph, is_read):
             changed = replace(one, changes=(*one.changes, *changes))
             reason = self._mismatch([changed])
             if reason is None:
@@ -604,25 +601,21 @@ class _VerifiedSetSearch:
                 for key in (*sorted(keys), kind):
                     slices_of.setdefault(key, []).append(one)
         for candidates in filter(lambda slices: len(slices) > 1, slices_of.values()):
-            for more in self._with_same_changes(candidates):
-                if self._mismatch([*verified, *more]) is None:
-                    for one in more:
+            # With changes of attributes that have the same names in all of them.
+            read = (_last_name(change) for one in candidates for change in self._read_changes(one))
+            for names in combined(list(dict.fromkeys(read))):
+                together = list(verified)
+                for one in candidates:
+                    more = (c for c in self._all_changes(one) if _last_name(c) in names)
+                    together.append(replace(one, changes=(*one.changes, *more)))
+                if self._mismatch(together) is None:
+                    for one in candidates:
                         del self._refused[one.group]
-                    return self._with_dependents([*verified, *more])
+                    return self._with_dependents(together)
         return verified
 
-    def _with_same_changes(self, slices: Sequence[GroupSlice]) -> Iterator[list[GroupSlice]]:
-        """Yield the slices with changes of attributes that have the same names in all of them."""
-        read = (_last_name(change) for one in slices for change in self._read_changes(one))
-        for names in combined(list(dict.fromkeys(read))):
-            changed = []
-            for one in slices:
-                more = (c for c in self._all_changes(one) if _last_name(c) in names)
-                changed.append(replace(one, changes=(*one.changes, *more)))
-            yield changed
-
     def _all_changes(self, one: GroupSlice) -> tuple[Change, ...]:
-        return all_changes(self._module, one.group, self._graph, one.removed)
+        return all_changes(self._module, one, self._graph)
 
     def _read_changes(self, one: GroupSlice) -> list[Change]:
         return [c for c in self._all_changes(one) if self._equivalence.is_read(c.attribute)]

@@ -15,11 +15,14 @@ from compress.pruning.dependency.rules.channel_labels import (
     channels_first,
     varies,
 )
-from compress.pruning.dependency.rules.conv_norm import STATISTICS, record_statistics
 from compress.pruning.dependency.rules.op_call import Call, Result, Rule, pin_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+STATISTICS = ("mean", "sum", "var", "std", "linalg_vector_norm")
+"""Reductions from which normalisations are written by hand."""
 
 
 def join(operands: list[Labels], shape: Sequence[int], book: LabelBook) -> Labels:
@@ -184,6 +187,34 @@ def _resized(labels: Labels, axis: int, size: int) -> Labels:
     shape = list(labels.shape)
     shape[axis] = size
     return labels.narrow(axis, 0, 1).expand(shape)
+
+
+def record_statistics(call: Call, book: LabelBook, labels: Labels, axes: Iterable[int]) -> bool:
+    """Record that a call reduces channels along one of some axes; return whether it does so.
+
+    It does not where ``across_norms`` is not set, or where each index of another axis has channels
+    of its own, such as a head.
+    """
+    mixed = [axis % labels.dim() for axis in axes if varies(labels, axis)]
+    if not book.across_norms or len(mixed) != 1:
+        return False
+    (axis,) = mixed
+    others = other_axes(labels, axes)
+    if others and book.are_of_one_layer(labels, axis):
+        return False
+    # Positions, such as a class token and patches: all of them lose the same channels.
+    for other in others:
+        book.equate(labels, labels.narrow(other, 0, 1))
+    along = channels_first(labels, axis)[:, 0]
+    book.statistics[call.node] = axis, along
+    book.counted[call.module] = along
+    return True
+
+
+def other_axes(labels: Labels, axes: Iterable[int]) -> list[int]:
+    """Return the other axes along which labels vary."""
+    over = {axis % labels.dim() for axis in axes}
+    return [axis for axis in range(labels.dim()) if axis not in over and varies(labels, axis)]
 
 
 RULES: dict[str, Rule] = {

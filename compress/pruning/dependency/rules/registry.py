@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.pruning.dependency.rules import conv_norm, elementwise, layout, matmul, rnn
+from compress.pruning.dependency.rules import elementwise, layers, layout, matmul
 
 if TYPE_CHECKING:
     from compress.pruning.dependency.rules.op_call import Rule
 
 RULES: dict[str, Rule] = {
-    **conv_norm.RULES,
+    **layers.RULES,
     **matmul.RULES,
-    **rnn.RULES,
     **elementwise.RULES,
     **layout.RULES,
 }

@@ -1,4 +1,4 @@
-"""Rules for convolutions, normalisations and embeddings.
+"""Rules for convolutions, normalisations, embeddings and recurrent layers.
 
 Statistics over channels, such as LayerNorm's mean, change when a channel is removed. They pin the
 channels, unless ``LabelBook.across_norms`` is set. Then the calls are recorded, and the smaller
@@ -19,15 +19,11 @@ from compress.pruning.dependency.rules.channel_labels import (
     channels_first,
     varies,
 )
+from compress.pruning.dependency.rules.elementwise import join, other_axes, record_statistics
 from compress.pruning.dependency.rules.op_call import COMPUTED, Call, Result, Rule, pin_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from compress.pruning.dependency.rules.op_call import Call, Result
-
-STATISTICS = ("mean", "sum", "var", "std", "linalg_vector_norm")
-"""Reductions from which normalisations are written by hand."""
+    from collections.abc import Sequence
 
 
 def convolution(call: Call, book: LabelBook) -> Result:
@@ -88,21 +84,15 @@ def group_norm(call: Call, book: LabelBook) -> Result:
 
 
 def embedding(call: Call, book: LabelBook) -> Result:
-    """Output the weight's second axis."""
+    """Output the weight's second axis; that of a bag is summed over words."""
     weight = call["weight"]
     if not isinstance(weight, Weight):
         return pin_layer(call, book, COMPUTED)
     # Axis 0 is indexed by words, so it has no channels.
-    return book.produce(weight, 1).expand(call.shape)
-
-
-def embedding_bag(call: Call, book: LabelBook) -> Result:
-    """Output the weight's second axis, summed over words."""
-    weight = call["weight"]
-    if not isinstance(weight, Weight):
-        return pin_layer(call, book, COMPUTED)
-    rest = [torch.tensor(WILD).expand(shape) for shape in call.shapes[1:]]
-    return [book.produce(weight, 1).expand(call.shape), *rest]
+    labels = book.produce(weight, 1).expand(call.shape)
+    if not call.gives_list:
+        return labels
+    return [labels, *(torch.tensor(WILD).expand(shape) for shape in call.shapes[1:])]
 
 
 def _tie_channels(call: Call, book: LabelBook, names: tuple[str, ...]) -> None:
@@ -131,7 +121,7 @@ def norm_over_channels(call: Call, book: LabelBook) -> Result:
             value = call.get(name)
             one_axis = isinstance(value, Weight) and len(value.shape) == 1
             book.tie(value, labels.movedim(mixed[0], -1) if one_axis else labels)
-    elif book.across_norms and axes and (not mixed or _other_axes(labels, axes)):
+    elif book.across_norms and axes and (not mixed or other_axes(labels, axes)):
         for axis in mixed:  # such as heads: each of them is normalised alone, and stays whole
             book.equate(labels, labels.narrow(axis, 0, 1))
     else:
@@ -139,32 +129,65 @@ def norm_over_channels(call: Call, book: LabelBook) -> Result:
     return labels
 
 
-def record_statistics(call: Call, book: LabelBook, labels: Labels, axes: Iterable[int]) -> bool:
-    """Record that a call reduces channels along one of some axes; return whether it does so.
+def recurrent(call: Call, book: LabelBook) -> Result:
+    """Couple the gates of each hidden unit over all layers and directions (of equal width)."""
+    parameters = call.get("params")
+    if parameters is None:
+        return pin_layer(call, book, f"{call.operator} over packed sequences")
+    if not all(isinstance(p, Weight) for p in parameters):
+        return pin_layer(call, book, COMPUTED)
+    directions = 2 if call["bidirectional"] else 1
+    count = len(parameters) // (call["num_layers"] * directions)
+    cells = [parameters[i : i + count] for i in range(0, len(parameters), count)]
+    labels = book.labels_of(call["input"])
+    hidden: list[Labels] = []
+    outputs: list[Labels] = []
+    for first in range(0, len(cells), directions):
+        for weights in cells[first : first + directions]:
+            hidden_H, output_P = _cell(book, labels, weights)
+            hidden.append(hidden_H)
+            outputs.append(output_P)
+        for same_width in (hidden, outputs):
+            for other in same_width[1:]:
+                book.equate(other, same_width[0])
+        labels = outputs[0].repeat(directions)
+    # Only an LSTM has a cell state besides the hidden one.
+    ends = zip((outputs[0], hidden[0]), call.shapes[1:], strict=False)
+    last = [labels_H.expand(shape) for labels_H, shape in ends]
+    state = call.get("hx")
+    states = state if isinstance(state, list) else [state]
+    for initial, final in zip(states, last, strict=True):
+        join([final, book.labels_of(initial)], tuple(final.shape), book)
+    return [labels.expand(call.shape), *last]
 
-    It does not where ``across_norms`` is not set, or where each index of another axis has channels
-    of its own, such as a head.
-    """
-    mixed = [axis % labels.dim() for axis in axes if varies(labels, axis)]
-    if not book.across_norms or len(mixed) != 1:
-        return False
-    (axis,) = mixed
-    others = _other_axes(labels, axes)
-    if others and book.are_of_one_layer(labels, axis):
-        return False
-    # Positions, such as a class token and patches: all of them lose the same channels.
-    for other in others:
-        book.equate(labels, labels.narrow(other, 0, 1))
-    along = channels_first(labels, axis)[:, 0]
-    book.statistics[call.node] = axis, along
-    book.counted[call.module] = along
-    return True
+
+def cell(call: Call, book: LabelBook) -> Result:
+    """Couple the gates of each hidden unit of a single step."""
+    names = ("w_ih", "w_hh", "b_ih", "b_hh")
+    weights = [call[name] for name in names if call.get(name) is not None]
+    if not all(isinstance(p, Weight) for p in weights):
+        return pin_layer(call, book, COMPUTED)
+    hidden_H, _ = _cell(book, book.labels_of(call["input"]), weights)
+    state = call["hx"]
+    for initial in state if isinstance(state, list) else [state]:
+        join([hidden_H, book.labels_of(initial)], call.shape, book)
+    results = [hidden_H.expand(shape) for shape in call.shapes]
+    return results if call.gives_list else results[0]
 
 
-def _other_axes(labels: Labels, axes: Iterable[int]) -> list[int]:
-    """Return the other axes along which labels vary."""
-    over = {axis % labels.dim() for axis in axes}
-    return [axis for axis in range(labels.dim()) if axis not in over and varies(labels, axis)]
+def _cell(book: LabelBook, labels: Labels, weights: Sequence[Weight]) -> tuple[Labels, Labels]:
+    """Couple one cell's weights; return the labels of its hidden units and of its output."""
+    input_weight, hidden_weight, *rest = weights
+    projection = rest.pop() if rest and len(rest[-1].shape) == 2 else None
+    book.consume(input_weight, (1,), channels_first(labels, -1))
+    if projection is None:
+        hidden_H = output_P = book.axis(hidden_weight, 1)
+    else:
+        hidden_H, output_P = book.axis(projection, 1), book.produce(projection, 0)
+        book.consume(hidden_weight, (1,), output_P[:, None])
+    for weight in (input_weight, hidden_weight, *rest):
+        book.equate(book.produce(weight, 0).view(-1, len(hidden_H)), hidden_H)
+    return hidden_H, output_P
 
 
 RULES: dict[str, Rule] = {
@@ -175,6 +198,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("batch_norm", "instance_norm"), batch_norm),
     "group_norm": group_norm,
     **dict.fromkeys(("layer_norm", "rms_norm", "local_response_norm"), norm_over_channels),
-    "embedding": embedding,
-    "embedding_bag": embedding_bag,
+    **dict.fromkeys(("embedding", "embedding_bag"), embedding),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
+    **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), cell),
 }
