@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -261,36 +261,35 @@ def compare_latencies(
     return blocks.results()
 
 
-@dataclass
 class _Blocks:
     """Blocks of two rounds: in each round every model has a turn of calls with the same batch.
 
     Of one round where calls take long.
     """
 
-    models: Sequence[Opener]
-    batches: Batches
-    seconds: float
-    threads: int
-    opened: ExitStack
-    times: list[list[float]] = field(default_factory=list)
-    """Seconds of each call, by model."""
-    medians: list[list[float]] = field(default_factory=list)
-    """Milliseconds of a call in each block, by model: the mean over its turns of their medians."""
-    _predictors: dict[int, Predictor] = field(default_factory=dict)
-    _warm: set[tuple[int, ...]] = field(default_factory=set)
-    """Shapes that the opened models were called with."""
-    _calls: list[int] = field(default_factory=list)
-    """Calls of a turn, by model."""
-    warm_up_calls: int = 0
-    _opening_seconds: float = 0.0
-    _rounds: int = 2
-    """Rounds of a block."""
-    _fewest: int = FEWEST_BLOCKS
-
-    def __post_init__(self) -> None:
-        self.times, self.medians = [[] for _ in self.models], [[] for _ in self.models]
-        self.timer = CallTimer(self.threads)
+    def __init__(
+        self,
+        models: Sequence[Opener],
+        batches: Batches,
+        seconds: float,
+        threads: int,
+        opened: ExitStack,
+    ) -> None:
+        self.models, self.batches, self.seconds, self.opened = models, batches, seconds, opened
+        self.timer = CallTimer(threads)
+        self.times: list[list[float]] = [[] for _ in models]
+        """Seconds of each call, by model."""
+        self.medians: list[list[float]] = [[] for _ in models]
+        """Milliseconds of a call in each block, by model: the mean of its turns' medians."""
+        self.warm_up_calls = 0
+        self._predictors: dict[int, Predictor] = {}
+        self._warm: set[tuple[int, ...]] = set()
+        """Shapes that the opened models were called with."""
+        self._calls: list[int] = []
+        """Calls of a turn, by model."""
+        self._opening_seconds = 0.0
+        self._rounds, self._fewest = 2, FEWEST_BLOCKS
+        """Rounds of a block, and the fewest blocks."""
 
     def measure(self) -> None:
         """Measure blocks until the intervals are narrow, or the time is over."""
@@ -310,20 +309,18 @@ class _Blocks:
             self._measure_block(order, turns)
             spent += time.perf_counter() - start
             number += 1
+            if number < self._fewest or number % count:
+                continue
             # Each model has stood at each place equally often.
-            if number >= self._fewest and number % count == 0 and self._is_enough(spent):
+            results = self.results()
+            comparisons = [results.comparison(0, i) for i in range(count)]
+            if all(comparison.is_precise for comparison in comparisons):
                 break
-
-    def _is_enough(self, spent: float) -> bool:
-        results = self.results()
-        comparisons = [results.comparison(0, i) for i in range(len(self.models))]
-        if all(comparison.is_precise for comparison in comparisons):
-            return True
-        is_doubtful = any(c.unreliable_reason for c in comparisons)
-        # Other processes that have not ended by then will not end soon.
-        longer = 1 if self.timer.doubt else SECOND_TRY
-        tries = 1 + longer if is_doubtful else 1
-        return spent >= tries * self.seconds * len(self.models)
+            # Other processes that have not ended by then will not end soon.
+            longer = 1 if self.timer.doubt else SECOND_TRY
+            tries = 1 + longer if any(c.unreliable_reason for c in comparisons) else 1
+            if spent >= tries * self.seconds * count:
+                break
 
     def _open(self, order: Sequence[int]) -> None:
         """Open the models anew, unless that takes too long."""
@@ -391,8 +388,7 @@ class _Blocks:
         for own, block in zip(self.medians, medians, strict=True):
             own.append(1e3 * statistics.fmean(block))
 
-    def latency(self, index: int) -> Latency:
-        """Return the latency of a model."""
+    def _latency(self, index: int) -> Latency:
         times = [1e3 * taken for taken in self.times[index]]
         ventiles = [quantile(times, i / 20) for i in range(1, 20)]
         first, third = ventiles[4], ventiles[14]
@@ -414,5 +410,5 @@ class _Blocks:
     def results(self) -> InterleavedLatencies:
         """Return the latency of each model and its medians."""
         return InterleavedLatencies(
-            tuple(map(self.latency, range(len(self.models)))), tuple(map(tuple, self.medians))
+            tuple(map(self._latency, range(len(self.models)))), tuple(map(tuple, self.medians))
         )

@@ -23,8 +23,14 @@ import torch
 from compress.common.errors import CompressError, StageFailed, describe_exit_code, first_line
 from compress.common.factories import is_library
 from compress.common.process import import_modules
-from compress.profiling.measurement_request import MeasurementRequest
-from compress.profiling.rss import PROCESS, library_kib, memory_kib, release_memory, reset_peak
+from compress.profiling.rss import (
+    PROCESS,
+    MeasurementRequest,
+    library_kib,
+    memory_kib,
+    release_memory,
+    reset_peak,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

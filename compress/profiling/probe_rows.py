@@ -92,38 +92,30 @@ def extreme_rows(
     changed = []
     for array, spec in zip(inputs, specs, strict=True):
         rows = array.copy()
-        for i in range(len(rows) if array.ndim and array.size else 0):
+        for i, row in enumerate(array if array.ndim and array.size else ()):
             if spec.unmasked_value is not None:
                 if masks:
                     # All elements, none, or the first.
                     count = (rows.shape[-1], 0, 1)[i // 2 % 3]
                     rows[i] = spec.as_mask(np.arange(rows.shape[-1]) < count)
             elif array.dtype.kind == "f":
-                rows[i] = _extreme_floats(array, i)
+                finite = np.where(np.isfinite(row), row, 0).astype(np.float64)
+                largest = max(float(np.abs(finite).max()), 1.0) * EXTREME
+                constant = np.full_like(finite, largest)
+                floats = (finite * EXTREME, constant, -finite * EXTREME, finite * 0)
+                bound = float(np.finfo(array.dtype).max) / 2
+                rows[i] = np.clip(floats[i // 2 % len(floats)], -bound, bound)
             elif array.dtype.kind == "b":
-                rows[i] = ~rows[i]
+                rows[i] = ~row
             else:
-                rows[i] = _extreme_integers(array, i, generator)
+                # Within the range seen: others may lie outside an embedding table.
+                low, high = int(array.min()), int(array.max())
+                integers = (
+                    np.full_like(row, high),
+                    generator.integers(low, high, row.shape, dtype=array.dtype, endpoint=True),
+                    np.full_like(row, low),
+                    generator.permutation(row.ravel()).reshape(row.shape),
+                )
+                rows[i] = integers[i // 2 % len(integers)]
         changed.append(rows)
     return changed
-
-
-def _extreme_floats(rows: Array, i: int) -> Array:
-    finite = np.where(np.isfinite(rows[i]), rows[i], 0).astype(np.float64)
-    largest = max(float(np.abs(finite).max()), 1.0) * EXTREME
-    kinds = (finite * EXTREME, np.full_like(finite, largest), -finite * EXTREME, finite * 0)
-    bound = float(np.finfo(rows.dtype).max) / 2
-    clipped: Array = np.clip(kinds[i // 2 % len(kinds)], -bound, bound).astype(rows.dtype)
-    return clipped
-
-
-def _extreme_integers(rows: Array, i: int, generator: np.random.Generator) -> Array:
-    # Within the range seen: others may lie outside an embedding table.
-    low, high, row = int(rows.min()), int(rows.max()), rows[i]
-    kinds = (
-        np.full_like(row, high),
-        generator.integers(low, high, row.shape, dtype=rows.dtype, endpoint=True),
-        np.full_like(row, low),
-        generator.permutation(row.ravel()).reshape(row.shape),
-    )
-    return kinds[i // 2 % len(kinds)]
