@@ -107,7 +107,8 @@ class MixedModel:
         """Return the groups of channels on which the weight of a decision's layer depends."""
         layers = weighted_layers(self.model.model)
         weights = [weight_of(layers[number]) for number in self.layers[decision]]
-        return {g for w in weights if w is not None for g in self.model.groups_of(str(w.name))}
+        groups = self.model.groups_by_weight()
+        return {g for w in weights if w is not None for g in groups[str(w.name)]}
 
     def meet(self, a: str, b: str) -> bool:
         """Whether two layers in float change more than each of them alone.

@@ -47,7 +47,7 @@ class Kernel:
     """Hash of the operator, its attributes, and the types and sizes of what it reads and writes."""
     operator: str
     sizes: str
-    """Sizes of its inputs and outputs, in words."""
+    """Of its inputs and outputs, in words."""
     weight_bytes: int
     """Bytes of the constants that it reads."""
     node: onnx.NodeProto
@@ -77,13 +77,7 @@ def kernels_of(file: Path, inputs: Arrays, threads: int) -> list[Kernel]:
         optimized = Path(folder) / "optimized.onnx"
         exact_session(file, threads, optimized)
         model = onnx.load(optimized)
-    values = {**inputs, **_intermediate_values(model, inputs, file)}
-    weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    return [_kernel(node, weights, values, model) for node in model.graph.node]
-
-
-def _intermediate_values(model: onnx.ModelProto, inputs: Arrays, file: Path) -> Arrays:
-    """Run a model and return what each of its operators writes."""
+    # With all that its operators write as outputs.
     complete = onnx.ModelProto()
     complete.CopyFrom(model)
     del complete.graph.output[:]
@@ -98,7 +92,9 @@ def _intermediate_values(model: onnx.ModelProto, inputs: Arrays, file: Path) -> 
         raise StageFailed(
             f"{file}: its kernels cannot be measured one by one: {first_line(error)}"
         ) from error
-    return dict(zip(names, outputs, strict=True))
+    values = {**inputs, **dict(zip(names, outputs, strict=True))}
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    return [_kernel(node, weights, values, model) for node in model.graph.node]
 
 
 def _kernel(
@@ -152,7 +148,11 @@ def _inputs_of(node: onnx.NodeProto) -> Iterator[str]:
 
 def measure_kernels(kernels: Sequence[Kernel], threads: int) -> list[float]:
     """Return the seconds of one call of each kernel, without what any call of a session takes."""
-    empty = _seconds_of([_empty_kernel()], threads)[0]
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    array, opsets = np.zeros(1, np.float32), (onnx.helper.make_opsetid("", 18),)
+    inputs, outputs = {"x": array}, (_value_info("y", array),)
+    copy = Kernel("", "Identity", "", 0, node, (), inputs, outputs, opsets, ir_version=8)
+    empty = _seconds_of([copy], threads)[0]
     return [
         max(0.0, seconds - empty)
         for start in range(0, len(kernels), MEASURED_TOGETHER)
@@ -186,14 +186,6 @@ def _bound_call(kernel: Kernel, threads: int) -> Callable[[], None]:
     for output in kernel.outputs:
         binding.bind_output(output.name)
     return partial(session.run_with_iobinding, binding)
-
-
-def _empty_kernel() -> Kernel:
-    array = np.zeros(1, np.float32)
-    node = onnx.helper.make_node("Identity", ["x"], ["y"])
-    inputs, outputs = {"x": array}, (_value_info("y", array),)
-    opsets = (onnx.helper.make_opsetid("", 18),)
-    return Kernel("", "Identity", "", 0, node, (), inputs, outputs, opsets, ir_version=8)
 
 
 def _plain_options(threads: int = 1) -> Any:
@@ -251,17 +243,13 @@ class KernelTable:
                 self.kernels[kernel.key] = MeasuredKernel(
                     operator=kernel.operator, sizes=kernel.sizes, seconds=seconds
                 )
-            self._write()
+            self.write()
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the latency of a measured kernel."""
         return self.kernels[kernel.key].seconds
 
-    def add_model(self, key: str, measured: MeasuredShare) -> None:
-        """Add the latency of a whole model, and write the table."""
-        self.models[key] = measured
-        self._write()
-
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write what is known into the table's file."""
         kernels, models = (dict(sorted(known.items())) for known in (self.kernels, self.models))
         write_state(self.file, self.key, MeasuredTable(kernels=kernels, models=models))

@@ -121,14 +121,11 @@ class ResizableModel:
 
     def groups_together(self) -> set[tuple[str, str]]:
         """Return the pairs of groups on which the sizes of one weight depend."""
-        together = (combinations(sorted(own), 2) for own in self._groups().values())
-        return {pair for pairs in together for pair in pairs}
+        groups = self.groups_by_weight().values()
+        return {pair for own in groups for pair in combinations(sorted(own), 2)}
 
-    def groups_of(self, weight: str) -> set[str]:
-        """Return the groups on which the sizes of a weight depend, by its name."""
-        return self._groups()[weight]
-
-    def _groups(self) -> dict[str, set[str]]:
+    def groups_by_weight(self) -> dict[str, set[str]]:
+        """Return each weight's name → the groups on which its sizes depend."""
         places = count()
         groups = {}
         for name, tensor in self.model.graph.initializers.tensor_items():

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from scipy.optimize import nnls
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.stage import Stage
     from compress.export.common.runtime import PredictedRuntime
+    from compress.export.latency.float_layers import MixedModel
     from compress.export.latency.kernels import Arrays, Kernel
     from compress.profiling.benchmark import Opener
     from compress.profiling.interaction_sum import Choice, Value
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     Widths = Mapping[str, int]
     Grid = Mapping[str, Sequence[Value]]
     Values = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+FITTED = 8
+"""Models at widths of the grid whose latencies the kernels' sum is fitted to."""
 
 
 def measure_files(
@@ -125,12 +130,10 @@ class WidthCost(NamedTuple):
     kernels: KernelCost
     file_bytes: int
 
-
-class ChangeableModel(Protocol):
-    """A model whose widths or formats can be changed without an export."""
-
-    def resize(self, choice: Any, /) -> ir.Model:
-        """Return the model with other values of some decisions."""
+    @property
+    def values(self) -> Values:
+        """Seconds, bytes of weights and bytes of the file."""
+        return np.array([*self.kernels, self.file_bytes], float)
 
 
 @dataclass
@@ -141,7 +144,7 @@ class WidthCosts:
     measured.
     """
 
-    model: ChangeableModel
+    model: ResizableModel | MixedModel
     whole: Choice
     """The model's own values of all decisions."""
     inputs: Arrays
@@ -197,12 +200,12 @@ def measure_grid(
         for scope in ordered
         for values in product(*(grid[decision][1:] for decision in scope))
     ]
-    whole = _values(costs.at(base))
+    whole = costs.at(base).values
     terms: dict[tuple[str, ...], dict[tuple[Value, ...], Values]] = {scope: {} for scope in ordered}
     for done, (scope, values) in enumerate(models):
         progress(done, len(models))
         chosen = dict(zip(scope, values, strict=True))
-        change = _values(costs.at(base | chosen)) - whole
+        change = costs.at(base | chosen).values - whole
         for size in range(1, len(scope)):
             for part in combinations(scope, size):
                 change = change - terms[part][tuple(chosen[decision] for decision in part)]
@@ -229,14 +232,6 @@ def spread_widths(grid: Grid, count: int, generator: Random) -> list[dict[str, V
     ]
     largest, smallest = ({group: widths[i] for group, widths in grid.items()} for i in (0, -1))
     return [largest, smallest, *drawn]
-
-
-def _values(cost: WidthCost) -> Values:
-    return np.array([*cost.kernels, cost.file_bytes], float)
-
-
-FITTED = 8
-"""Models at widths of the grid whose latencies the kernels' sum is fitted to."""
 
 
 @dataclass(frozen=True)
@@ -281,10 +276,9 @@ class OnnxLatency:
             title = f"latency in {self.runtime}"
             context.progress(title, 0, 1, "export")
             base = write_alone(self.graph(model, context, folder / "base"), folder / "unpruned")
-            built = variants(MOST_EXPORTS, folder, self.width_multiple)
+            built = enumerate(variants(MOST_EXPORTS, folder, self.width_multiple))
             resizable = ResizableModel.fit(
-                (own, self.graph(one, context, folder / f"as-served{number}"))
-                for number, (own, one) in enumerate(built)
+                (own, self.graph(one, context, folder / f"as-served{i}")) for i, (own, one) in built
             )
             batches = context.measured_batches(model.signature, batch)
             specs = model.signature.inputs
@@ -315,9 +309,8 @@ class OnnxLatency:
             shares = []
             for number, choice in enumerate(chosen):
                 context.progress(title, number, len(chosen), "whole models")
-                file = write_alone(
-                    resizable.resize({**whole, **choice}), folder / f"fitted{number}"
-                )
+                graph = resizable.resize({**whole, **choice})
+                file = write_alone(graph, folder / f"fitted{number}")
                 shares.append(measured.measure_file(file).share)
             fitted = LatencyModel.fit([costs.at(choice).kernels for choice in chosen], shares)
             measured.predicted = InteractionSum.combine(
@@ -349,14 +342,12 @@ class MeasuredLatencies:
     unpruned_kernels: list[str]
     predicted: InteractionSum = field(default_factory=lambda: InteractionSum(1.0, {}))
     """The share of the unpruned model's latency, by the widths of the grid."""
-    _number: int = 0
 
     def measure(self, pruned: EagerModel) -> MeasuredShare:
         """Quantize, export and measure a pruned model in turn with the unpruned one."""
-        self._number += 1
-        folder = self.folder / f"checked{self._number}"
-        graph = self.served.graph(pruned, self.context, self.folder / f"cut{self._number}")
-        return self.measure_file(write_alone(graph, folder))
+        folder = Path(mkdtemp(dir=self.folder))
+        graph = self.served.graph(pruned, self.context, folder / "quantized")
+        return self.measure_file(write_alone(graph, folder / "served"))
 
     def measure_file(self, file: Path) -> MeasuredShare:
         """Measure an ONNX file in turn with the unpruned model's, unless that is in the table.
@@ -376,9 +367,10 @@ class MeasuredLatencies:
             if compared.share is None:
                 raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))
             share, unpruned_ms = compared.share, compared.before.p50
-            self.table.add_model(
-                key, MeasuredShare(share=share, unpruned_ms=unpruned_ms, ms=compared.after.p50)
+            self.table.models[key] = MeasuredShare(
+                share=share, unpruned_ms=unpruned_ms, ms=compared.after.p50
             )
+            self.table.write()
         return self.table.models[key]
 
 
