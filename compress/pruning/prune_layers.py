@@ -127,7 +127,7 @@ class PruneLayers(PruningStage):
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.allocation.ranking import modules_matching
         from compress.pruning.depth import block_search
-        from compress.pruning.depth.output_error import OutputErrorMeter
+        from compress.pruning.depth.block_search import OutputErrorMeter
 
         module = model.load()
         blocks = block_search.all_blocks(module)
@@ -144,8 +144,7 @@ class PruneLayers(PruningStage):
         meter = OutputErrorMeter(module, model.signature, context, self.judged_by, self.samples)
         try:
             if self.blocks is not None:
-                named = block_search.blocks_named(self.blocks, blocks, refused)
-                removal = block_search.remove_in_order(module, named, meter)
+                removal = block_search.remove_named(module, self.blocks, blocks, refused, meter)
             else:
                 removal = block_search.search(module, free, count, meter, refused, context.progress)
         except StageFailed as error:

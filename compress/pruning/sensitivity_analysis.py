@@ -13,7 +13,7 @@ from compress.profiling.benchmark import compare_latency
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import FROM_DATA, ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
-from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import usual_calibration
 from compress.pruning.verification.masked_equivalence import VerificationInputs, sliced_copy

@@ -19,8 +19,7 @@ from compress.common.config import Settings
 from compress.common.errors import StageFailed, first_line
 from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.export.onnx.session import exact_session, onnxruntime, session_options
-from compress.profiling.benchmark import MeasuredShare, unmeasurable
-from compress.profiling.call_timer import CallTimer
+from compress.profiling.benchmark import CallTimer, MeasuredShare, unmeasurable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

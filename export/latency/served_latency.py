@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.stage import Stage
     from compress.export.common.runtime import PredictedRuntime
-    from compress.export.latency.float_layers import MixedModel
     from compress.export.latency.kernels import Arrays, Kernel
+    from compress.export.latency.resizing import MixedModel
     from compress.profiling.benchmark import Opener
     from compress.profiling.interaction_sum import Choice, Value
 

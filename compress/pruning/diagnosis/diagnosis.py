@@ -134,11 +134,26 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
             self._shares[key] = found
         return self._shares[key]
 
+    @torch.no_grad()
     def statistics_shift(self) -> float:
-        """Return how far BatchNorm statistics are from those of the pruned model, in deviations."""
-        return batch_norm_shift(
-            self.changed_module(self.own), self.calibration, self.context.device
-        )
+        """Return how far BatchNorm statistics are from those of the pruned model, in deviations.
+
+        Of the layer with the largest shift: the root mean square over its channels.
+        """
+        module = self.changed_module(self.own)
+        norms = batch_norms(module)
+        before = [
+            (norm.running_mean.clone(), norm.running_var.clone())
+            for norm in norms
+            if norm.running_mean is not None and norm.running_var is not None
+        ]
+        reestimate_batch_norms_(module, self.calibration, self.context.device)
+        shifts = [0.0]
+        for norm, (mean, variance) in zip(norms, before, strict=False):
+            if norm.running_mean is not None:
+                shift = norm.running_mean.cpu() - mean.cpu()
+                shifts.append(float((shift.square() / (variance.cpu() + norm.eps)).mean().sqrt()))
+        return max(shifts)
 
     @property
     def refitted(self) -> Variant:
@@ -152,27 +167,6 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
             expected.error(self.changed_module(variant)) for variant in (self.own, self.refitted)
         )
         return own / max(better, 1e-12)  # a refit may be exact
-
-
-@torch.no_grad()
-def batch_norm_shift(module: nn.Module, batches: Sequence[Batch], device: str) -> float:
-    """Return how far BatchNorm statistics are from those of some batches, in deviations.
-
-    Of the layer with the largest shift: the root mean square over its channels. The module is
-    changed.
-    """
-    before = [
-        (norm.running_mean.clone(), norm.running_var.clone())
-        for norm in batch_norms(module)
-        if norm.running_mean is not None and norm.running_var is not None
-    ]
-    reestimate_batch_norms_(module, batches, device)
-    shifts = [0.0]
-    for norm, (mean, variance) in zip(batch_norms(module), before, strict=False):
-        if norm.running_mean is not None:
-            shift = norm.running_mean.cpu() - mean.cpu()
-            shifts.append(float((shift.square() / (variance.cpu() + norm.eps)).mean().sqrt()))
-    return max(shifts)
 
 
 @dataclass(frozen=True)

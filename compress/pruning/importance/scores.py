@@ -48,6 +48,11 @@ if TYPE_CHECKING:
 
 # At a minimum of the loss, the gradients of many samples together cancel.
 SAMPLES_PER_GRADIENT = 16
+# GPTQ and SparseGPT damp by 1e-2, in float32; in float64 less is enough.
+RIDGE = 1e-4
+"""Added to the diagonal of second moments, relative to their mean, so that they are invertible."""
+ROUNDS = 128
+"""Rounds in which all channels of a group are ranked; of wider groups several in each round."""
 Scores = list[torch.Tensor | str]
 """For each group the score of each channel, `(channels,)`, or why there is none."""
 
@@ -334,13 +339,6 @@ def batch_norm_scale(
     return sums_by_channel(group, graph, slots, scales) if slots else None
 
 
-# GPTQ and SparseGPT damp by 1e-2, in float32; in float64 less is enough.
-RIDGE = 1e-4
-"""Added to the diagonal of second moments, relative to their mean, so that they are invertible."""
-ROUNDS = 128
-"""Rounds in which all channels of a group are ranked; of wider groups several in each round."""
-
-
 @dataclass(frozen=True)
 class Consumer:
     """A layer that reads a group's channels, as matrices."""
@@ -374,7 +372,7 @@ def optimal_brain_surgeon(consumers: Sequence[Consumer]) -> torch.Tensor:
     the remaining weights are updated to compensate. The rise is relative to the energy of each
     consumer's output.
     """
-    states = [_PrunedConsumer.from_consumer(consumer) for consumer in consumers]
+    states = [_PrunedConsumer(consumer) for consumer in consumers]
     alive = torch.arange(len(consumers[0].entries_ce))
     scores = torch.zeros(len(alive), dtype=torch.float64)
     per_round = -(-len(alive) // ROUNDS)
@@ -392,7 +390,6 @@ def optimal_brain_surgeon(consumers: Sequence[Consumer]) -> torch.Tensor:
     return scores
 
 
-@dataclass
 class _PrunedConsumer:
     """A consumer's compensated weights while channels are removed one after the other.
 
@@ -400,29 +397,22 @@ class _PrunedConsumer:
     takes longer than to compute with them.
     """
 
-    weight_gio: torch.Tensor
-    inverse_gii: torch.Tensor
-    entries_ce: torch.Tensor
-    energy: float
-    """Sum of the squares of its unpruned output."""
-    kept_i: torch.Tensor
-    """Whether each column's channel is there."""
-
-    @classmethod
-    def from_consumer(cls, consumer: Consumer) -> _PrunedConsumer:
+    def __init__(self, consumer: Consumer) -> None:
         gram_gii, weight_gio = consumer.gram_gii, consumer.weight_gio
+        self.weight_gio, self.entries_ce = weight_gio.clone(), consumer.entries_ce
         # 1e-30: the inputs may all be zero.
         damping = RIDGE * gram_gii.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-30)
         damped_gii = gram_gii.clone()
         damped_gii.diagonal(dim1=1, dim2=2).add_(damping)
         factor_gii, failed_g = torch.linalg.cholesky_ex(damped_gii)
         # `inv` takes twice as long, and passes on what is not finite.
-        inverse_gii = (
+        self.inverse_gii = (
             torch.linalg.inv(damped_gii) if failed_g.any() else torch.cholesky_inverse(factor_gii)
         )
-        energy = float((weight_gio * (gram_gii @ weight_gio)).sum())
-        kept_i = torch.ones(gram_gii.shape[1], dtype=torch.bool)
-        return cls(weight_gio.clone(), inverse_gii, consumer.entries_ce, max(energy, 1e-30), kept_i)
+        self.energy = max(float((weight_gio * (gram_gii @ weight_gio)).sum()), 1e-30)
+        """Sum of the squares of its unpruned output."""
+        self.kept_i = torch.ones(gram_gii.shape[1], dtype=torch.bool)
+        """Whether each column's channel is there."""
 
     def rises(self, channels: torch.Tensor) -> torch.Tensor:
         """Return the relative rise of the squared error when each channel is removed alone."""
@@ -484,26 +474,18 @@ def consumers(
         samples += len(batch)
     module.cpu()  # where it is sliced and verified
     weights = dict(module.named_parameters())
-    return [
-        [
-            _consumer(group, graph, weights[name], calls[name], moments[name])
-            for name, axis in group.consumed_slots
-            if name in calls and calls[name].read_axis == axis
-        ]
-        for group in groups
-    ]
-
-
-def _consumer(
-    group: ChannelGroup, graph: AxisGraph, weight: torch.Tensor, call: LayerCall, moments: Moments
-) -> Consumer:
-    weight = weight.detach().double().cpu()
-    if call.read_axis == 0:
-        weight_gio = weight[None]
-    else:
-        weight_gio = weight.reshape(call.groups, -1, call.columns).mT
-    classes = graph.classes[call.weight, call.read_axis]
-    # A channel of a convolution's input takes as many columns as its window has positions.
-    classes = classes.repeat_interleave(prod(call.kernel))
-    own = [(classes == channel).nonzero().flatten() for channel in group.channels]
-    return Consumer(weight_gio, moments.gram_gii.cpu(), torch.stack(own))
+    found: list[list[Consumer]] = [[] for _ in groups]
+    for group, own in zip(groups, found, strict=True):
+        for name, axis in group.consumed_slots:
+            if name not in calls or calls[name].read_axis != axis:
+                continue
+            weight, read = weights[name].detach().double().cpu(), calls[name]
+            if axis == 0:
+                weight_gio = weight[None]
+            else:
+                weight_gio = weight.reshape(read.groups, -1, read.columns).mT
+            # A channel of a convolution's input takes as many columns as its window has positions.
+            classes = graph.classes[name, axis].repeat_interleave(prod(read.kernel))
+            entries = [(classes == channel).nonzero().flatten() for channel in group.channels]
+            own.append(Consumer(weight_gio, moments[name].gram_gii.cpu(), torch.stack(entries)))
+    return found

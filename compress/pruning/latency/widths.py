@@ -20,7 +20,7 @@ from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
-from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.solver import Limit, Programme
 from compress.pruning.recovery.recovery import recover_, usual_calibration

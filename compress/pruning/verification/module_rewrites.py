@@ -16,8 +16,7 @@ from compress.artifacts.edits.named_sizes import occurrence_of, sizes_of
 from compress.artifacts.edits.split_attention import is_splittable
 from compress.artifacts.recipe import NamedCall, NameSizes, SplitAttention
 from compress.common.forward import copy_module, run_in_eval
-from compress.pruning.dependency.channel_groups import GroupSlice
-from compress.pruning.dependency.sized_calls import SizedCallRecorder
+from compress.pruning.dependency.channel_groups import GroupSlice, SizedCallRecorder
 from compress.pruning.verification.masked_equivalence import (
     MaskedEquivalence,
     VerificationInputs,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import fx
 
-from compress.profiling.call_timer import CallTimer
+from compress.profiling.benchmark import CallTimer
 from compress.quantization.config.dtype_scheme import unsigned_format
 from compress.quantization.pt2e.graph_capture import (
     capture,

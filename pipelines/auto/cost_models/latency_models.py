@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from compress.common.sealed_json import read_state, write_state
-from compress.export.latency.float_layers import (
+from compress.export.latency.resizing import (
     FLOAT,
+    MOST_EXPORTS,
     MixedModel,
+    ResizableModel,
     weighted_layers,
 )
-from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
 from compress.export.latency.served_latency import (
     LatencyModel,
     WidthCosts,

@@ -1,4 +1,8 @@
-"""Rules for convolutions, normalisations, embeddings and recurrent layers.
+"""Rules for layers: convolutions, normalisations, embeddings, recurrent ones and products.
+
+A product that sums over an axis (linear layers, matrix products, einsum, attention) is treated as
+an einsum of two operands. A letter that both have and the result lacks is *summed*; a weight
+*outputs* channels along the letters that it alone adds to the result.
 
 Statistics over channels, such as LayerNorm's mean, change when a channel is removed. They pin the
 channels, unless ``LabelBook.across_norms`` is set. Then the calls are recorded, and the smaller
@@ -7,7 +11,7 @@ model takes the statistics over the channels that stay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,10 +24,17 @@ from compress.pruning.dependency.rules.channel_labels import (
     varies,
 )
 from compress.pruning.dependency.rules.elementwise import join, other_axes, record_statistics
-from compress.pruning.dependency.rules.op_call import COMPUTED, Call, Result, Rule, pin_layer
+from compress.pruning.dependency.rules.op_call import (
+    COMPUTED,
+    Call,
+    Result,
+    Rule,
+    pin_all,
+    pin_layer,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 def convolution(call: Call, book: LabelBook) -> Result:
@@ -190,6 +201,245 @@ def _cell(book: LabelBook, labels: Labels, weights: Sequence[Weight]) -> tuple[L
     return hidden_H, output_P
 
 
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Operand(NamedTuple):
+    """One side of a product, with a letter for each of its axes."""
+
+    value: Labels | Weight
+    letters: str
+
+
+def linear(call: Call, book: LabelBook) -> Result:
+    """Read the weight's second axis and output its first."""
+    return _project(call, book, call["input"], call["weight"], "oc", call["bias"])
+
+
+def addmm(call: Call, book: LabelBook) -> Result:
+    """Like ``linear``, with the weight transposed."""
+    return _project(call, book, call["mat1"], call["mat2"], "co", call["self"])
+
+
+def matmul(call: Call, book: LabelBook) -> Result:
+    """Product of matrices, perhaps in batches."""
+    left = call["self"]
+    right = next(
+        call[name] for name in ("other", "mat2", "vec", "tensor") if name in call.arguments
+    )
+    return _batched(call, book, left, right)
+
+
+def baddbmm(call: Call, book: LabelBook) -> Result:
+    """Product of matrices in batches, plus a tensor."""
+    product = _batched(call, book, call["batch1"], call["batch2"])
+    return join([book.labels_of(call["self"]), product], call.shape, book)
+
+
+def einsum(call: Call, book: LabelBook) -> Result:
+    """Contract operands pairwise from the left; pin everything if there is only one."""
+    inputs, arrow, output = call["equation"].replace(" ", "").partition("->")
+    parts, tensors = inputs.split(","), call["tensors"]
+    letters = [part.replace(".", "") for part in parts]
+    if len(parts) < 2 or not arrow or any(len(set(p)) < len(p) for p in letters):
+        return pin_all(call, book, f"an einsum {call['equation']!r}, which is not followed")
+    free = "".join(letter for letter in LETTERS if letter not in inputs)
+
+    def spelt(part: str, axes: int) -> str:
+        dots = axes - len(part) + 3
+        return part.replace("...", free[:dots][::-1])  # batches are aligned at their ends
+
+    left, *rest = (Operand(t, spelt(p, len(t.shape))) for t, p in zip(tensors, parts, strict=True))
+    output = spelt(output, len(call.shape))
+    for place, right in enumerate(rest):
+        needed = output + "".join(later.letters for later in rest[place + 1 :])
+        both = "".join(dict.fromkeys(left.letters + right.letters))
+        kept = "".join(x for x in both if x in needed) if rest[place + 1 :] else output
+        left = Operand(contract(call, book, left, right, kept), kept)
+    return book.labels_of(left.value)
+
+
+def bilinear(call: Call, book: LabelBook) -> Result:
+    """Read the weight's second and third axes and output its first."""
+    weight = call["weight"]
+    if not isinstance(weight, Weight):
+        return pin_layer(call, book, COMPUTED)
+    for axis, name in ((1, "input1"), (2, "input2")):
+        labels = book.labels_of(call[name])
+        book.consume(weight, (axis,), _channels(labels, [labels.dim() - 1]))
+    output_O = book.produce(weight, 0)
+    book.tie(call["bias"], output_O)
+    return output_O.expand(call.shape)
+
+
+def attention(call: Call, book: LabelBook) -> Result:
+    """Couple all channels of one head, with the keys and values of its group of heads."""
+    query, key, value = (book.labels_of(call[name]) for name in ("query", "key", "value"))
+    if query.dim() != 4:
+        # Values may become narrower, queries and keys not.
+        for part in (query, key):
+            book.pin(part, "it is scaled by the number of its channels")
+        if call["attn_mask"] is not None:
+            book.pin(book.labels_of(call["attn_mask"]), "attention without an axis for heads")
+        return value[..., :1, :].expand(call.shape)
+    if key.shape[1] != query.shape[1]:
+        shared = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
+    has_heads = varies(query, 1)
+    head_BH11 = query[..., :1, :1]
+    for part in (query, key, value):
+        if has_heads and not varies(part, 1):
+            book.pin(part, "all heads share it")
+        else:
+            book.equate(part, head_BH11)
+    if call["attn_mask"] is not None:
+        scores = (*query.shape[:-1], key.shape[-2])
+        join([head_BH11.expand(scores), book.labels_of(call["attn_mask"])], scores, book)
+    return head_BH11.expand(call.shape)
+
+
+def contract(call: Call, book: LabelBook, left: Operand, right: Operand, output: str) -> Labels:
+    """Propagate labels through a product of two operands that is summed over some letters."""
+    weights = [
+        side
+        for side in (left, right)
+        if isinstance(side.value, Weight) and not side.value.is_constant
+    ]
+    if len(weights) == 2:
+        pin_layer(call, book, COMPUTED)
+        return torch.tensor(book.pinned_label(COMPUTED)).expand(_shape(left, right, output))
+    if not set(left.letters) & set(right.letters) - set(output):
+        sides = [
+            _aligned(book.labels_of(side.value), side.letters, output) for side in (left, right)
+        ]
+        return join(sides, _shape(left, right, output), book)
+    if weights:
+        features = right if weights[0] is left else left
+        return _with_weight(book, features, weights[0], output)
+    return _of_activations(book, left, right, output)
+
+
+def _project(
+    call: Call,
+    book: LabelBook,
+    features: Labels | Weight,
+    weight: Labels | Weight,
+    letters: str,
+    bias: Labels | Weight | None,
+) -> Result:
+    if not isinstance(weight, Weight):
+        return pin_layer(call, book, COMPUTED)
+    # From the end, because `c` and `o` are the weight's.
+    batch = LETTERS[-len(features.shape) + 1 :] if len(features.shape) > 1 else ""
+    left, right = Operand(book.labels_of(features), f"{batch}c"), Operand(weight, letters)
+    labels = _with_weight(book, left, right, f"{batch}o")
+    if bias is not None and varies(labels, labels.dim() - 1):
+        book.tie(bias, _channels(labels, [labels.dim() - 1]).T)
+    return labels
+
+
+def _batched(call: Call, book: LabelBook, left: Labels | Weight, right: Labels | Weight) -> Labels:
+    # `a`, `b` and `c` are the row, the summed axis and the column.
+    batch = LETTERS[3 : 3 + len(call.shape)]
+    row, column = "a" * (len(left.shape) > 1), "c" * (len(right.shape) > 1)
+    batch = batch[: len(call.shape) - len(row) - len(column)]
+    own = [batch[len(batch) - max(len(x.shape) - 2, 0) :] for x in (left, right)]
+    return contract(
+        call,
+        book,
+        Operand(left, f"{own[0]}{row}b"),
+        Operand(right, f"{own[1]}b{column}"),
+        f"{batch}{row}{column}",
+    )
+
+
+def _with_weight(book: LabelBook, features: Operand, side: Operand, output: str) -> Labels:
+    """Multiply an activation by a weight: some axes are read, some output, others pass."""
+    assert isinstance(side.value, Weight)
+    weight, labels = side.value, book.labels_of(features.value)
+    summed = [x for x in side.letters if x in features.letters and x not in output]
+    produced = [x for x in side.letters if x not in features.letters and x in output]
+    rest = [x for x in features.letters if x not in summed]
+    places = {x: i for i, x in enumerate(features.letters)}
+    shape = _shape(features, side, output)
+    is_mixed = not any(varies(labels, places[x]) for x in summed)
+    if is_mixed and any(varies(labels, places[x]) for x in rest) and not book.is_pinned(labels):
+        # The weight mixes positions, not channels: those pass, and the weight is not sliced.
+        labels = _narrowed(labels, [places[x] for x in summed])
+        return _aligned(labels, features.letters, output).expand(shape)
+    if any(varies(labels, places[x]) for x in rest if x in side.letters):
+        book.pin(labels, "each of them has a weight of its own")
+    columns = tuple(side.letters.index(x) for x in summed)
+    book.consume(weight, columns, _channels(labels, [places[x] for x in summed]))
+    if not produced:
+        return torch.tensor(WILD).expand(shape)
+    rows = book.produce(weight, *(side.letters.index(x) for x in produced))
+    return _aligned(rows, "".join(produced), output).expand(shape)
+
+
+def _of_activations(book: LabelBook, left: Operand, right: Operand, output: str) -> Labels:
+    """Multiply two activations; what is summed together can only be removed together."""
+    summed = "".join(x for x in left.letters if x in right.letters and x not in output)
+    shape = _shape(left, right, output)
+    sides, unsummed = [], []
+    for value, letters in (left, right):
+        labels = book.labels_of(value)
+        alone = [i for i, x in enumerate(letters) if x not in summed]
+        unsummed += [varies(labels, i) for i in alone]
+        sides.append((labels, letters, alone))
+    if not any(unsummed):
+        # Without heads: channels meet pairwise and are summed up, so none is output.
+        book.equate(*(_aligned(_narrowed(x, alone), own, summed) for x, own, alone in sides))
+        return torch.tensor(WILD).expand(shape)
+    heads = []
+    for labels, letters, _ in sides:
+        one_entry = _narrowed(labels, [i for i, x in enumerate(letters) if x not in output])
+        book.equate(labels, one_entry)
+        heads.append(_aligned(one_entry, letters, output))
+    along = [{i for i in range(x.dim()) if varies(x, i)} for x in heads]
+    if not all(along):  # one side has no channels
+        return heads[0 if along[0] else 1].expand(shape)
+    if along[0].isdisjoint(along[1]):
+        shared = {i for i, x in enumerate(output) if x in left.letters and x in right.letters}
+        for side in (0, 1):
+            if along[side] & shared:
+                book.pin(heads[1 - side], "all heads share it")
+                return heads[side].expand(shape)
+    book.equate(*heads)
+    return heads[1].expand(shape)
+
+
+def _shape(left: Operand, right: Operand, output: str) -> list[int]:
+    sizes: dict[str, int] = {}
+    for value, letters in (left, right):
+        for letter, size in zip(letters, value.shape, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    return [sizes[letter] for letter in output]
+
+
+def _narrowed(labels: Labels, axes: Iterable[int]) -> Labels:
+    for axis in axes:
+        labels = labels.narrow(axis, 0, 1)
+    return labels
+
+
+def _aligned(labels: Labels, letters: str, output: str) -> Labels:
+    """Permute labels to the axes of a result; axes that they lack have size 1."""
+    order = [letters.index(x) for x in output if x in letters]
+    dropped = [i for i in range(labels.dim()) if i not in order]
+    kept = _narrowed(labels, dropped).permute(*order, *dropped)
+    sizes = [labels.shape[letters.index(x)] if x in letters else 1 for x in output]
+    return kept.reshape(sizes)
+
+
+def _channels(labels: Labels, axes: Sequence[int]) -> Labels:
+    """Move some axes first and flatten all others along which labels vary into one."""
+    others = [i for i in range(labels.dim()) if i not in axes]
+    labels = _narrowed(labels, [i for i in others if not varies(labels, i)])
+    moved = labels.permute(*axes, *others)
+    return moved.reshape(*moved.shape[: len(axes)], -1)
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
     **dict.fromkeys(
@@ -201,4 +451,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("embedding", "embedding_bag"), embedding),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), cell),
+    "linear": linear,
+    "addmm": addmm,
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), matmul),
+    "baddbmm": baddbmm,
+    "einsum": einsum,
+    "bilinear": bilinear,
+    "scaled_dot_product_attention": attention,
 }

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.pruning.dependency.rules import elementwise, layers, layout, matmul
+from compress.pruning.dependency.rules import elementwise, layers
 
 if TYPE_CHECKING:
     from compress.pruning.dependency.rules.op_call import Rule
 
-RULES: dict[str, Rule] = {
-    **layers.RULES,
-    **matmul.RULES,
-    **elementwise.RULES,
-    **layout.RULES,
-}
+RULES: dict[str, Rule] = {**layers.RULES, **elementwise.RULES}
 """ATen operators by their bare name (`conv2d`), others with their namespace (`mylib::scale`)."""
 
 
