@@ -78,8 +78,6 @@ class ChannelPruner:
         """Slots of a group → its channels before the first step."""
         self._groups: dict[tuple[str, ...], dict[str, Any]] = {}
         """Producers of a group → the fact about its channels before and after."""
-        self._left: dict[str, int] = {}
-        """Group → its channels that are left, of groups that lost some."""
         self._facts: dict[str, Any] = {}
         self._widths: Mapping[str, int] | None = config.widths
 
@@ -141,7 +139,8 @@ class ChannelPruner:
         facts = self._facts.get("latency")
         if facts is None or self._widths is None:
             return
-        if any(self._left.get(group) != width for group, width in self._widths.items()):
+        left = {modules[0]: fact["after"] for modules, fact in self._groups.items()}
+        if any(left.get(group) != width for group, width in self._widths.items()):
             del facts["measured"], facts["ms"]
             log.warning(
                 "%s: some channels that should go cannot, so the target of latency is not checked",
@@ -220,7 +219,7 @@ class ChannelPruner:
         for one in plan.groups:
             size, modules = len(one.group.channels), one.group.producers
             fact = self._groups.setdefault(modules, {"modules": list(modules), "before": size})
-            fact["after"] = self._left[one.group.name] = size - len(one.removed)
+            fact["after"] = one.after
 
     def _finetune_(self, training: Finetune) -> None:
         """Train the sliced model; the next step continues from the trained weights."""

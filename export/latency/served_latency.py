@@ -172,16 +172,10 @@ def measure_grid(
     scopes: Sequence[tuple[str, ...]],
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[InteractionSum, InteractionSum, InteractionSum]:
-    """Decompose the costs of a model over a grid of widths and formats.
+    """Decompose the costs of a model over a grid of values, that of the model itself first.
 
-    Args:
-        costs: the model.
-        grid: decision → its values, that of the model itself first.
-        scopes: decisions that meet in a kernel, beside each single one.
-        progress: called with the models done and those in all.
-
-    Returns:
-        Seconds of the kernels, bytes of the weights that they read, and bytes of the file.
+    ``scopes`` are the decisions that meet in a kernel. Returns seconds of the kernels, bytes of the
+    weights that they read, and bytes of the file.
     """
     base = {decision: values[0] for decision, values in grid.items()}
     # Smaller ones first, as the changes of these are subtracted from those of larger ones.

@@ -275,17 +275,9 @@ def search(
 ) -> Removal:
     """Remove blocks one after the other, each time the one with the least output error.
 
-    Args:
-        module: the model, which is not changed.
-        blocks: those that may be removed.
-        count: how many are removed; None for as many as can be.
-        meter: measures the output errors.
-        refused: the blocks that stay, and why; more may be found.
-        progress: called with the trials done and those in all.
-        deadline: on the clock of :func:`time.monotonic`; no further block is searched after it.
-
-    Raises:
-        StageFailed: fewer than ``count`` can be removed.
+    As many as can be where ``count`` is None; StageFailed where fewer than it can be. No further
+    block is searched after a ``deadline`` on the clock of :func:`time.monotonic`. The module is not
+    changed; ``refused`` gives blocks that stay, and why.
     """
     # Greedy, because errors depend on the blocks already removed: the best pair is seldom made of
     # the two blocks with the least errors alone.

@@ -46,11 +46,8 @@ class Programme:
     ) -> dict[str, Value] | None:
         """Return the values of least loss that meet all limits; None where none do.
 
-        Args:
-            limits: of quantities over the grid.
-            forbidden: choices that are not returned, as they are known already.
-            tie: weight of the first limit's quantity, relative to its most, in the loss, so that
-                of two choices that lose the same the cheaper one is returned.
+        Choices that are ``forbidden`` are known already. ``tie`` weighs the first limit's quantity,
+        relative to its most, in the loss, so that of equal choices the cheaper one is returned.
         """
         choices = [(decision, value) for decision, own in self.grid.items() for value in own]
         index = {choice: i for i, choice in enumerate(choices)}

@@ -88,13 +88,8 @@ class WidthSpace:
     ) -> WidthSpace:
         """Rank a model's channels, and lay a grid of widths; the model is not changed.
 
-        Args:
-            model: the model.
-            context: data, device and seed.
-            selection: which channels may be removed, which first, and in which multiples.
-            values: widths of each group at most, the whole one and the largest cut among them.
-            batches: samples to rank by and to refit on, none for neither; by default drawn.
-            refit: whether layers that lost inputs are refitted.
+        Each group has at most so many ``values``, the whole width and the largest cut among them.
+        Channels are ranked, and layers refitted, on ``batches``, by default drawn.
 
         Raises:
             PipelineInvalid: a pattern matches no module.
@@ -175,20 +170,12 @@ def measure_loss_increases(
     deadline: float = math.inf,
     assumed: Mapping[str, Mapping[int, float]] | None = None,
 ) -> LossIncreases:
-    """Measure what cutting each group alone loses, the smallest widths first.
+    """Measure what cutting each group alone loses; return group → width → loss (0 if uncut).
 
-    Args:
-        space: the groups and their widths.
-        progress: called with the progress.
-        loss_of: a module → what it loses.
-        known: losses by group and width, as `group:width`. What is measured is added.
-        save: called after each measurement.
-        deadline: on the clock of :func:`time.monotonic`; widths that were not measured by then are
-            taken to lose in proportion to the square of the channels that they lack.
-        assumed: what is taken instead for groups of which no width was measured.
-
-    Returns:
-        Group → width → what it loses; nothing at the whole width.
+    The smallest widths first. Losses in ``known``, by `group:width`, are not measured again; what
+    is measured is added, and saved. Widths that were not measured by a ``deadline`` on the clock of
+    :func:`time.monotonic` are taken to lose in proportion to the square of the channels that they
+    lack, or what is ``assumed`` for groups of which no width was measured.
     """
     known = {} if known is None else known
     # The smallest width of each group, then the next ones; the whole width costs nothing.
@@ -304,16 +291,10 @@ class ServedLatency(Protocol):
         context: Context,
         batch: int,
     ) -> AbstractContextManager[LatencyByWidths]:
-        """Measure what is needed to predict latencies over a grid of widths.
+        """Measure what is needed to predict latencies over a grid of widths, the whole ones first.
 
-        Args:
-            model: the unpruned model.
-            whole: group of channels → the model's own width, of all groups that variants cut.
-            grid: group of channels → its widths, the model's own first.
-            variants: a number, a folder and what widths are multiples of → that many models of
-                random widths.
-            context: data, threads, seed and progress.
-            batch: samples of a call.
+        ``whole`` gives the own widths of all groups that variants cut; ``variants`` makes models of
+        random widths, given how many, a folder and what their widths are multiples of.
 
         Raises:
             StageFailed: the model cannot be exported, or not measured now.

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from compress.data.batch import Batch
 
+    Requests = SimpleQueue["_Request | _Ended"]
+    Answers = SimpleQueue[tuple[Any, BaseException | None]]
+
 
 class _Closed(BaseException):
     """Raised in a model's code to end a forward pass early; no `except Exception` catches it."""
@@ -56,11 +59,11 @@ class _Ended(NamedTuple):
 
 
 class _Requests(TorchFunctionMode):
-    """Passes each torch function of a thread to a callback instead of running it."""
+    """Asks for each torch function of a thread instead of running it, and waits for its result."""
 
-    def __init__(self, request: Callable[[_Request], Any], device_type: str) -> None:
+    def __init__(self, requests: Requests, answers: Answers, device_type: str) -> None:
         super().__init__()
-        self._request, self._device_type = request, device_type
+        self._requests, self._answers, self._device_type = requests, answers, device_type
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -73,8 +76,15 @@ class _Requests(TorchFunctionMode):
         autocast = (
             (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         )
-        request = _Request(func, args, kwargs or {}, torch.is_grad_enabled(), autocast)
-        return self._request(request)
+        has_gradients = torch.is_grad_enabled()
+        self._requests.put(_Request(func, args, kwargs or {}, has_gradients, autocast))
+        result, error = self._answers.get()
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            del error  # whose traceback holds this frame, and with it the model's activations
 
 
 MAX_RESIDENT = 2**28
@@ -164,8 +174,8 @@ class PausedForward:
         """Bytes of them that stay in memory while this pass is paused."""
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._device_type = batch.inputs[0].device.type if batch.inputs else "cpu"
-        self._requests: SimpleQueue[_Request | _Ended] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._requests: Requests = SimpleQueue()
+        self._answers: Answers = SimpleQueue()
         self._thread = Thread(target=copy_context().run, args=(self._run_module,), daemon=True)
         self._thread.start()
         self._pending: _Request | _Ended | None = self._requests.get()
@@ -271,22 +281,10 @@ class PausedForward:
     def _run_module(self) -> None:
         output, raised = None, None
         try:
-            with torch.no_grad(), _Requests(self._request, self._device_type):
+            with torch.no_grad(), _Requests(self._requests, self._answers, self._device_type):
                 output = self._module(*self._batch.inputs)
         except _Closed:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             raised = error
         self._requests.put(_Ended(output, raised))
-
-    def _request(self, request: _Request) -> Any:
-        """Ask for a function's result, and wait for it; called in the module's thread."""
-        self._requests.put(request)
-        del request
-        result, error = self._answers.get()
-        try:
-            if error is not None:
-                raise error
-            return result
-        finally:
-            del error  # whose traceback holds this frame, and with it the model's activations

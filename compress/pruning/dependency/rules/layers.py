@@ -11,6 +11,7 @@ model takes the statistics over the channels that stay.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -211,16 +212,6 @@ class Operand(NamedTuple):
     letters: str
 
 
-def linear(call: Call, book: LabelBook) -> Result:
-    """Read the weight's second axis and output its first."""
-    return _project(call, book, call["input"], call["weight"], "oc", call["bias"])
-
-
-def addmm(call: Call, book: LabelBook) -> Result:
-    """Like ``linear``, with the weight transposed."""
-    return _project(call, book, call["mat1"], call["mat2"], "co", call["self"])
-
-
 def matmul(call: Call, book: LabelBook) -> Result:
     """Product of matrices, perhaps in batches."""
     left = call["self"]
@@ -319,14 +310,9 @@ def contract(call: Call, book: LabelBook, left: Operand, right: Operand, output:
     return _of_activations(book, left, right, output)
 
 
-def _project(
-    call: Call,
-    book: LabelBook,
-    features: Labels | Weight,
-    weight: Labels | Weight,
-    letters: str,
-    bias: Labels | Weight | None,
-) -> Result:
+def linear(call: Call, book: LabelBook, names: tuple[str, str, str], letters: str) -> Result:
+    """Read one axis of the weight and output the other; ``letters`` says which (c is read)."""
+    features, weight, bias = (call[name] for name in names)
     if not isinstance(weight, Weight):
         return pin_layer(call, book, COMPUTED)
     # From the end, because `c` and `o` are the weight's.
@@ -451,8 +437,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("embedding", "embedding_bag"), embedding),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), cell),
-    "linear": linear,
-    "addmm": addmm,
+    "linear": partial(linear, names=("input", "weight", "bias"), letters="oc"),
+    "addmm": partial(linear, names=("mat1", "mat2", "self"), letters="co"),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), matmul),
     "baddbmm": baddbmm,
     "einsum": einsum,
