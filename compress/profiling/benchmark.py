@@ -316,15 +316,9 @@ def compare_latencies(
     open, by where their weights lie in memory; opened anew they lie elsewhere, so that the blocks'
     interval holds that, too.
 
-    Calls that take long are fewer, see :data:`FEWEST_DEAR_BLOCKS`, and all have the median size of
-    the batches, as each size is called twice before it is measured.
-
-    Args:
-        models: what loads them.
-        batches: inputs; in a turn a model is called with one of them.
-        seconds: how long each model is measured at most; for longer where an interval is too wide,
-            or the blocks are too few.
-        threads: CPU threads of a call.
+    Each model is measured for so many ``seconds``, and for longer where an interval is too wide, or
+    the blocks are too few. Calls that take long are fewer, see :data:`FEWEST_DEAR_BLOCKS`, and all
+    have the median size of the batches, as each size is called twice before it is measured.
     """
     with memory_as_deployed(), ExitStack() as stack:
         blocks = _Blocks(models, batches, seconds, threads, stack)

@@ -58,9 +58,8 @@ class MeasurementRequest(NamedTuple):
     """An artifact to measure, and the environment of the process that requests it."""
 
     module: str
-    """Module of the artifact's class."""
     name: str
-    """Qualified name of the artifact's class."""
+    """Module and qualified name of the artifact's class."""
     path: str
     device: str
     threads: int

@@ -574,19 +574,19 @@ def _sizes(
             rank = len(call["sizes"]) if call.operator == "unflatten" else result.dim()
             for axis, index in sized.sizes(rank).items():
                 yield index, result.shape[first + axis], result, first + axis
-    elif call.operator in ("split", "split_with_sizes", "chunk"):
-        labels = call.tensors[0]
-        if isinstance(labels, torch.Tensor):
-            axis = call["dim"] % labels.dim()
-            yield 0, tuple(shape[axis] for shape in call.shapes), labels, axis
+        return
+    labels = call.tensors[0] if call.tensors else None
+    if not isinstance(labels, torch.Tensor):
+        return
+    if call.operator in ("split", "split_with_sizes", "chunk"):
+        axis = call["dim"] % labels.dim()
+        yield 0, tuple(shape[axis] for shape in call.shapes), labels, axis
     elif call.operator == "slice" and call["step"] == 1:
-        labels = call.tensors[0]
-        if isinstance(labels, torch.Tensor):
-            axis = call["dim"] % labels.dim()
-            for index, name in sized.bounds(axis, labels.dim()):
-                bound: int = call[name]
-                if 0 < bound <= labels.shape[axis]:
-                    yield index, bound, labels.narrow(axis, 0, bound), axis
+        axis = call["dim"] % labels.dim()
+        for index, name in sized.bounds(axis, labels.dim()):
+            bound: int = call[name]
+            if 0 < bound <= labels.shape[axis]:
+                yield index, bound, labels.narrow(axis, 0, bound), axis
 
 
 def _placeholder_values(

@@ -130,7 +130,7 @@ def taylor(
     generator = torch.Generator().manual_seed(samples.seed)
     totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
-    for part in parts(labelled_or_all(samples.batches)):
+    for part in parts(samples.batches):
         value = _loss(twin, part.to(samples.device), on_targets, generator)
         # materialize_grads: gates on which the loss does not depend get zeros.
         gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
@@ -163,7 +163,7 @@ def hessian(
     generator = torch.Generator().manual_seed(samples.seed)
     totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
-    for part in parts(labelled_or_all(samples.batches)):
+    for part in parts(samples.batches):
         signs = torch.randint(0, 2, (graph.class_count,), generator=generator) * 2.0 - 1
         # Each entry times its channel's sign: one product with the Hessian probes all channels.
         probe = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -197,8 +197,8 @@ def gates(group: ChannelGroup) -> tuple[Slot, ...]:
     return group.consumed_slots or group.slots
 
 
-def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the samples that have a target, or all of them without targets if none has."""
+def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterator[Batch]:
+    """Yield batches of at most a number of samples: of those that have a target, if any have."""
     labelled = []
     for batch in batches:
         if batch.target is not None:
@@ -206,12 +206,7 @@ def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
             if known.any():
                 inputs = tuple(x[known] for x in batch.inputs)
                 labelled.append(Batch(inputs, select(batch.target, known)))
-    return labelled or [Batch(batch.inputs, None) for batch in batches]
-
-
-def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterator[Batch]:
-    """Yield batches of at most a number of samples."""
-    for batch in batches:
+    for batch in labelled or [Batch(batch.inputs, None) for batch in batches]:
         for i in range(0, len(batch), size):
             part = slice(i, i + size)
             target = None if batch.target is None else select(batch.target, part)

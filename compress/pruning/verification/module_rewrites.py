@@ -95,8 +95,6 @@ def edits_needed(edits: Iterable[AnyEdit], plan: SlicePlan) -> tuple[AnyEdit, ..
         elif isinstance(edit, NameSizes):
             sizes = {name: own for name, own in edit.sizes.items() if _is_sliced(name, plan)}
             needed += [NameSizes(calls=edit.calls, sizes=sizes)] if sizes else []
-        else:
-            needed.append(edit)
     return tuple(needed)
 
 
