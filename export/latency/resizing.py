@@ -76,7 +76,7 @@ class ResizableModel:
 
     model: ir.Model
     sums: Mapping[int, Sum]
-    """Place of an integer, in the order of :func:`_integers` → how it follows from widths."""
+    """Place of an integer, as :func:`_change_integers_` meets them → how it follows from widths."""
 
     @classmethod
     def fit(cls, exports: Iterable[tuple[Widths, ir.Model]]) -> Self:
@@ -128,18 +128,7 @@ class ResizableModel:
             found = self.sums.get(next(places))
             return number if found is None else found(widths)
 
-        for name, tensor in resized.graph.initializers.tensor_items():
-            resized.graph.initializers[name].const_value = _resized(tensor, changed)
-        for node in resized.graph:
-            for name, attribute in node.attributes.items():
-                if attribute.type == ir.AttributeType.INT:
-                    node.attributes[name] = ir.AttrInt64(name, changed(attribute.as_int()))
-                elif attribute.type == ir.AttributeType.INTS:
-                    numbers = [*map(changed, attribute.as_ints())]
-                    node.attributes[name] = ir.AttrInt64s(name, numbers)
-                elif attribute.type == ir.AttributeType.TENSOR:
-                    tensor = _resized(attribute.as_tensor(), changed)
-                    node.attributes[name] = ir.AttrTensor(name, tensor)
+        _change_integers_(resized, changed)
         return resized
 
     def groups_together(self) -> set[tuple[str, str]]:
@@ -162,7 +151,7 @@ def _compared(
 ) -> tuple[list[Widths], list[ir.Model], list[list[int]]]:
     """Return widths, models with canonical names, and the integers of each."""
     models = [_canonical(model) for _, model in exports]
-    columns = [[*_integers(model)] for model in models]
+    columns = [_integers(model) for model in models]
     if len({*map(_structure, models)}) > 1 or len({*map(len, columns)}) > 1:
         raise StageFailed("exports at other widths have other operators")
     return [widths for widths, _ in exports], models, columns
@@ -258,18 +247,32 @@ def _structure(model: ir.Model) -> bytes:
     return repr((nodes, tensors)).encode()
 
 
-def _integers(model: ir.Model) -> Iterator[int]:
-    """Yield each integer that may differ between exports at other widths."""
-    for tensor in model.graph.initializers.tensors():
-        yield from _numbers_of(tensor)
-    for node in model.graph:
-        for attribute in node.attributes.values():
+def _change_integers_(model: ir.Model, changed: Callable[[int], int]) -> None:
+    """Change each integer that may differ between exports at other widths, always in one order."""
+    graph = model.graph
+    for name, tensor in graph.initializers.tensor_items():
+        graph.initializers[name].const_value = _resized(tensor, changed)
+    for node in graph:
+        for name, attribute in node.attributes.items():
             if attribute.type == ir.AttributeType.INT:
-                yield attribute.as_int()
+                node.attributes[name] = ir.AttrInt64(name, changed(attribute.as_int()))
             elif attribute.type == ir.AttributeType.INTS:
-                yield from attribute.as_ints()
+                numbers = [*map(changed, attribute.as_ints())]
+                node.attributes[name] = ir.AttrInt64s(name, numbers)
             elif attribute.type == ir.AttributeType.TENSOR:
-                yield from _numbers_of(attribute.as_tensor())
+                tensor = _resized(attribute.as_tensor(), changed)
+                node.attributes[name] = ir.AttrTensor(name, tensor)
+
+
+def _integers(model: ir.Model) -> list[int]:
+    integers: list[int] = []
+
+    def record(number: int) -> int:
+        integers.append(number)
+        return number
+
+    _change_integers_(model.clone(), record)
+    return integers
 
 
 def _numbers_of(tensor: ir.TensorProtocol) -> Iterator[int]:
