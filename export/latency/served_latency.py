@@ -77,17 +77,22 @@ def measure_files(
 
 
 class KernelCost(NamedTuple):
-    """What the kernels of a model add up to."""
+    """What the kernels of a model add up to, and its file."""
 
     seconds: float
     """Of all kernels, each measured alone."""
     weight_bytes: int
     """Bytes of constants that they read."""
+    file_bytes: int = 0
 
     @classmethod
-    def of_kernels(cls, kernels: Sequence[Kernel], table: KernelTable) -> Self:
+    def of_kernels(cls, kernels: Sequence[Kernel], table: KernelTable, file_bytes: int = 0) -> Self:
         """Add up the kernels of a model; all of them are in the table."""
-        return cls(sum(map(table.seconds, kernels)), sum(k.weight_bytes for k in kernels))
+        seconds, weight_bytes = (
+            sum(map(table.seconds, kernels)),
+            sum(k.weight_bytes for k in kernels),
+        )
+        return cls(seconds, weight_bytes, file_bytes)
 
 
 class LatencyModel(Settings):
@@ -124,18 +129,6 @@ class LatencyModel(Settings):
         )
 
 
-class WidthCost(NamedTuple):
-    """What a model costs at some widths and formats."""
-
-    kernels: KernelCost
-    file_bytes: int
-
-    @property
-    def values(self) -> Values:
-        """Seconds, bytes of weights and bytes of the file."""
-        return np.array([*self.kernels, self.file_bytes], float)
-
-
 @dataclass
 class WidthCosts:
     """Costs of a model at any widths and formats, from the kernels that onnxruntime runs then.
@@ -149,9 +142,9 @@ class WidthCosts:
     """The model's own values of all decisions."""
     inputs: Arrays
     table: KernelTable
-    _known: dict[tuple[tuple[str, Value], ...], WidthCost] = field(default_factory=dict)
+    _known: dict[tuple[tuple[str, Value], ...], KernelCost] = field(default_factory=dict)
 
-    def at(self, choice: Choice) -> WidthCost:
+    def at(self, choice: Choice) -> KernelCost:
         """Return the cost at some values; decisions that are left out have the model's own."""
         choice = {**self.whole, **choice}
         key = tuple(sorted(choice.items()))
@@ -162,7 +155,7 @@ class WidthCosts:
                 kernels = kernels_of(file, self.inputs, self.table.threads)
                 size = sum(part.stat().st_size for part in Path(folder).iterdir())
             self.table.measure(kernels)
-            self._known[key] = WidthCost(KernelCost.of_kernels(kernels, self.table), size)
+            self._known[key] = KernelCost.of_kernels(kernels, self.table, size)
         return self._known[key]
 
 
@@ -194,12 +187,12 @@ def measure_grid(
         for scope in ordered
         for values in product(*(grid[decision][1:] for decision in scope))
     ]
-    whole = costs.at(base).values
+    whole: Values = np.array(costs.at(base), float)
     terms: dict[tuple[str, ...], dict[tuple[Value, ...], Values]] = {scope: {} for scope in ordered}
     for done, (scope, values) in enumerate(models):
         progress(done, len(models))
         chosen = dict(zip(scope, values, strict=True))
-        change = costs.at(base | chosen).values - whole
+        change = np.array(costs.at(base | chosen), float) - whole
         for size in range(1, len(scope)):
             for part in combinations(scope, size):
                 change = change - terms[part][tuple(chosen[decision] for decision in part)]
@@ -306,7 +299,7 @@ class OnnxLatency:
                 graph = resizable.resize({**whole, **choice})
                 file = write_alone(graph, folder / f"fitted{number}")
                 shares.append(measured.measure_file(file).share)
-            fitted = LatencyModel.fit([costs.at(choice).kernels for choice in chosen], shares)
+            fitted = LatencyModel.fit([costs.at(choice) for choice in chosen], shares)
             measured.predicted = InteractionSum.combine(
                 [(fitted.per_kernel_second, seconds), (fitted.per_weight_byte, weight_bytes)],
                 fitted.per_call,
