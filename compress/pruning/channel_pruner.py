@@ -165,10 +165,7 @@ class ChannelPruner:
         )
 
     def _rewrite_(self) -> SlicePlan | None:
-        """Replace modules that cannot be sliced by equivalent ones, where a full plan slices them.
-
-        Returns the full plan if it is still valid, that is if all replacements were needed.
-        """
+        """Replace modules that cannot be sliced; return a full plan if it needs all of these."""
         edits = rewrite_(self._module, self._inputs)
         if not edits:
             return None
@@ -236,11 +233,7 @@ class ChannelPruner:
             self._reference, self._kept = copy_module(self._module), {}
 
     def _latency(self, module: torch.nn.Module, batch: int) -> float:
-        """Return a module's latency over that of the unpruned model.
-
-        Raises:
-            StageFailed: the machine is too busy to measure it.
-        """
+        """Return a module's latency over that of the unpruned model."""
         compared = self._compare_latency(module, batch)
         if compared.share is None:
             raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))

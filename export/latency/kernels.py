@@ -221,8 +221,8 @@ class KernelTable:
 
     def __init__(self, folder: Path, machine: Mapping[str, Any], threads: int) -> None:
         """Read the table of a machine, or begin one where there is none that can be read."""
-        versions = {"onnxruntime": onnxruntime.__version__, "threads": threads}
-        self.setup: dict[str, Any] = {**machine, **versions}
+        version = onnxruntime.__version__
+        self.setup: dict[str, Any] = {**machine, "onnxruntime": version, "threads": threads}
         self.key = canonical_json(self.setup)
         name = hashlib.sha256(self.key.encode()).hexdigest()[:16]
         self.file = folder / f"kernels-{name}.json"
@@ -230,14 +230,11 @@ class KernelTable:
         known = read_state(self.file, self.key, MeasuredTable) or MeasuredTable()
         self.kernels, self.models = known.kernels, known.models
 
-    def measure(
-        self, kernels: Sequence[Kernel], progress: Callable[[int, int], None] = lambda *_: None
-    ) -> None:
+    def measure(self, kernels: Sequence[Kernel]) -> None:
         """Measure the kernels that the table lacks; it is written after every few of them."""
         missing = list({k.key: k for k in kernels if k.key not in self.kernels}.values())
         for start in range(0, len(missing), MEASURED_TOGETHER):
             some = missing[start : start + MEASURED_TOGETHER]
-            progress(start, len(missing))
             for kernel, seconds in zip(some, measure_kernels(some, self.threads), strict=True):
                 self.kernels[kernel.key] = MeasuredKernel(
                     operator=kernel.operator, sizes=kernel.sizes, seconds=seconds

@@ -34,7 +34,7 @@ from compress.export.onnx.graph import (
 from compress.export.onnx.passes.float_layers import separate_float_layers_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from compress.profiling.interaction_sum import Choice
 
@@ -141,7 +141,8 @@ class ResizableModel:
         places = count()
         groups = {}
         for name, tensor in self.model.graph.initializers.tensor_items():
-            sums = [self.sums.get(next(places)) for _ in _numbers_of(tensor)]
+            numbers = len(sizes(tensor)) + (tensor.size if _may_be_shape(tensor) else 0)
+            sums = [self.sums.get(next(places)) for _ in range(numbers)]
             groups[name] = {g for one in sums if one for g, _ in one.coefficients}
         return groups
 
@@ -273,13 +274,6 @@ def _integers(model: ir.Model) -> list[int]:
 
     _change_integers_(model.clone(), record)
     return integers
-
-
-def _numbers_of(tensor: ir.TensorProtocol) -> Iterator[int]:
-    """Yield a tensor's sizes, and its values where it may be a shape."""
-    yield from sizes(tensor)
-    if _may_be_shape(tensor):
-        yield from tensor.numpy().flatten().tolist()
 
 
 def _may_be_shape(tensor: ir.TensorProtocol) -> bool:

@@ -8,6 +8,7 @@ import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from itertools import combinations, product
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -88,11 +89,8 @@ class KernelCost(NamedTuple):
     @classmethod
     def of_kernels(cls, kernels: Sequence[Kernel], table: KernelTable, file_bytes: int = 0) -> Self:
         """Add up the kernels of a model; all of them are in the table."""
-        seconds, weight_bytes = (
-            sum(map(table.seconds, kernels)),
-            sum(k.weight_bytes for k in kernels),
-        )
-        return cls(seconds, weight_bytes, file_bytes)
+        weight_bytes = sum(kernel.weight_bytes for kernel in kernels)
+        return cls(sum(map(table.seconds, kernels)), weight_bytes, file_bytes)
 
 
 class LatencyModel(Settings):
@@ -242,8 +240,6 @@ class OnnxLatency:
     @property
     def runtime_version(self) -> str:
         """The runtime and its version."""
-        from importlib.metadata import version
-
         package = {"onnx": "onnxruntime"}.get(self.runtime, self.runtime)
         return f"{package} {version(package)}"
 

@@ -348,10 +348,7 @@ def _error_without(
 def _untrainable(
     module: nn.Module, removed: Sequence[Block], meter: OutputErrorMeter
 ) -> str | None:
-    """Return why the model without some blocks cannot run in training mode, or None if it can.
-
-    None is also returned if the unpruned model does not run in training mode.
-    """
+    """Return why the model without some blocks cannot run in training mode, if the whole can."""
     inputs = tuple(x.to(meter.context.device) for x in meter.batches[0].inputs)
     try:
         expected = shapes_in_training(module, inputs)

@@ -103,10 +103,7 @@ def _is_sliced(module: str, plan: SlicePlan) -> bool:
 
 
 def _name_sizes_(module: nn.Module, inputs: VerificationInputs) -> tuple[NameSizes, ...]:
-    """Make attributes of sizes in the code of modules, in place, where that lets channels leave.
-
-    Returns the edits, none where slices are refused with attributes, too, or not without.
-    """
+    """Make attributes of sizes in the code of modules, in place, where that lets channels leave."""
     if not _writes_sizes(module, inputs.seeded):
         return ()
     # A size may have the batch in it, as that of `x.view(n * c // 2, 2)` has.
