@@ -34,12 +34,12 @@ from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import (
     ReferenceOutputs,
     batch_norms,
-    recover_,
     recover_without_blocks_,
+    recovered_slice,
     reestimate_batch_norms_,
     usual_calibration,
 )
-from compress.pruning.verification.masked_equivalence import VerificationInputs, sliced_copy
+from compress.pruning.verification.masked_equivalence import VerificationInputs
 from compress.pruning.verification.module_rewrites import rewrite_
 
 if TYPE_CHECKING:
@@ -335,13 +335,8 @@ class CutChannels(PruningDiagnosis):
         self, slices: Sequence[Any], ranking: Ranking, batches: Sequence[Batch], *, refit: bool
     ) -> nn.Module:
         """Return the module without some channels, recovered on batches if there are any."""
-        combined = SlicePlan.combine(slices, {}, ranking.graph)
-        # A slice shares the tensors that it leaves whole, and a refit changes them in place.
-        module = copy_module(sliced_copy(self.module, combined.kept, combined.attributes))
-        if batches:
-            reference = copy_module(self.module)
-            recover_(module, reference, combined.kept, batches, self.context.device, refit=refit)
-        return module
+        plan = SlicePlan.combine(slices, {}, ranking.graph)
+        return recovered_slice(self.module, plan, batches, self.context.device, refit=refit)
 
     def _ranking(self, importance: str, samples: int, matched: bool) -> Ranking:
         batches = self.samples_for(samples, matched) if samples else ()

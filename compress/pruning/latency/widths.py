@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
-from compress.common.forward import copy_module
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import ChannelSelection
@@ -23,7 +22,7 @@ from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.solver import Limit, Programme
-from compress.pruning.recovery.recovery import recover_, usual_calibration
+from compress.pruning.recovery.recovery import recovered_slice, usual_calibration
 from compress.pruning.verification.masked_equivalence import VerificationInputs, sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
 
@@ -152,13 +151,8 @@ class WidthSpace:
             yield {g: own[round(step / last * (len(own) - 1))] for g, own in self.grid.items()}
 
     def _recovered(self, plan: SlicePlan) -> nn.Module:
-        # A slice shares the tensors that it leaves whole, and a refit changes them in place.
-        whole = self.ranking.module
-        module = copy_module(sliced_copy(whole, plan.kept, plan.attributes))
-        if self.batches:
-            reference = copy_module(whole)
-            recover_(module, reference, plan.kept, self.batches, self.device, refit=self.refit)
-        return module
+        whole, batches = self.ranking.module, self.batches
+        return recovered_slice(whole, plan, batches, self.device, refit=self.refit)
 
 
 def measure_loss_increases(

@@ -38,6 +38,7 @@ from compress.pruning.recovery.paused_forward import (
     PausedForward,
     resident_budget,
 )
+from compress.pruning.verification.masked_equivalence import sliced_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
     from compress.core.context import Context
     from compress.data.batch import Batch
-    from compress.pruning.dependency.channel_groups import Kept
+    from compress.pruning.dependency.channel_groups import Kept, SlicePlan
 
 
 Outputs: TypeAlias = tuple[torch.Tensor, ...]
@@ -355,6 +356,17 @@ def recover_(
         "output_error": {name: _rounded(error) for name, error in errors.items()},
         "layers": layers,
     }
+
+
+def recovered_slice(
+    module: nn.Module, plan: SlicePlan, batches: Sequence[Batch], device: str, *, refit: bool
+) -> nn.Module:
+    """Copy a module without the channels of a plan, and recover it if there are batches."""
+    # A slice shares the tensors that it leaves whole, and a refit changes them in place.
+    sliced = copy_module(sliced_copy(module, plan.kept, plan.attributes))
+    if batches:
+        recover_(sliced, copy_module(module), plan.kept, batches, device, refit=refit)
+    return sliced
 
 
 def _difference(targets: Outputs, outputs: Outputs) -> Difference:
