@@ -303,11 +303,7 @@ def compare_latency(
 
 
 def compare_latencies(
-    models: Sequence[Opener],
-    batches: Batches,
-    seconds: float = MEASURED_SECONDS,
-    *,
-    threads: int,
+    models: Sequence[Opener], batches: Batches, seconds: float = MEASURED_SECONDS, *, threads: int
 ) -> InterleavedLatencies:
     """Measure models in turn on the batches, in blocks before each of which they are opened anew.
 

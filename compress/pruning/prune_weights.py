@@ -8,13 +8,8 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.core.stage import CalibrationSamples
-from compress.pruning.pruning_stage import (
-    AnyFinetune,
-    BatchNormStatistics,
-    PruningStage,
-    finetune,
-)
+from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES, CalibrationSamples
+from compress.pruning.pruning_stage import AnyFinetune, PruningStage, finetune
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +56,10 @@ class PruneWeights(PruningStage):
     """Names of those that get none."""
     calibration_samples: CalibrationSamples = None
     """Calibration samples of `wanda` and `sparsegpt`. By default 128, or all there are."""
-    batch_norm: BatchNormStatistics = "keep"
+    # Excluded, so that the default changes no cache key.
+    batch_norm: Annotated[
+        Literal["keep", "reestimate"], Field(exclude_if=lambda value: value == "keep")
+    ] = "keep"
     """Whether BatchNorm statistics are those of the model before (`keep`), or are re-estimated over
     up to 512 calibration samples (`reestimate`): zeros shift what later layers read."""
     finetune: AnyFinetune | None = None
@@ -148,6 +146,12 @@ class PruneWeights(PruningStage):
     def calibrates(self) -> bool:
         """Whether the method uses calibration data."""
         return self.method in ("wanda", "sparsegpt")
+
+    @property
+    def drawn_samples(self) -> int:
+        """Upper bound of the calibration samples, with those for BatchNorm statistics."""
+        own = super().drawn_samples
+        return own if self.batch_norm == "keep" else max(own, DEFAULT_CALIBRATION_SAMPLES)
 
     @property
     def needs_data(self) -> bool:

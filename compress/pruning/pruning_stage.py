@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from compress.artifacts.eager_model import EagerModel
-from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES, Stage
+from compress.core.stage import Stage
 from compress.training.config.training import Training
 from compress.training.objectives.objective import Teaching  # noqa: TC001 - a field's type
 
@@ -56,12 +56,6 @@ AnyFinetune = Annotated[Finetune, BeforeValidator(_any_training)]
 """Settings of a fine-tuning; those of a plain training are accepted too."""
 
 
-BatchNormStatistics = Annotated[
-    Literal["keep", "reestimate"], Field(exclude_if=lambda value: value == "keep")
-]
-"""What becomes of BatchNorm statistics after pruning; the default changes no cache key."""
-
-
 class PruningStage(Stage[EagerModel, EagerModel]):
     """Base of the stages that prune a model and may then fine-tune it."""
 
@@ -69,13 +63,6 @@ class PruningStage(Stage[EagerModel, EagerModel]):
         # Each stage declares this field itself: one of a base class would come first in the
         # settings, whose order is part of the JSON schema and the recorded settings.
         finetune: AnyFinetune | None
-
-    @property
-    def drawn_samples(self) -> int:
-        """Upper bound of the calibration samples, with those for BatchNorm statistics."""
-        own = super().drawn_samples
-        reestimates = getattr(self, "batch_norm", "keep") == "reestimate"
-        return max(own, DEFAULT_CALIBRATION_SAMPLES) if reestimates else own
 
     @property
     def uses_loss(self) -> bool:

@@ -24,11 +24,7 @@ T = TypeVar("T")
 MOST_COMBINED = 5
 """Most attributes that are tried in every combination; more are only tried all together."""
 
-NORMS = (
-    nn.GroupNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.modules.batchnorm._BatchNorm,
-)
+NORMS = (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.modules.batchnorm._BatchNorm)
 """torch's layers that store their number of channels even without weights."""
 
 

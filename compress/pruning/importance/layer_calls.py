@@ -186,11 +186,7 @@ def samples_refused(batch: Batch, error: Exception) -> StageFailed:
 
 
 def layer_call_of(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    output: Any,
-    names: Mapping[int, str],
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any, names: Mapping[int, str]
 ) -> LayerCall | None:
     """Return a function's call as that of a layer; None if its weight is not among ``names``.
 

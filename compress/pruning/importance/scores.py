@@ -114,10 +114,7 @@ def score_groups(
 
 
 def taylor(
-    module: nn.Module,
-    groups: Sequence[ChannelGroup],
-    graph: AxisGraph,
-    samples: ScoringSamples,
+    module: nn.Module, groups: Sequence[ChannelGroup], graph: AxisGraph, samples: ScoringSamples
 ) -> list[torch.Tensor]:
     """Score each channel by the first-order change of the loss when it is zeroed.
 
@@ -143,10 +140,7 @@ def taylor(
 
 
 def hessian(
-    module: nn.Module,
-    groups: Sequence[ChannelGroup],
-    graph: AxisGraph,
-    samples: ScoringSamples,
+    module: nn.Module, groups: Sequence[ChannelGroup], graph: AxisGraph, samples: ScoringSamples
 ) -> list[torch.Tensor]:
     """Score each channel by the second-order change of the loss when it is zeroed at a minimum.
 
@@ -246,10 +240,7 @@ def _loss(
 
 
 def sums_by_channel(
-    group: ChannelGroup,
-    graph: AxisGraph,
-    slots: Iterable[Slot],
-    values: Mapping[str, torch.Tensor],
+    group: ChannelGroup, graph: AxisGraph, slots: Iterable[Slot], values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Sum the values of each channel's entries along some slots, given a value for each entry.
 

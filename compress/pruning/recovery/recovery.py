@@ -33,11 +33,7 @@ from compress.pruning.importance.layer_calls import (
     samples_needed,
     samples_refused,
 )
-from compress.pruning.recovery.paused_forward import (
-    ActivationFiles,
-    PausedForward,
-    resident_budget,
-)
+from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForward, resident_budget
 from compress.pruning.verification.masked_equivalence import sliced_copy
 
 if TYPE_CHECKING:
@@ -462,9 +458,7 @@ def reestimate_batch_norms_(
 
 
 def usual_calibration(
-    context: Context,
-    why: str = "batch_norm: reestimate",
-    most: int = DEFAULT_CALIBRATION_SAMPLES,
+    context: Context, why: str = "batch_norm: reestimate", most: int = DEFAULT_CALIBRATION_SAMPLES
 ) -> list[Batch]:
     """Return calibration samples, as many as stages draw by default; StageFailed without data."""
     data: Any = context.need_data(why)

@@ -39,10 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def rewrite_(
-    module: nn.Module,
-    inputs: VerificationInputs,
-) -> tuple[AnyEdit, ...]:
+def rewrite_(module: nn.Module, inputs: VerificationInputs) -> tuple[AnyEdit, ...]:
     """Make more of a module's channels removable, in place, and return the edits that did.
 
     Each ``nn.MultiheadAttention`` is replaced by a

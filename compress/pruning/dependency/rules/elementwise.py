@@ -255,8 +255,7 @@ def permute(call: Call, book: LabelBook) -> Result | Weight:
 def move(call: Call, book: LabelBook) -> Result:
     """Run the operator itself on the labels."""
     arguments = pytree.tree_map(
-        lambda value: book.labels_of(value) if isinstance(value, Weight) else value,
-        call.arguments,
+        lambda value: book.labels_of(value) if isinstance(value, Weight) else value, call.arguments
     )
     moved = call.target(**arguments)
     return list(moved) if call.gives_list else moved
@@ -266,10 +265,7 @@ def pick(call: Call, book: LabelBook) -> Result:
     """Select by indices: constant ones are applied, others couple all entries of their axis."""
     value = call["self"]
     labels = book.labels_of(value)
-    indices = call.get("indices") or [
-        *[None] * (call["dim"] % labels.dim()),
-        call["index"],
-    ]
+    indices = call.get("indices") or [*[None] * (call["dim"] % labels.dim()), call["index"]]
     known = [getattr(index, "value", None) for index in indices]
     axes = [axis for axis, index in enumerate(indices) if index is not None]
     if not isinstance(value, Weight):
