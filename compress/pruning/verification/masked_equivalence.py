@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import copy_module, flatten_outputs, run_in_eval
+from compress.common.forward import copy_module, flatten_outputs, plain_attention, run_in_eval
 from compress.common.tensor_difference import largest, largest_difference, largest_finite
 from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import SlicePlan, export_graph, label_axes, trace
@@ -39,8 +39,6 @@ from compress.pruning.importance.layer_calls import samples_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
     from compress.core.context import Context
@@ -289,9 +287,10 @@ class MaskedEquivalence:
                 twin = self._variant(variant)
                 if kept is not None:
                     twin = zero_masked(twin, kept)
-                    if self._across_norms:
-                        twin = self._twin(inputs).bind(twin, kept)
-                known.append(_outputs(twin, inputs))
+                if kept is not None and self._across_norms:
+                    known.append(self._twin(inputs).outputs(twin, kept, inputs))
+                else:
+                    known.append(_outputs(twin, inputs))
             # Other signs may give a model values that it was not made for, like the square root of
             # a negative number. Infinities may be masked scores, which are compared.
             if variant == 0 or not _any_nan(known[i]):
@@ -424,8 +423,8 @@ class KeptStatisticsTwin:
         self._program = export_graph(module, inputs)
         self._axes = label_axes(self._program, module, across_norms=True)
 
-    def bind(self, masked: nn.Module, kept: Kept) -> nn.Module:
-        """Return the graph with a masked module's weights, whose norms see the kept channels."""
+    def outputs(self, masked: nn.Module, kept: Kept, inputs: Sequence[torch.Tensor]) -> Outputs:
+        """Run the graph with a masked module's weights; its norms see the kept channels."""
         removed = [torch.tensor([], dtype=torch.int64)]
         for (tensor, axis), classes in self._axes.classes.items():
             if axis in kept.get(tensor, {}):
@@ -437,37 +436,16 @@ class KeptStatisticsTwin:
             stays = ~torch.isin(classes, torch.cat(removed))
             if not stays.all():
                 seen[node] = axis, stays.nonzero().flatten()
-        return _BoundGraph(self._program, masked, seen)
-
-
-class _BoundGraph(nn.Module):
-    """Interprets an exported graph with a module's weights."""
-
-    def __init__(
-        self,
-        program: ExportedProgram,
-        weights: nn.Module,
-        seen: Mapping[str, tuple[int, torch.Tensor]],
-    ) -> None:
-        super().__init__()
-        self.weights = weights
-        self._program, self._seen = program, seen
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tensors = {
-            **self._program.constants,
-            **dict(self.weights.named_parameters(remove_duplicate=False)),
-            **dict(self.weights.named_buffers(remove_duplicate=False)),
-        }
-        given = iter(inputs)
+        tensors, given = {**self._program.constants, **_tensors(masked)}, iter(inputs)
         arguments = [
             next(given) if spec.kind is InputKind.USER_INPUT else tensors[str(spec.target)]
             for spec in self._program.graph_signature.input_specs
         ]
-        outputs: tuple[torch.Tensor, ...] = _KeptStatistics(
-            self._program.graph_module, self._seen
-        ).run(*arguments)
-        return outputs
+        graph = _KeptStatistics(self._program.graph_module, seen)
+        # As run_in_eval does, and with the random numbers of _outputs.
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(), plain_attention():
+            torch.default_generator.manual_seed(0)
+            return flatten_outputs(graph.run(*arguments))
 
 
 class _KeptStatistics(fx.Interpreter):
