@@ -4,7 +4,7 @@ Layers that lost inputs are refitted by closed-form least squares on activations
 Sun reconstruct layers in "Channel Pruning for Accelerating Very Deep Neural Networks" (2017): in
 the order in which they run, each on the inputs that it gets in the smaller model, so that it also
 compensates the errors of the layers before it. Both models run once: their passes wait at each
-layer, and go on with its new weights (:class:`PassesInStep`). Layers that have many positions a
+layer, and go on with its new weights (:class:`PausedForward`). Layers that have many positions a
 sample are fitted on the first samples, whose passes alone have begun by then.
 """
 
@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -112,67 +112,26 @@ def refit_(
             folder.mkdir(parents=True, exist_ok=True)
         work = tempfile.TemporaryDirectory(prefix="activations-", dir=folder)
         files = ActivationFiles(stack.enter_context(work), resident_budget(device))
-        passes = [PassesInStep(module, reference, batch.to(device), files) for batch in batches]
-        for one in passes:
+        # A batch's passes through both models begin at the first layer that is fitted on it: the
+        # module's weights before are those that stay.
+        moved = [batch.to(device) for batch in batches]
+        passes = [
+            (PausedForward(reference, batch, files), PausedForward(module, batch, files))
+            for batch in moved
+        ]
+        for one in chain.from_iterable(passes):
             stack.callback(one.close)
         for layer in layers:
             there = (names or {}).get(layer.weight, layer.weight)
             results.append(_refit_layer_(layer, there, module, kept, passes, ridge))
-        for one in passes:
+        for both in passes:
             if on_outputs is not None:
-                on_outputs(*one.outputs())
-            one.close()
+                on_outputs(*(one.outputs() for one in both))
+            for one in both:
+                one.close()
     for part in (module, reference):
         part.cpu()
     return results
-
-
-class PassesInStep:
-    """The passes of one batch through the reference and the module, which advance layer by layer.
-
-    They begin at the first layer that is fitted on the batch: the module's weights before it are
-    those that stay.
-    """
-
-    def __init__(
-        self, module: nn.Module, reference: nn.Module, batch: Batch, files: ActivationFiles
-    ) -> None:
-        self.samples = len(batch)
-        self._modules, self._batch, self._files = (reference, module), batch, files
-        self._passes: tuple[PausedForward, ...] = ()
-
-    def advance(self, layer: RefittableLayer, name: str) -> list[tuple[LayerCall, LayerCall]]:
-        """Run both to a layer, ``name`` in the reference, and return its calls in both."""
-        reference, module = self._begun()
-        if reference.has_passed(name) or module.has_passed(layer.weight):
-            self.close()
-            reference, module = self._begun()
-        expected = reference.advance(name, layer.calls)
-        return [*zip(expected, module.advance(layer.weight, layer.calls, stay=True), strict=True)]
-
-    def pause(self, layer: RefittableLayer) -> None:
-        """Wait until the layer has its new weights."""
-        if layer.calls > 1:  # its first calls had the weights before
-            self.close()
-        for one in self._passes:
-            one.pause()
-
-    def outputs(self) -> tuple[Outputs, Outputs]:
-        """Run both to the end, and return what they return."""
-        reference, module = self._begun()
-        return reference.outputs(), module.outputs()
-
-    def close(self) -> None:
-        """End both; they begin anew when they are asked for something."""
-        for one in self._passes:
-            one.close()
-        self._passes = ()
-
-    def _begun(self) -> tuple[PausedForward, ...]:
-        # One by one: where the second cannot begin, the first one's thread is ended all the same.
-        for module in self._modules[len(self._passes) :]:
-            self._passes += (PausedForward(module, self._batch, self._files),)
-        return self._passes
 
 
 def refittable_layers(
@@ -196,13 +155,15 @@ def refittable_layers(
     return layers
 
 
-# A function of its own, so that a pass which pauses holds none of these tensors.
 def _add_errors_(
-    moments: Moments, calls: Sequence[tuple[LayerCall, LayerCall]], rows: Sequence[int] | None
+    moments: Moments, before: list[LayerCall], after: list[LayerCall], rows: Sequence[int] | None
 ) -> float:
-    """Add what a layer's calls in the reference and the module say; return the former's energy."""
+    """Add what a layer's calls in the reference and the module say; return the former's energy.
+
+    The lists are emptied, as a pass that pauses frees or stores what nothing else holds.
+    """
     energy = 0.0
-    for reference, call in calls:
+    for reference, call in zip(before, after, strict=True):
         expected = reference.output
         if rows is not None:
             index = torch.tensor(rows, device=expected.device)
@@ -211,6 +172,8 @@ def _add_errors_(
         # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
         for columns, errors in call.parts(expected - call.output):
             moments.add_(columns, errors)
+    before.clear()
+    after.clear()
     return energy
 
 
@@ -219,18 +182,27 @@ def _refit_layer_(
     name: str,
     module: nn.Module,
     kept: Kept,
-    passes: Sequence[PassesInStep],
+    passes: Sequence[tuple[PausedForward, PausedForward]],
     ridge: float,
 ) -> RefitResult:
     """Change a layer's weight and bias so that its squared error is minimal, in place."""
     moments, energy, samples = Moments(), 0.0, 0
     rows = kept[layer.weight].get(1 - layer.read_axis)
-    for one in passes:
+    for both in passes:
         if samples >= layer.samples:
             break
-        samples += one.samples
-        energy += _add_errors_(moments, one.advance(layer, name), rows)
-        one.pause(layer)
+        before, after = both
+        samples += after.samples
+        if before.has_passed(name) or after.has_passed(layer.weight):
+            for one in both:
+                one.close()
+        expected = before.advance(name, layer.calls)
+        found = after.advance(layer.weight, layer.calls, stay=True)
+        energy += _add_errors_(moments, expected, found, rows)
+        for one in both:
+            if layer.calls > 1:  # its first calls had the weights before
+                one.close()
+            one.pause()
     weight = module.get_parameter(layer.weight)
     is_zero = weight.mT if layer.read_axis == 0 else weight
     gram_gii = moments.gram_gii
