@@ -194,10 +194,10 @@ class ChannelPruner:
         # Of the unpruned model's cost; its latency is measured together with each candidate's.
         goal = 1 - (1 - config.target.share) * share
         estimate: CostEstimate | None = None
-        if config.target.quantity == "latency":
+        if config.target.latency:
             measure: Callable[[torch.nn.Module], float]
             measure = partial(self._latency, batch=config.target.batch)
-        elif config.target.quantity == "parameters":
+        elif config.target.parameters:
             measure, estimate = parameters_of, parameter_estimate(self._module, ranking.graph)
             goal *= measure(self._unpruned)
         else:

@@ -41,7 +41,6 @@ from compress.pruning.dependency.rules.channel_labels import (
     WILD,
     LabelBook,
     Labels,
-    SizeLabels,
     Weight,
     channels_first,
     varies,
@@ -397,16 +396,13 @@ def _sized_axes(
 ) -> Iterator[SizedAxis]:
     """Yield the sizes that calls write, once each, though a call may run several times."""
     with_wild = torch.cat([labels_to_class, torch.tensor([WILD])])
-    written: dict[tuple[int, int], list[SizeLabels]] = {}
-    for size in book.sizes:
-        written.setdefault((size.call, size.index), []).append(size)
-    for (call, index), sizes in written.items():
-        first, *others = sizes
-        classes = with_wild[first.labels]
+    for (call, index), written in book.sizes.items():
+        value, labels = written[0]
+        classes = with_wild[labels]
         is_whole = bool((classes == classes[:, :1]).all())
-        if all(other.value == first.value for other in others):
+        if all(other == value for other, _ in written):
             counted = classes[:, 0].contiguous() if is_whole else None
-            yield SizedAxis(calls[call], index, first.value, counted)
+            yield SizedAxis(calls[call], index, value, counted)
 
 
 def _group_channels(
@@ -550,11 +546,10 @@ def _propagate_labels(
             book.is_dead_code = False
             number = node.meta.get("custom", {}).get(CALL_KEY)
             if calls and number is not None and isinstance(call.target, torch._ops.OpOverload):
-                book.sizes += [
-                    SizeLabels(number, index, value, channels_first(labels, axis))
-                    for index, value, labels, axis in _sizes(call, values[node], calls[number])
-                    if varies(labels, axis)
-                ]
+                for index, value, labels, axis in _sizes(call, values[node], calls[number]):
+                    if varies(labels, axis):
+                        written = value, channels_first(labels, axis)
+                        book.sizes.setdefault((number, index), []).append(written)
         elif node.op != "placeholder":
             values[node] = None  # a subgraph, whose caller has no rule
         # Labels are as large as activations: free them after their last use.
