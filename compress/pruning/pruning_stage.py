@@ -9,12 +9,11 @@ from pydantic import BeforeValidator
 from compress.artifacts.eager_model import EagerModel
 from compress.core.stage import Stage
 from compress.training.config.training import Training
-from compress.training.objectives.objective import Teaching  # noqa: TC001 - a field's type
+from compress.training.objectives.objective import TargetLoss, Teaching
 
 if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
-    from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint
     from compress.training.result import Fit
 
@@ -37,13 +36,6 @@ class Finetune(Training):
             self.check_targets_loss(loss)
         if self.teaching is not None:
             self.teaching.check_loss(loss)
-
-    def objective(self, teacher: EagerModel, context: Context) -> Objective:
-        """Build the objective: loss on targets, distillation from the unpruned model, or both."""
-        from compress.training.objectives.objective import TargetLoss
-
-        targets = TargetLoss.for_training(self, context, teacher.signature)
-        return targets if self.teaching is None else self.teaching.objective(teacher, targets)
 
 
 def _any_training(given: Any) -> Any:
@@ -90,13 +82,10 @@ def finetune(
     """
     from compress.training.fit import fit
 
-    accept_start = constraint is None or constraint.is_met(0.0)
+    targets = TargetLoss.for_training(training, context, unpruned.signature)
+    teaching = training.teaching
+    objective = targets if teaching is None else teaching.objective(unpruned, targets)
+    accepts = constraint is None or constraint.is_met(0.0)
     return fit(
-        start,
-        training,
-        training.objective(unpruned, context),
-        context,
-        task,
-        accept_start=accept_start,
-        constraint=constraint,
+        start, training, objective, context, task, accept_start=accepts, constraint=constraint
     )

@@ -351,10 +351,8 @@ def plan_for_target(
         StageFailed: no plan reaches the goal, or a group cannot be verified and
             ``selection.on_unverified`` is ``"error"``.
     """
-    if estimate is None:
-        plan_of_cost = dict(_plans_by_bisection(ranking, selection, goal, measure))
-    else:
-        plan_of_cost = dict(_plans_by_estimate(ranking, selection, goal, measure, estimate))
+    search = _TargetSearch(ranking, selection, goal, measure)
+    plan_of_cost = dict(search.by_bisection() if estimate is None else search.by_estimate(estimate))
     reached = [cost for cost in plan_of_cost if cost <= goal]
     if not reached:
         smallest = "no slice is verified"
@@ -367,87 +365,81 @@ def plan_for_target(
     return plan_of_cost[max(reached)]
 
 
-def _plans_by_estimate(
-    ranking: Ranking,
-    selection: ChannelSelection,
-    goal: float,
-    measure: Callable[[nn.Module], float],
-    estimate: CostEstimate,
-) -> Iterator[tuple[float, SlicePlan]]:
-    """Yield measured plans for the largest counts whose estimated cost is not above the goal."""
-    errors: dict[tuple[int, ...], float] = {}
-    """Channels kept → measured cost minus estimate."""
-    for _ in range(ATTEMPTS):
-        # The estimate is corrected by its last error; if that leads to counts that were tried, by
-        # its largest.
-        known = list(errors.values())
-        candidates = (
-            _largest_counts(ranking, selection, goal, estimate, correction)
-            for correction in ((known[-1], max(known)) if known else (0.0,))
-        )
-        keep = next((counts for counts in candidates if counts not in errors), None)
-        if keep is None:
-            return
-        plan = ranking.verify(keep, selection.on_unverified)
-        verified = {one.group for one in plan.groups}
-        unverified = {
-            one.group.name
-            for one, count in zip(ranking.ranked, keep, strict=True)
-            if count < len(one.scores) and one.group not in verified
-        }
-        if unverified:
-            # Counts are by group, so the errors of those tried so far are of no use.
-            ranking, errors = ranking.without(unverified, plan.pinned), {}
-            continue
-        cost = measure(sliced_copy(ranking.module, plan.kept, plan.attributes))
-        errors[keep] = cost - estimate.without(ranking.removed(keep))
-        yield cost, plan
+@dataclass
+class _TargetSearch:
+    """Yields plans with their measured costs, some of them not above a goal."""
 
+    ranking: Ranking
+    selection: ChannelSelection
+    goal: float
+    measure: Callable[[nn.Module], float]
 
-def _plans_by_bisection(
-    ranking: Ranking,
-    selection: ChannelSelection,
-    goal: float,
-    measure: Callable[[nn.Module], float],
-) -> Iterator[tuple[float, SlicePlan]]:
-    """Yield measured plans of ratios from the goal's to the largest."""
-    # Whole models are measured, because the sum of its layers' times is a poor estimate of a
-    # model's latency. Rounding often leads to the same counts again.
-    cost_of: dict[tuple[int, ...], float] = {}
-    low, high = 0.0, MAX_RATIO
-    for attempt in range(ATTEMPTS):
-        # Start near the goal; if that is too slow, bisect up to the largest ratio.
-        ratio = min(1 - goal, MAX_RATIO) if attempt == 0 else (low + high) / 2
-        keep = tuple(ranking.allocate(ratio, selection))
-        if keep not in cost_of:
-            plan = ranking.verify(keep, selection.on_unverified)
-            cost_of[keep] = measure(sliced_copy(ranking.module, plan.kept, plan.attributes))
-            yield cost_of[keep], plan
-        low, high = (low, ratio) if cost_of[keep] <= goal else (ratio, high)
+    def by_estimate(self, estimate: CostEstimate) -> Iterator[tuple[float, SlicePlan]]:
+        """Yield plans of the largest counts whose estimated cost is not above the goal."""
+        errors: dict[tuple[int, ...], float] = {}
+        """Channels kept → measured cost minus estimate."""
+        for _ in range(ATTEMPTS):
+            # The estimate is corrected by its last error; if that leads to counts that were tried,
+            # by its largest.
+            known = list(errors.values())
+            candidates = (
+                self._largest_counts(estimate, correction)
+                for correction in ((known[-1], max(known)) if known else (0.0,))
+            )
+            keep = next((counts for counts in candidates if counts not in errors), None)
+            if keep is None:
+                return
+            plan = self.ranking.verify(keep, self.selection.on_unverified)
+            verified = {one.group for one in plan.groups}
+            unverified = {
+                one.group.name
+                for one, count in zip(self.ranking.ranked, keep, strict=True)
+                if count < len(one.scores) and one.group not in verified
+            }
+            if unverified:
+                # Counts are by group, so the errors of those tried so far are of no use.
+                self.ranking, errors = self.ranking.without(unverified, plan.pinned), {}
+                continue
+            cost = self.measure(sliced_copy(self.ranking.module, plan.kept, plan.attributes))
+            errors[keep] = cost - estimate.without(self.ranking.removed(keep))
+            yield cost, plan
 
+    def by_bisection(self) -> Iterator[tuple[float, SlicePlan]]:
+        """Yield plans of ratios from the goal's to the largest."""
+        # Whole models are measured, because the sum of its layers' times is a poor estimate of a
+        # model's latency. Rounding often leads to the same counts again.
+        cost_of: dict[tuple[int, ...], float] = {}
+        low, high = 0.0, MAX_RATIO
+        for attempt in range(ATTEMPTS):
+            # Start near the goal; if that is too slow, bisect up to the largest ratio.
+            ratio = min(1 - self.goal, MAX_RATIO) if attempt == 0 else (low + high) / 2
+            keep = tuple(self.ranking.allocate(ratio, self.selection))
+            if keep not in cost_of:
+                plan = self.ranking.verify(keep, self.selection.on_unverified)
+                sliced = sliced_copy(self.ranking.module, plan.kept, plan.attributes)
+                cost_of[keep] = self.measure(sliced)
+                yield cost_of[keep], plan
+            low, high = (low, ratio) if cost_of[keep] <= self.goal else (ratio, high)
 
-def _largest_counts(
-    ranking: Ranking,
-    selection: ChannelSelection,
-    goal: float,
-    estimate: CostEstimate,
-    correction: float,
-) -> tuple[int, ...]:
-    """Return the counts with the largest cost not above a goal, or the smallest there are."""
+    def _largest_counts(self, estimate: CostEstimate, correction: float) -> tuple[int, ...]:
+        """Return the counts with the largest cost not above the goal, or the smallest there are."""
 
-    def fits(keep: Sequence[int]) -> bool:
-        return correction + estimate.without(ranking.removed(keep)) <= goal
+        def fits(keep: Sequence[int]) -> bool:
+            return correction + estimate.without(self.ranking.removed(keep)) <= self.goal
 
-    low, high = 0.0, MAX_RATIO
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(ranking.allocate(middle, selection)) else (middle, high)
-    keep = ranking.allocate(high, selection)
-    # Groups are rounded in steps, and often all at the same ratio. So channels that smaller ratios
-    # would keep are given back, group by group, as far as they fit.
-    for step in range(FILLS):
-        for i, count in enumerate(ranking.allocate(low * (1 - step / FILLS), selection)):
-            with_more = [*keep[:i], count, *keep[i + 1 :]]
-            if count > keep[i] and fits(with_more):
-                keep = with_more
-    return tuple(keep)
+        def allocated(ratio: float) -> list[int]:
+            return self.ranking.allocate(ratio, self.selection)
+
+        low, high = 0.0, MAX_RATIO
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if fits(allocated(middle)) else (middle, high)
+        keep = allocated(high)
+        # Groups are rounded in steps, and often all at the same ratio. So channels that smaller
+        # ratios would keep are given back, group by group, as far as they fit.
+        for step in range(FILLS):
+            for i, count in enumerate(allocated(low * (1 - step / FILLS))):
+                with_more = [*keep[:i], count, *keep[i + 1 :]]
+                if count > keep[i] and fits(with_more):
+                    keep = with_more
+        return tuple(keep)
