@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import ceil, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,73 +230,3 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 def _each(value: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * len(kernel) if len(values) == 1 else values
-
-
-MAX_COLUMNS = 12288
-"""Columns of the widest layer whose Gram matrix is computed: it takes 1.2 GB in float64."""
-
-
-POSITIONS_PER_COLUMN = 64
-"""Positions after which further ones hardly change a layer's Gram matrix, for each of its columns.
-"""
-MIN_SAMPLES = 128
-"""Samples that are read in any case: the positions of one image are much alike."""
-GRAM_BLOCK = 128
-"""Columns whose products with all later columns are computed at once: the Gram matrix is symmetric,
-and half of it takes half of the time (measured: 512 columns at once take a tenth longer)."""
-
-
-@dataclass
-class Moments:
-    """Sums over positions, for each group: of columns, answers, and their products.
-
-    Products are computed in the matrices' dtype and summed up in float64.
-
-    g: groups, i: columns (a weight's entries for one output), o: answers (output channels).
-    """
-
-    # Any: numbers until the first matrices are added, then tensors.
-    positions: int = 0
-    columns_gi: Any = 0.0
-    answers_go: Any = 0.0
-    cross_gio: Any = 0.0
-    energy: float = 0.0
-    """Sum of squared answers."""
-    _upper_gii: Any = None
-    """Gram matrix of which only blocks on and above the diagonal are up to date."""
-
-    @property
-    def gram_gii(self) -> torch.Tensor:
-        """Gram matrix of the columns."""
-        gram_gii: torch.Tensor = self._upper_gii
-        for start in range(0, gram_gii.shape[1], GRAM_BLOCK):
-            rows, later = slice(start, start + GRAM_BLOCK), slice(start + GRAM_BLOCK, None)
-            gram_gii[:, later, rows] = gram_gii[:, rows, later].mT
-        return gram_gii
-
-    def add_(self, columns_gpi: torch.Tensor, answers_gpo: torch.Tensor | None = None) -> None:
-        """Add matrices of positions by columns and of positions by answers, in place."""
-        groups, positions, width = columns_gpi.shape
-        self.positions += positions
-        # Not sum(1, dtype=torch.float64), which takes half as long as the Gram matrix.
-        self.columns_gi = self.columns_gi + columns_gpi.sum(1).double()
-        if self._upper_gii is None:
-            self._upper_gii = self.columns_gi.new_zeros(groups, width, width)
-        for start in range(0, width, GRAM_BLOCK):
-            rows_gip = columns_gpi[:, :, start : start + GRAM_BLOCK].mT
-            block_gii = self._upper_gii[:, start : start + GRAM_BLOCK, start:]
-            block_gii += rows_gip @ columns_gpi[:, :, start:]
-        if answers_gpo is None:
-            return
-        self.answers_go = self.answers_go + answers_gpo.sum(1).double()
-        self.cross_gio = self.cross_gio + (columns_gpi.mT @ answers_gpo).double()
-        self.energy += float(answers_gpo.square().sum())
-
-
-def samples_needed(call: LayerCall, samples: int, calls: int = 1) -> int:
-    """Return how many samples a layer's Gram matrix needs, from one of its calls on some samples.
-
-    The first layers of a convolutional network have thousands of positions a sample.
-    """
-    positions = calls * call.output.numel() / call.output.shape[call.channel_axis] / samples
-    return max(MIN_SAMPLES, ceil(POSITIONS_PER_COLUMN * call.columns / max(positions, 1e-9)))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import prod
-from typing import TYPE_CHECKING, Self
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -27,14 +27,7 @@ from compress.core.objectives.targets import has_target
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
-from compress.pruning.importance.layer_calls import (
-    MAX_COLUMNS,
-    LayerCall,
-    Moments,
-    observe_layer_calls,
-    samples_needed,
-    samples_refused,
-)
+from compress.pruning.importance.layer_calls import LayerCall, observe_layer_calls, samples_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +46,18 @@ RIDGE = 1e-4
 """Added to the diagonal of second moments, relative to their mean, so that they are invertible."""
 ROUNDS = 128
 """Rounds in which all channels of a group are ranked; of wider groups several in each round."""
+MAX_COLUMNS = 12288
+"""Columns of the widest layer whose Gram matrix is computed: it takes 1.2 GB in float64."""
+
+
+POSITIONS_PER_COLUMN = 64
+"""Positions after which further ones hardly change a layer's Gram matrix, for each of its columns.
+"""
+MIN_SAMPLES = 128
+"""Samples that are read in any case: the positions of one image are much alike."""
+GRAM_BLOCK = 128
+"""Columns whose products with all later columns are computed at once: the Gram matrix is symmetric,
+and half of it takes half of the time (measured: 512 columns at once take a tenth longer)."""
 Scores = list[torch.Tensor | str]
 """For each group the score of each channel, `(channels,)`, or why there is none."""
 
@@ -323,6 +328,62 @@ def batch_norm_scale(
     }
     slots = [slot for slot in group.slots if slot[0] in scales]
     return sums_by_channel(group, graph, slots, scales) if slots else None
+
+
+@dataclass
+class Moments:
+    """Sums over positions, for each group: of columns, answers, and their products.
+
+    Products are computed in the matrices' dtype and summed up in float64.
+
+    g: groups, i: columns (a weight's entries for one output), o: answers (output channels).
+    """
+
+    # Any: numbers until the first matrices are added, then tensors.
+    positions: int = 0
+    columns_gi: Any = 0.0
+    answers_go: Any = 0.0
+    cross_gio: Any = 0.0
+    energy: float = 0.0
+    """Sum of squared answers."""
+    _upper_gii: Any = None
+    """Gram matrix of which only blocks on and above the diagonal are up to date."""
+
+    @property
+    def gram_gii(self) -> torch.Tensor:
+        """Gram matrix of the columns."""
+        gram_gii: torch.Tensor = self._upper_gii
+        for start in range(0, gram_gii.shape[1], GRAM_BLOCK):
+            rows, later = slice(start, start + GRAM_BLOCK), slice(start + GRAM_BLOCK, None)
+            gram_gii[:, later, rows] = gram_gii[:, rows, later].mT
+        return gram_gii
+
+    def add_(self, columns_gpi: torch.Tensor, answers_gpo: torch.Tensor | None = None) -> None:
+        """Add matrices of positions by columns and of positions by answers, in place."""
+        groups, positions, width = columns_gpi.shape
+        self.positions += positions
+        # Not sum(1, dtype=torch.float64), which takes half as long as the Gram matrix.
+        self.columns_gi = self.columns_gi + columns_gpi.sum(1).double()
+        if self._upper_gii is None:
+            self._upper_gii = self.columns_gi.new_zeros(groups, width, width)
+        for start in range(0, width, GRAM_BLOCK):
+            rows_gip = columns_gpi[:, :, start : start + GRAM_BLOCK].mT
+            block_gii = self._upper_gii[:, start : start + GRAM_BLOCK, start:]
+            block_gii += rows_gip @ columns_gpi[:, :, start:]
+        if answers_gpo is None:
+            return
+        self.answers_go = self.answers_go + answers_gpo.sum(1).double()
+        self.cross_gio = self.cross_gio + (columns_gpi.mT @ answers_gpo).double()
+        self.energy += float(answers_gpo.square().sum())
+
+
+def samples_needed(call: LayerCall, samples: int, calls: int = 1) -> int:
+    """Return how many samples a layer's Gram matrix needs, from one of its calls on some samples.
+
+    The first layers of a convolutional network have thousands of positions a sample.
+    """
+    positions = calls * call.output.numel() / call.output.shape[call.channel_axis] / samples
+    return max(MIN_SAMPLES, ceil(POSITIONS_PER_COLUMN * call.columns / max(positions, 1e-9)))
 
 
 @dataclass(frozen=True)

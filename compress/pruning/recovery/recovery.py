@@ -25,14 +25,12 @@ from compress.common.forward import copy_module, flatten_outputs, plain_attentio
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.importance.layer_calls import (
-    MAX_COLUMNS,
     LayerCall,
-    Moments,
     at_least_float32,
     record_layer_calls,
-    samples_needed,
     samples_refused,
 )
+from compress.pruning.importance.scores import MAX_COLUMNS, Moments, samples_needed
 from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForward, resident_budget
 from compress.pruning.verification.masked_equivalence import sliced_copy
 

@@ -16,12 +16,8 @@ from compress.data.batch import Batch
 from compress.graph.layer_gram import inverse_hessian_factor
 from compress.pruning.allocation.ranking import names_matching
 from compress.pruning.depth.block_search import all_blocks
-from compress.pruning.importance.layer_calls import (
-    MAX_COLUMNS,
-    Moments,
-    observe_layer_calls,
-    record_layer_calls,
-)
+from compress.pruning.importance.layer_calls import observe_layer_calls, record_layer_calls
+from compress.pruning.importance.scores import MAX_COLUMNS, Moments
 from compress.training.objectives.weight_constraint import KeepZeros, set_zeros_, weights_of
 
 if TYPE_CHECKING:

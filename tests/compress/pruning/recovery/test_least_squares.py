@@ -12,7 +12,7 @@ from compress.common.errors import StageFailed
 from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import trace
 from compress.pruning.importance import layer_calls
-from compress.pruning.importance.layer_calls import Moments
+from compress.pruning.importance.scores import Moments
 from compress.pruning.recovery import recovery as recovery_module
 from compress.pruning.recovery.recovery import ReferenceOutputs, least_squares, recover_, refit_
 from tests.compress.pruning import pruning_linear_nets as linear_nets
