@@ -62,6 +62,9 @@ AT_ONCE = 2**20
 """Outputs that are compared at a time: in float64 they take twice their memory and more."""
 UNBOUNDED = 1e6
 """Stands for an output that became infinite or NaN, which JSON cannot represent."""
+ProbeName = Literal[
+    "asked again", "beside other rows", "beside extreme rows", "reordered", "alone", "unpadded"
+]
 
 
 def as_arrays(inputs: Sequence[Any]) -> list[Array]:
@@ -159,11 +162,6 @@ def extreme_rows(
                 rows[i] = integers[i // 2 % len(integers)]
         changed.append(rows)
     return changed
-
-
-ProbeName = Literal[
-    "asked again", "beside other rows", "beside extreme rows", "reordered", "alone", "unpadded"
-]
 
 
 class BatchDependence(Settings):

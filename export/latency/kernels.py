@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, np.ndarray[Any, Any]]
 
-
 TABLES = Path(".store", "latency")
 """Folder of measured kernels, in the results' directory."""
 KERNEL_SECONDS = 0.02

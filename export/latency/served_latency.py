@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     Grid = Mapping[str, Sequence[Value]]
     Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-
 FITTED = 8
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
 

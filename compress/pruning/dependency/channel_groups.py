@@ -57,10 +57,15 @@ if TYPE_CHECKING:
     from compress.artifacts.edits.named_sizes import SizedExpression
     from compress.pruning.dependency.rules.channel_labels import Slot
 
-
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 CALL_KEY = "sized_call"
 """Where a node of the graph has the index of its call among those recorded."""
+Kept = dict[str, dict[int, tuple[int, ...]]]
+"""Tensor name → axis → indices that stay, ascending."""
+Value = int | list[int]
+"""Value of an attribute: a number of channels or of blocks of channels, or the sizes of parts."""
+TENSORS = (torch.Tensor, Weight)
+"""What stands for a tensor while the graph runs on labels."""
 
 
 @dataclass(frozen=True)
@@ -176,14 +181,6 @@ class SizedCallRecorder(TorchFunctionMode):
         if not code.co_argcount or not code.co_varnames:
             return False
         return id(frame.f_locals.get(code.co_varnames[0])) in self._names
-
-
-Kept = dict[str, dict[int, tuple[int, ...]]]
-"""Tensor name → axis → indices that stay, ascending."""
-Value = int | list[int]
-"""Value of an attribute: a number of channels or of blocks of channels, or the sizes of parts."""
-TENSORS = (torch.Tensor, Weight)
-"""What stands for a tensor while the graph runs on labels."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from compress.core.metrics import MetricMeter
     from compress.core.progress import Progress
 
-
 JudgedBy: TypeAlias = Literal["metric", "outputs"]
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from compress.data.batch import Batch
 
-
 MAX_PART = 1 << 23
 """Most elements of unfolded inputs (im2col) that are computed at once: 32 MiB in float32."""
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
     from compress.pruning.dependency.rules.channel_labels import Slot
 
-
 # At a minimum of the loss, the gradients of many samples together cancel.
 SAMPLES_PER_GRADIENT = 16
 # GPTQ and SparseGPT damp by 1e-2, in float32; in float64 less is enough.
@@ -48,7 +47,6 @@ ROUNDS = 128
 """Rounds in which all channels of a group are ranked; of wider groups several in each round."""
 MAX_COLUMNS = 12288
 """Columns of the widest layer whose Gram matrix is computed: it takes 1.2 GB in float64."""
-
 
 POSITIONS_PER_COLUMN = 64
 """Positions after which further ones hardly change a layer's Gram matrix, for each of its columns.

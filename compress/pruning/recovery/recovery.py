@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import Kept, SlicePlan
 
-
 Outputs: TypeAlias = tuple[torch.Tensor, ...]
 Difference: TypeAlias = tuple[float, float]
 """Squared error of a batch's outputs, and the energy of those expected."""

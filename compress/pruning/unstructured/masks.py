@@ -28,9 +28,23 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.pruning.importance.layer_calls import LayerCall
 
-
 UNOBSERVED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvTransposeNd)
 """Layers of torch with matrices for weights whose calls :mod:`layer_calls` does not observe."""
+Method: TypeAlias = Literal["l1", "random", "wanda", "sparsegpt"]
+NofM: TypeAlias = "tuple[int, int]"
+"""n and m: of m neighbouring inputs n stay nonzero."""
+
+# As in the paper: within a block, each column is compensated at once; later blocks once per block.
+BLOCK = 128
+"""Columns that SparseGPT prunes at a time."""
+DENSE = (
+    "Zeros alone make dense kernels no faster and the file no smaller: they are stored and "
+    "multiplied like other numbers. They pay where the file is compressed."
+)
+SPARSE = (
+    "Dense kernels are no faster with these zeros. Sparse kernels of CUDA devices take the pattern "
+    "2:4 (torch.sparse.to_sparse_semi_structured)."
+)
 
 
 @dataclass(frozen=True)
@@ -148,16 +162,6 @@ def _matching(names: Sequence[str], patterns: Sequence[str], setting: str) -> se
     return set(names) & set(names_matching(sorted(known), patterns, setting, "weight or module"))
 
 
-DENSE = (
-    "Zeros alone make dense kernels no faster and the file no smaller: they are stored and "
-    "multiplied like other numbers. They pay where the file is compressed."
-)
-SPARSE = (
-    "Dense kernels are no faster with these zeros. Sparse kernels of CUDA devices take the pattern "
-    "2:4 (torch.sparse.to_sparse_semi_structured)."
-)
-
-
 def sparsity_facts(
     before: nn.Module, after: nn.Module, pruned: PrunableWeights, n_of_m: tuple[int, int] | None
 ) -> dict[str, JsonValue]:
@@ -191,15 +195,6 @@ def deflated_bytes(module: nn.Module) -> int:
 def _share_of_zeros(weights: list[nn.Parameter]) -> float:
     zeros = sum(int((weight == 0).sum()) for weight in weights)
     return zeros / sum(weight.numel() for weight in weights)
-
-
-Method: TypeAlias = Literal["l1", "random", "wanda", "sparsegpt"]
-NofM: TypeAlias = "tuple[int, int]"
-"""n and m: of m neighbouring inputs n stay nonzero."""
-
-# As in the paper: within a block, each column is compensated at once; later blocks once per block.
-BLOCK = 128
-"""Columns that SparseGPT prunes at a time."""
 
 
 def unstructured_masks(

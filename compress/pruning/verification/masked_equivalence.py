@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         Value,
     )
 
-
 log = logging.getLogger(__name__)
 
 Outputs: TypeAlias = tuple[torch.Tensor, ...]

@@ -33,7 +33,6 @@ BROADCAST = "it is stretched over other channels"
 _HALF = 1 << 31
 _REASONS_SHOWN = 2
 
-
 Part: TypeAlias = tuple[str, tuple[int, ...]]
 """A tensor of the module and some of its axes, ascending, whose entries have labels."""
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from compress.pruning.dependency.rules.op_call import Call, Result, Rule
 
-
 STATISTICS = ("mean", "sum", "var", "std", "linalg_vector_norm")
 """Reductions from which normalisations are written by hand."""
 
