@@ -77,8 +77,38 @@ class Ranking:
     equivalence: MaskedEquivalence
 
     def allocate(self, ratio: float, selection: ChannelSelection) -> list[int]:
-        """Compute how many channels of each group stay."""
-        return allocate(self.ranked, ratio, selection, comparable=self.comparable)
+        """Compute how many channels of each group stay, for a fraction of all channels to remove.
+
+        ``uniform`` removes the same fraction of each group. ``global`` compares the channels of all
+        groups, and ``isomorphic`` those of groups of the same structure (Fang et al., "Isomorphic
+        Pruning for Vision Models", 2024); no group loses more than ``max_ratio``. Scores that
+        cannot be compared between groups are divided by the mean of their group first.
+        """
+        if selection.scope == "uniform":
+            return [_rounded((1 - ratio) * one.original, one, selection) for one in self.ranked]
+        keep = [0] * len(self.ranked)
+        members_of: dict[Hashable, list[int]] = {}
+        for i, one in enumerate(self.ranked):
+            structure = one.structure if selection.scope == "isomorphic" else None
+            members_of.setdefault(structure, []).append(i)
+        for members in members_of.values():
+            # Each group keeps its minimum, and its channels among the best of all.
+            counts = {
+                i: min(_minimum(self.ranked[i], selection), len(self.ranked[i].scores))
+                for i in members
+            }
+            competing: list[tuple[float, int]] = []
+            for i, minimum in counts.items():
+                scores = self.ranked[i].scores
+                scale = 1.0 if self.comparable else float(scores.mean()) or 1.0
+                best_first = scores.sort(descending=True, stable=True).values / scale
+                competing += [(score, i) for score in best_first[minimum:].tolist()]
+            competing.sort(key=lambda pair: -pair[0])
+            total = round((1 - ratio) * sum(self.ranked[i].original for i in members))
+            best = Counter(i for _, i in competing[: max(0, total - sum(counts.values()))])
+            for i, minimum in counts.items():
+                keep[i] = _rounded(minimum + best[i], self.ranked[i], selection)
+        return keep
 
     def counts_for(self, widths: Mapping[str, int], share: float = 1.0) -> list[int]:
         """Return how many channels of each group stay on a share of the way to some widths.
@@ -229,44 +259,6 @@ def names_matching(
             if any(name == m or name.startswith(f"{m}.") for m in matched):
                 pattern_of.setdefault(name, pattern)
     return pattern_of
-
-
-def allocate(
-    ranked: Sequence[RankedGroup],
-    ratio: float,
-    selection: ChannelSelection,
-    *,
-    comparable: bool = False,
-) -> list[int]:
-    """Compute how many channels of each group stay, for a fraction of all channels to remove.
-
-    ``uniform`` removes the same fraction of each group. ``global`` compares the channels of all
-    groups, and ``isomorphic`` those of groups of the same structure (Fang et al., "Isomorphic
-    Pruning for Vision Models", 2024); no group loses more than ``max_ratio``. Scores that are not
-    ``comparable`` between groups are divided by the mean of their group first.
-    """
-    if selection.scope == "uniform":
-        return [_rounded((1 - ratio) * one.original, one, selection) for one in ranked]
-    keep = [0] * len(ranked)
-    members_of: dict[Hashable, list[int]] = {}
-    for i, one in enumerate(ranked):
-        structure = one.structure if selection.scope == "isomorphic" else None
-        members_of.setdefault(structure, []).append(i)
-    for members in members_of.values():
-        # Each group keeps its minimum, and its channels among the best of all.
-        counts = {i: min(_minimum(ranked[i], selection), len(ranked[i].scores)) for i in members}
-        competing: list[tuple[float, int]] = []
-        for i, minimum in counts.items():
-            scores = ranked[i].scores
-            scale = 1.0 if comparable else float(scores.mean()) or 1.0
-            best_first = scores.sort(descending=True, stable=True).values / scale
-            competing += [(score, i) for score in best_first[minimum:].tolist()]
-        competing.sort(key=lambda pair: -pair[0])
-        total = round((1 - ratio) * sum(ranked[i].original for i in members))
-        best = Counter(i for _, i in competing[: max(0, total - sum(counts.values()))])
-        for i, minimum in counts.items():
-            keep[i] = _rounded(minimum + best[i], ranked[i], selection)
-    return keep
 
 
 def _rounded(wanted: float, one: RankedGroup, selection: ChannelSelection) -> int:

@@ -15,7 +15,6 @@ from compress.graph.flops import count_macs
 from compress.pruning.allocation.ranking import (
     RankedGroup,
     Ranking,
-    allocate,
     mac_estimate,
     parameter_estimate,
     plan_for_target,
@@ -35,6 +34,12 @@ def ranked(*scores: list[float], kinds: str = "") -> list[RankedGroup]:
         RankedGroup(group, torch.tensor(own), 1, len(own), kinds[i] if kinds else None)
         for i, own in enumerate(scores)
     ]
+
+
+def allocate(
+    groups: list[RankedGroup], ratio: float, limits: ChannelSelection, comparable: bool = False
+) -> list[int]:
+    return Ranking(None, None, tuple(groups), {}, comparable, None).allocate(ratio, limits)
 
 
 STRONG, WEAK = [8.0, 7, 6, 5], [4.0, 3, 2, 1]
