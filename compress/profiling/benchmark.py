@@ -198,13 +198,6 @@ class Comparison:
         return self.before.disturbed or self.interval.unreliable_reason
 
     @property
-    def is_precise(self) -> bool:
-        """Whether the intervals of the speedup and of both medians are narrow."""
-        intervals = (self.interval, self.before.p50_interval, self.after.p50_interval)
-        is_narrow = all(i.high <= PRECISE * i.low for i in intervals)
-        return is_narrow and not self.unreliable_reason
-
-    @property
     def unreliable_reason(self) -> str:
         """Why some of the figures are too uncertain; empty where none is."""
         latencies = (self.before, self.after)
@@ -376,11 +369,14 @@ class _Blocks:
             # Each model has stood at each place equally often.
             results = self.results()
             comparisons = [results.comparison(0, i) for i in range(count)]
-            if all(comparison.is_precise for comparison in comparisons):
+            is_doubtful = any(c.unreliable_reason for c in comparisons)
+            intervals = [c.interval for c in comparisons]
+            intervals += [latency.p50_interval for latency in results.latencies]
+            if not is_doubtful and all(i.high <= PRECISE * i.low for i in intervals):
                 break
             # Other processes that have not ended by then will not end soon.
             longer = 1 if self.timer.doubt else SECOND_TRY
-            tries = 1 + longer if any(c.unreliable_reason for c in comparisons) else 1
+            tries = 1 + longer if is_doubtful else 1
             if spent >= tries * self.seconds * count:
                 break
 

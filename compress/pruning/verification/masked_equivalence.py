@@ -583,7 +583,11 @@ class _VerifiedSetSearch:
             for names in combined(list(dict.fromkeys(read))):
                 together = list(verified)
                 for one in candidates:
-                    more = (c for c in self._all_changes(one) if _last_name(c) in names)
+                    more = (
+                        c
+                        for c in all_changes(self._module, one, self._graph)
+                        if _last_name(c) in names
+                    )
                     together.append(replace(one, changes=(*one.changes, *more)))
                 if self._mismatch(together) is None:
                     for one in candidates:
@@ -591,11 +595,9 @@ class _VerifiedSetSearch:
                     return self._with_dependents(together)
         return verified
 
-    def _all_changes(self, one: GroupSlice) -> tuple[Change, ...]:
-        return all_changes(self._module, one, self._graph)
-
     def _read_changes(self, one: GroupSlice) -> list[Change]:
-        return [c for c in self._all_changes(one) if self._equivalence.is_read(c.attribute)]
+        changes = all_changes(self._module, one, self._graph)
+        return [change for change in changes if self._equivalence.is_read(change.attribute)]
 
     def _mismatch(self, slices: Sequence[GroupSlice]) -> str | None:
         plan = SlicePlan.combine(slices, {}, self._graph)
