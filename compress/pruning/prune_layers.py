@@ -127,7 +127,6 @@ class PruneLayers(PruningStage):
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.allocation.ranking import modules_matching
         from compress.pruning.depth import block_search
-        from compress.pruning.depth.block_search import OutputErrorMeter
 
         module = model.load()
         blocks = block_search.all_blocks(module)
@@ -136,12 +135,13 @@ class PruneLayers(PruningStage):
             b.name: f"excluded by {excluded[b.name]!r}" for b in blocks if b.name in excluded
         }
         inputs = model.signature.example(seed=context.seed)
-        refused |= block_search.reasons_to_stay(
-            module, inputs, [b for b in blocks if b.name not in refused]
-        )
+        others = [block for block in blocks if block.name not in refused]
+        refused |= block_search.reasons_to_stay(module, inputs, others)
         free = [block for block in blocks if block.name not in refused]
         count = None if self.blocks else self._count(blocks, len(free))
-        meter = OutputErrorMeter(module, model.signature, context, self.judged_by, self.samples)
+        meter = block_search.OutputErrorMeter(
+            module, model.signature, context, self.judged_by, self.samples
+        )
         try:
             if self.blocks is not None:
                 removal = block_search.remove_named(module, self.blocks, blocks, refused, meter)

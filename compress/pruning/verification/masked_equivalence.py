@@ -583,11 +583,8 @@ class _VerifiedSetSearch:
             for names in combined(list(dict.fromkeys(read))):
                 together = list(verified)
                 for one in candidates:
-                    more = (
-                        c
-                        for c in all_changes(self._module, one, self._graph)
-                        if _last_name(c) in names
-                    )
+                    changes = all_changes(self._module, one, self._graph)
+                    more = (change for change in changes if _last_name(change) in names)
                     together.append(replace(one, changes=(*one.changes, *more)))
                 if self._mismatch(together) is None:
                     for one in candidates:
