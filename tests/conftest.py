@@ -24,7 +24,7 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import pytest
 
-from compress.profiling.call_timer import CallTimer
+from compress.profiling.benchmark import CallTimer
 from tests import cpu_time
 
 # What imports torch is imported in functions: xdist's controller, which no test runs in, and which

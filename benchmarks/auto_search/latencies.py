@@ -12,9 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from auto_search.losses import ChangeableLayers, static_graph
-from compress.export.latency.float_layers import MixedModel, weighted_layers
 from compress.export.latency.kernels import KernelTable
-from compress.export.latency.resizing import ResizableModel
+from compress.export.latency.resizing import MixedModel, ResizableModel, weighted_layers
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import opened_session, session_predictor
 from compress.export.onnx.translate import translate
@@ -22,7 +21,7 @@ from compress.pipelines.auto.cost_models import latency_models
 from compress.pipelines.auto.cost_models.latency_models import LayerSensitivity, decision_of
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import compare_latency
-from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.depth.block_search import OutputErrorMeter
 
 if TYPE_CHECKING:
     from auto_search.spaces import Built

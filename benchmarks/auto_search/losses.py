@@ -20,7 +20,7 @@ from torch import nn
 from auto_search.requantize import requantized
 from compress.common.atomic_files import write_atomically
 from compress.common.forward import accept_any_batch, run_in_eval, split_batches
-from compress.export.latency.float_layers import is_float, leave_float, weighted_layers
+from compress.export.latency.resizing import is_float, leave_float, weighted_layers
 from compress.export.onnx.lowering import lower
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import session_predictor

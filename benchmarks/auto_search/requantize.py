@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 from onnx import numpy_helper
 
-from compress.export.latency.float_layers import weighted_layers
+from compress.export.latency.resizing import weighted_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -80,7 +80,7 @@ def warm_up() -> None:
 
 def measured(name: str, depth: int, what: str) -> tuple[float, float, float]:
     """Return seconds of the processor, seconds of the clock, and MiB above what was there."""
-    from compress.pruning.dependency.graph import trace
+    from compress.pruning.dependency.channel_groups import trace
     from tests.compress.pruning.planning import plan_slices
 
     module, inputs = model(name, depth)
@@ -97,7 +97,7 @@ def measured(name: str, depth: int, what: str) -> tuple[float, float, float]:
 
 def split(name: str, depth: int) -> tuple[int, float, float]:
     """Return the number of operators, the exporter's seconds and those of following labels."""
-    from compress.pruning.dependency import graph
+    from compress.pruning.dependency import channel_groups as graph
 
     module, inputs = model(name, depth)
     export, spent = graph.export_graph, []

@@ -318,7 +318,7 @@ class Context:
     is measured: integers take torch ten times as long as the runtime that the file is for."""
     served_latency: Any = None
     """How fast models will be where a later stage exports them to; None where that is not known.
-    A :class:`~compress.pruning.latency.latency_target.ServedLatency`."""
+    A :class:`~compress.pruning.latency.widths.ServedLatency`."""
 
     def __post_init__(self) -> None:
         # The metric `loss` measures the task's loss, whatever loss the metric was created with.

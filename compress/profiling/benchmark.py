@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from resource import RUSAGE_THREAD, getrusage
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.common.config import Settings
 from compress.common.counts import count, counting_paused
 from compress.common.errors import StageFailed
 from compress.common.malloc import memory_as_deployed
-from compress.profiling.call_timer import CallTimer
 from compress.profiling.quantiles import Interval, median_interval, quantile, quantile_interval
 
 if TYPE_CHECKING:
@@ -31,6 +34,14 @@ if TYPE_CHECKING:
     Opener = Callable[[], AbstractContextManager[Predictor]]
     """Loads a model, for a ``with`` block."""
 
+T = TypeVar("T")
+
+STAT = Path("/proc/stat")
+HELPED, CLOCK_SECONDS = 0.05, 5e-6
+"""How much longer than the calling thread the whole process may compute in a call of one thread, as
+a share and as the time of reading clocks."""
+SPARE = 0.15
+"""Processors that other processes may take of those that calls need: the system's own work."""
 MEASURED_SECONDS = 0.6
 PRECISE = 1.04
 """Ratio of an interval's ends at which measuring stops early.
@@ -63,6 +74,67 @@ WARM_UP_CALLS = 2
 MOST_BATCHES = 16
 MOST_ROWS = 256
 """Samples of `val` in memory during measurement, unless two batches have more."""
+
+
+class CallTimer:
+    """Times calls, and knows whether other processes made them longer.
+
+    What one thread computes takes that thread's CPU time, which stands still while another process
+    has the processor, so that a short disturbance changes nothing. Where several threads, another
+    process or a GPU compute, CPU time is no latency: these calls take their wall time.
+
+    If other processes left too few processors free all the while, the times say nothing: CPU time
+    grows too, by shared caches and memory, and not for every model alike (an eager ResNet-20 took
+    1.4 times as long beside eight busy processes on two processors, its ONNX file 1.1 times).
+    """
+
+    def __init__(self, threads: int) -> None:
+        """Begin to count what other processes take, beside calls of so many CPU threads."""
+        self.threads = threads
+        torch: Any = sys.modules.get("torch")
+        # For a GPU the calling thread may wait without sleeping.
+        has_gpu = torch is not None and torch.cuda.is_available()
+        self._computes_alone = threads == 1 and not has_gpu
+        self._processors = os.sched_getaffinity(0)
+        self._start = self._counters()
+
+    def call(self, function: Callable[[], T]) -> tuple[T, float]:
+        """Call a function, and return its result and the seconds that it took."""
+        slept = getrusage(RUSAGE_THREAD).ru_nvcsw
+        wall, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
+        result = function()
+        thread = time.thread_time() - thread
+        process = time.process_time() - process
+        wall = time.perf_counter() - wall
+        slept = getrusage(RUSAGE_THREAD).ru_nvcsw - slept
+        is_helped = process - thread > HELPED * thread + CLOCK_SECONDS
+        if self._computes_alone and not is_helped and not slept:
+            return result, thread
+        return result, wall
+
+    def _doubt(self) -> str:
+        """Return why the times say nothing; empty where they do."""
+        wall, busy, own = (b - a for a, b in zip(self._start, self._counters(), strict=True))
+        others, processors = max(0.0, busy - own) / max(wall, 1e-9), len(self._processors)
+        if others + min(self.threads, processors) <= processors + SPARE:
+            return ""
+        return f"other processes took {others:.2g} of {processors} processors"
+
+    doubt = property(_doubt)
+    """Why the times say nothing; empty where they do."""
+
+    def _counters(self) -> tuple[float, float, float]:
+        """Return wall time, and CPU time of all processes and of this one, in seconds."""
+        names, ticks = {f"cpu{number}" for number in self._processors}, 0
+        try:
+            lines = STAT.read_text().splitlines()
+        except OSError:
+            lines = []
+        for name, *counts in filter(None, map(str.split, lines)):
+            if name in names:
+                user, nice, system, _idle, _waiting, *rest = map(int, counts[:8])
+                ticks += user + nice + system + sum(rest)
+        return time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 class Latency(Settings):
@@ -124,13 +196,6 @@ class Comparison:
     def speedup_doubt(self) -> str:
         """Why the speedup is too uncertain to be shown; empty where it is not."""
         return self.before.disturbed or self.interval.unreliable_reason
-
-    @property
-    def is_precise(self) -> bool:
-        """Whether the intervals of the speedup and of both medians are narrow."""
-        intervals = (self.interval, self.before.p50_interval, self.after.p50_interval)
-        is_narrow = all(i.high <= PRECISE * i.low for i in intervals)
-        return is_narrow and not self.unreliable_reason
 
     @property
     def unreliable_reason(self) -> str:
@@ -231,11 +296,7 @@ def compare_latency(
 
 
 def compare_latencies(
-    models: Sequence[Opener],
-    batches: Batches,
-    seconds: float = MEASURED_SECONDS,
-    *,
-    threads: int,
+    models: Sequence[Opener], batches: Batches, seconds: float = MEASURED_SECONDS, *, threads: int
 ) -> InterleavedLatencies:
     """Measure models in turn on the batches, in blocks before each of which they are opened anew.
 
@@ -244,15 +305,9 @@ def compare_latencies(
     open, by where their weights lie in memory; opened anew they lie elsewhere, so that the blocks'
     interval holds that, too.
 
-    Calls that take long are fewer, see :data:`FEWEST_DEAR_BLOCKS`, and all have the median size of
-    the batches, as each size is called twice before it is measured.
-
-    Args:
-        models: what loads them.
-        batches: inputs; in a turn a model is called with one of them.
-        seconds: how long each model is measured at most; for longer where an interval is too wide,
-            or the blocks are too few.
-        threads: CPU threads of a call.
+    Each model is measured for so many ``seconds``, and for longer where an interval is too wide, or
+    the blocks are too few. Calls that take long are fewer, see :data:`FEWEST_DEAR_BLOCKS`, and all
+    have the median size of the batches, as each size is called twice before it is measured.
     """
     with memory_as_deployed(), ExitStack() as stack:
         blocks = _Blocks(models, batches, seconds, threads, stack)
@@ -261,36 +316,35 @@ def compare_latencies(
     return blocks.results()
 
 
-@dataclass
 class _Blocks:
     """Blocks of two rounds: in each round every model has a turn of calls with the same batch.
 
     Of one round where calls take long.
     """
 
-    models: Sequence[Opener]
-    batches: Batches
-    seconds: float
-    threads: int
-    opened: ExitStack
-    times: list[list[float]] = field(default_factory=list)
-    """Seconds of each call, by model."""
-    medians: list[list[float]] = field(default_factory=list)
-    """Milliseconds of a call in each block, by model: the mean over its turns of their medians."""
-    _predictors: dict[int, Predictor] = field(default_factory=dict)
-    _warm: set[tuple[int, ...]] = field(default_factory=set)
-    """Shapes that the opened models were called with."""
-    _calls: list[int] = field(default_factory=list)
-    """Calls of a turn, by model."""
-    warm_up_calls: int = 0
-    _opening_seconds: float = 0.0
-    _rounds: int = 2
-    """Rounds of a block."""
-    _fewest: int = FEWEST_BLOCKS
-
-    def __post_init__(self) -> None:
-        self.times, self.medians = [[] for _ in self.models], [[] for _ in self.models]
-        self.timer = CallTimer(self.threads)
+    def __init__(
+        self,
+        models: Sequence[Opener],
+        batches: Batches,
+        seconds: float,
+        threads: int,
+        opened: ExitStack,
+    ) -> None:
+        self.models, self.batches, self.seconds, self.opened = models, batches, seconds, opened
+        self.timer = CallTimer(threads)
+        self.times: list[list[float]] = [[] for _ in models]
+        """Seconds of each call, by model."""
+        self.medians: list[list[float]] = [[] for _ in models]
+        """Milliseconds of a call in each block, by model: the mean of its turns' medians."""
+        self.warm_up_calls = 0
+        self._predictors: dict[int, Predictor] = {}
+        self._warm: set[tuple[int, ...]] = set()
+        """Shapes that the opened models were called with."""
+        self._calls: list[int] = []
+        """Calls of a turn, by model."""
+        self._opening_seconds = 0.0
+        self._rounds, self._fewest = 2, FEWEST_BLOCKS
+        """Rounds of a block, and the fewest blocks."""
 
     def measure(self) -> None:
         """Measure blocks until the intervals are narrow, or the time is over."""
@@ -310,20 +364,21 @@ class _Blocks:
             self._measure_block(order, turns)
             spent += time.perf_counter() - start
             number += 1
+            if number < self._fewest or number % count:
+                continue
             # Each model has stood at each place equally often.
-            if number >= self._fewest and number % count == 0 and self._is_enough(spent):
+            results = self.results()
+            comparisons = [results.comparison(0, i) for i in range(count)]
+            is_doubtful = any(c.unreliable_reason for c in comparisons)
+            intervals = [c.interval for c in comparisons]
+            intervals += [latency.p50_interval for latency in results.latencies]
+            if not is_doubtful and all(i.high <= PRECISE * i.low for i in intervals):
                 break
-
-    def _is_enough(self, spent: float) -> bool:
-        results = self.results()
-        comparisons = [results.comparison(0, i) for i in range(len(self.models))]
-        if all(comparison.is_precise for comparison in comparisons):
-            return True
-        is_doubtful = any(c.unreliable_reason for c in comparisons)
-        # Other processes that have not ended by then will not end soon.
-        longer = 1 if self.timer.doubt else SECOND_TRY
-        tries = 1 + longer if is_doubtful else 1
-        return spent >= tries * self.seconds * len(self.models)
+            # Other processes that have not ended by then will not end soon.
+            longer = 1 if self.timer.doubt else SECOND_TRY
+            tries = 1 + longer if is_doubtful else 1
+            if spent >= tries * self.seconds * count:
+                break
 
     def _open(self, order: Sequence[int]) -> None:
         """Open the models anew, unless that takes too long."""
@@ -391,8 +446,7 @@ class _Blocks:
         for own, block in zip(self.medians, medians, strict=True):
             own.append(1e3 * statistics.fmean(block))
 
-    def latency(self, index: int) -> Latency:
-        """Return the latency of a model."""
+    def _latency(self, index: int) -> Latency:
         times = [1e3 * taken for taken in self.times[index]]
         ventiles = [quantile(times, i / 20) for i in range(1, 20)]
         first, third = ventiles[4], ventiles[14]
@@ -414,5 +468,5 @@ class _Blocks:
     def results(self) -> InterleavedLatencies:
         """Return the latency of each model and its medians."""
         return InterleavedLatencies(
-            tuple(map(self.latency, range(len(self.models)))), tuple(map(tuple, self.medians))
+            tuple(map(self._latency, range(len(self.models)))), tuple(map(tuple, self.medians))
         )

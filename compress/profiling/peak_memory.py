@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
 from compress.common.malloc import keeps_freed_memory
-from compress.profiling.measurement_request import MeasurementRequest
-from compress.profiling.rss import PROCESS
+from compress.profiling.rss import PROCESS, MeasurementRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -111,13 +110,12 @@ def fork_worker() -> None:
 
     That saves importing a second time. Without effect where a fork is not safe: beside other
     threads of Python, whose locks would never be released in it; where the allocator is set, which
-    a fork inherits; nor within another block of
-    :func:`measurement_process`, whose process has done other things before.
+    a fork inherits; nor within another block of :func:`measurement_process`, whose process has done
+    other things before.
     """
     global _worker
-    is_nested = _open_blocks > 1
     if (
-        is_nested
+        _open_blocks > 1
         or keeps_freed_memory()
         or threading.active_count() > 1
         or not (PROCESS / "clear_refs").exists()
@@ -135,20 +133,20 @@ class _Worker:
     def __init__(self, *, is_fork: bool = False) -> None:
         self.is_fork = is_fork
         self.connection, theirs = Pipe()
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         if is_fork:
             self.pid = os.fork()
             if not self.pid:
                 _serve_in_fork(theirs.fileno())
         else:
             search = json.dumps([*map(str, sys.path)])
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", COMMAND, search, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C must not reach it: this process ends it
             )
-            self.pid = self._process.pid
+            self.pid = self.process.pid
         theirs.close()
 
     def end(self) -> None:
@@ -156,18 +154,12 @@ class _Worker:
         for kill in (os.killpg, os.kill):  # a fork may not lead a group yet
             with suppress(ProcessLookupError):
                 kill(self.pid, signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
+        if self.process is not None:
+            self.process.wait()
         else:
             with suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
         self.connection.close()
-
-    def leave_to_parent(self) -> None:
-        """Let go of it in a fork of this process."""
-        self.connection.close()
-        if self._process is not None:
-            self._process.returncode = 0  # or Popen would wait for it
 
 
 def _serve_in_fork(descriptor: int) -> None:
@@ -223,7 +215,9 @@ def _leave_to_parent() -> None:
     """In a fork of this process: let go of the worker, which belongs to the parent."""
     global _worker, _lock
     if _worker is not None:
-        _worker.leave_to_parent()
+        _worker.connection.close()
+        if _worker.process is not None:
+            _worker.process.returncode = 0  # or Popen would wait for it
         _worker = None
     _lock = threading.Lock()
 

@@ -23,8 +23,14 @@ import torch
 from compress.common.errors import CompressError, StageFailed, describe_exit_code, first_line
 from compress.common.factories import is_library
 from compress.common.process import import_modules
-from compress.profiling.measurement_request import MeasurementRequest
-from compress.profiling.rss import PROCESS, library_kib, memory_kib, release_memory, reset_peak
+from compress.profiling.rss import (
+    PROCESS,
+    MeasurementRequest,
+    library_kib,
+    memory_kib,
+    release_memory,
+    reset_peak,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,16 +119,13 @@ def _measure_in_fork(
 
 
 def _try_to_measure(request: MeasurementRequest, known: set[str] | None) -> dict[str, Any]:
-    """Return the memory or the error, and the libraries that were imported meanwhile.
-
-    Where one is imported that is not `known`, unless that is None, the memory is that of one call.
-    """
+    """Return the memory or the error, and the libraries that were imported meanwhile."""
     before = {*sys.modules}
 
     def imported() -> list[str]:
         return [name for name in [*sys.modules] if name not in before and is_library(name)]
 
-    def is_unknown() -> bool:
+    def is_unknown() -> bool:  # then the memory is that of one call
         return known is not None and not known.issuperset(imported())
 
     try:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 CONFIDENCE = 0.95
 WIDEST = 2.0
 """A figure whose interval spans more than this factor is not shown."""
+STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}
+"""97.5 % quantile of Student's t by number of values, one more than its degrees of freedom."""
 
 
 class Interval(NamedTuple):
@@ -43,10 +45,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
     # Not low + part * (high - low), which may exceed both by a float's last bit.
     return min(max((1 - part) * low + part * high, low), high)
-
-
-STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}
-"""97.5 % quantile of Student's t by number of values, one more than its degrees of freedom."""
 
 
 def median_interval(values: Sequence[float]) -> Interval:

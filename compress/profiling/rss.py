@@ -1,4 +1,4 @@
-"""Resident memory of this process, read from Linux's ``/proc/self``."""
+"""Resident memory of this process, read from Linux's ``/proc/self``, or asked of another one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import gc
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 PROCESS = Path("/proc/self")
 MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(?P<file>.*)")
@@ -51,3 +52,23 @@ def trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)
+
+
+class MeasurementRequest(NamedTuple):
+    """An artifact to measure, and the environment of the process that requests it."""
+
+    module: str
+    name: str
+    """Module and qualified name of the artifact's class."""
+    path: str
+    device: str
+    threads: int
+    inputs: str
+    """File of the model's inputs, a list of batches."""
+    imports: tuple[str, ...]
+    """Modules that opening the artifact imports, as far as known."""
+    folder: str
+    """Working directory; empty where it was removed."""
+    search: list[str]
+    """``sys.path``."""
+    environment: dict[str, str]

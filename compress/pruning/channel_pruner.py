@@ -12,14 +12,14 @@ from compress.common.errors import StageFailed
 from compress.common.forward import copy_module, torch_predictor
 from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency, unmeasurable
-from compress.pruning.allocation.budget_search import (
+from compress.pruning.allocation.ranking import (
     mac_estimate,
     parameter_estimate,
     plan_for_target,
+    rank,
 )
-from compress.pruning.allocation.ranking import rank
 from compress.pruning.importance.scores import ScoringSamples
-from compress.pruning.latency.latency_target import solve_widths
+from compress.pruning.latency.widths import solve_widths
 from compress.pruning.pruning_stage import finetune
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.masked_equivalence import VerificationInputs
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
-    from compress.pruning.allocation.budget_search import CostEstimate
+    from compress.pruning.allocation.ranking import CostEstimate
     from compress.pruning.channel_settings import ChannelSettings
-    from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
+    from compress.pruning.dependency.channel_groups import Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.pruning_stage import Finetune
 
@@ -55,7 +55,12 @@ class ChannelPruner:
     def __init__(self, config: ChannelSettings, model: EagerModel, context: Context) -> None:
         """Load the model and the calibration samples."""
         self._config, self._source, self._context = config, model, context
-        self._batches = calibration_batches(config, context)
+        self._batches: list[Batch] = []
+        if config.drawn_samples and (context.data is not None or config.needs_samples):
+            data = context.need_data(config.title)
+            if data.calibration_split in data.datasets or config.needs_samples:
+                samples = config.available_samples(data)
+                self._batches = list(data.calibration(samples, context.seed))
         loss = context.loss.for_model(model.signature)
         loss = loss.infer_targets(context.data if config.uses_loss else None)
         self._scoring = ScoringSamples(self._batches, context.device, context.seed, loss)
@@ -73,8 +78,6 @@ class ChannelPruner:
         """Slots of a group → its channels before the first step."""
         self._groups: dict[tuple[str, ...], dict[str, Any]] = {}
         """Producers of a group → the fact about its channels before and after."""
-        self._left: dict[str, int] = {}
-        """Group → its channels that are left, of groups that lost some."""
         self._facts: dict[str, Any] = {}
         self._widths: Mapping[str, int] | None = config.widths
 
@@ -136,7 +139,8 @@ class ChannelPruner:
         facts = self._facts.get("latency")
         if facts is None or self._widths is None:
             return
-        if any(self._left.get(group) != width for group, width in self._widths.items()):
+        left = {modules[0]: fact["after"] for modules, fact in self._groups.items()}
+        if any(left.get(group) != width for group, width in self._widths.items()):
             del facts["measured"], facts["ms"]
             log.warning(
                 "%s: some channels that should go cannot, so the target of latency is not checked",
@@ -161,10 +165,7 @@ class ChannelPruner:
         )
 
     def _rewrite_(self) -> SlicePlan | None:
-        """Replace modules that cannot be sliced by equivalent ones, where a full plan slices them.
-
-        Returns the full plan if it is still valid, that is if all replacements were needed.
-        """
+        """Replace modules that cannot be sliced; return a full plan if it needs all of these."""
         edits = rewrite_(self._module, self._inputs)
         if not edits:
             return None
@@ -192,16 +193,16 @@ class ChannelPruner:
             return ranking.verify(keep, config.on_unverified)
         # Of the unpruned model's cost; its latency is measured together with each candidate's.
         goal = 1 - (1 - config.target.share) * share
-        estimate: Callable[[torch.nn.Module, AxisGraph], CostEstimate] | None = None
-        if config.target.quantity == "latency":
+        estimate: CostEstimate | None = None
+        if config.target.latency:
             measure: Callable[[torch.nn.Module], float]
             measure = partial(self._latency, batch=config.target.batch)
-        elif config.target.quantity == "parameters":
-            measure, estimate = parameters_of, parameter_estimate
+        elif config.target.parameters:
+            measure, estimate = parameters_of, parameter_estimate(self._module, ranking.graph)
             goal *= measure(self._unpruned)
         else:
             measure = partial(count_macs, inputs=self._one_sample)
-            estimate = partial(mac_estimate, inputs=self._one_sample)
+            estimate = mac_estimate(self._module, ranking.graph, self._one_sample)
             goal *= measure(self._unpruned)
         return plan_for_target(ranking, config, goal, measure, estimate)
 
@@ -215,7 +216,7 @@ class ChannelPruner:
         for one in plan.groups:
             size, modules = len(one.group.channels), one.group.producers
             fact = self._groups.setdefault(modules, {"modules": list(modules), "before": size})
-            fact["after"] = self._left[one.group.name] = size - len(one.removed)
+            fact["after"] = one.after
 
     def _finetune_(self, training: Finetune) -> None:
         """Train the sliced model; the next step continues from the trained weights."""
@@ -232,11 +233,7 @@ class ChannelPruner:
             self._reference, self._kept = copy_module(self._module), {}
 
     def _latency(self, module: torch.nn.Module, batch: int) -> float:
-        """Return a module's latency over that of the unpruned model.
-
-        Raises:
-            StageFailed: the machine is too busy to measure it.
-        """
+        """Return a module's latency over that of the unpruned model."""
         compared = self._compare_latency(module, batch)
         if compared.share is None:
             raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))
@@ -287,21 +284,6 @@ class ChannelPruner:
 def parameters_of(module: torch.nn.Module) -> int:
     """Count a module's weights, tied ones once."""
     return sum(p.numel() for p in module.parameters())
-
-
-def calibration_batches(config: ChannelSettings, context: Context) -> list[Batch]:
-    """Return the calibration samples; none if there is no data and no setting needs them.
-
-    Raises:
-        StageFailed: a setting needs samples and there are none, or fewer than asked for.
-    """
-    if not config.drawn_samples or (context.data is None and not config.needs_samples):
-        return []
-    data = context.need_data(config.title)
-    name = data.calibration_split
-    if name not in data.datasets and not config.needs_samples:
-        return []
-    return list(data.calibration(config.available_samples(data), context.seed))
 
 
 def compose_kept(first: Kept, second: Kept) -> Kept:

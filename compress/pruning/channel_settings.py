@@ -54,13 +54,6 @@ class Target(Settings):
         return self
 
     @property
-    def quantity(self) -> Literal["macs", "parameters", "latency"]:
-        """The quantity to reduce."""
-        if self.macs:
-            return "macs"
-        return "parameters" if self.parameters else "latency"
-
-    @property
     def undisturbed(self) -> bool:
         """Whether latency is measured, so that nothing else may run at the same time."""
         return self.latency is not None

@@ -127,7 +127,6 @@ class PruneLayers(PruningStage):
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.allocation.ranking import modules_matching
         from compress.pruning.depth import block_search
-        from compress.pruning.depth.output_error import OutputErrorMeter
 
         module = model.load()
         blocks = block_search.all_blocks(module)
@@ -136,16 +135,16 @@ class PruneLayers(PruningStage):
             b.name: f"excluded by {excluded[b.name]!r}" for b in blocks if b.name in excluded
         }
         inputs = model.signature.example(seed=context.seed)
-        refused |= block_search.reasons_to_stay(
-            module, inputs, [b for b in blocks if b.name not in refused]
-        )
+        others = [block for block in blocks if block.name not in refused]
+        refused |= block_search.reasons_to_stay(module, inputs, others)
         free = [block for block in blocks if block.name not in refused]
         count = None if self.blocks else self._count(blocks, len(free))
-        meter = OutputErrorMeter(module, model.signature, context, self.judged_by, self.samples)
+        meter = block_search.OutputErrorMeter(
+            module, model.signature, context, self.judged_by, self.samples
+        )
         try:
             if self.blocks is not None:
-                named = block_search.blocks_named(self.blocks, blocks, refused)
-                removal = block_search.remove_in_order(module, named, meter)
+                removal = block_search.remove_named(module, self.blocks, blocks, refused, meter)
             else:
                 removal = block_search.search(module, free, count, meter, refused, context.progress)
         except StageFailed as error:

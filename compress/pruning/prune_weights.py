@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.core.stage import CalibrationSamples
-from compress.pruning.pruning_stage import (
-    AnyFinetune,
-    BatchNormStatistics,
-    PruningStage,
-    finetune,
-)
+from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES, CalibrationSamples
+from compress.pruning.pruning_stage import AnyFinetune, PruningStage, finetune
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +20,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.pruning.unstructured.masks import PrunableWeights
     from compress.training.objectives.weight_constraint import Constraint
-
-log = logging.getLogger(__name__)
 
 UNSTRUCTURED = "unstructured"
 
@@ -64,7 +56,10 @@ class PruneWeights(PruningStage):
     """Names of those that get none."""
     calibration_samples: CalibrationSamples = None
     """Calibration samples of `wanda` and `sparsegpt`. By default 128, or all there are."""
-    batch_norm: BatchNormStatistics = "keep"
+    # Excluded, so that the default changes no cache key.
+    batch_norm: Annotated[
+        Literal["keep", "reestimate"], Field(exclude_if=lambda value: value == "keep")
+    ] = "keep"
     """Whether BatchNorm statistics are those of the model before (`keep`), or are re-estimated over
     up to 512 calibration samples (`reestimate`): zeros shift what later layers read."""
     finetune: AnyFinetune | None = None
@@ -153,6 +148,12 @@ class PruneWeights(PruningStage):
         return self.method in ("wanda", "sparsegpt")
 
     @property
+    def drawn_samples(self) -> int:
+        """Upper bound of the calibration samples, with those for BatchNorm statistics."""
+        own = super().drawn_samples
+        return own if self.batch_norm == "keep" else max(own, DEFAULT_CALIBRATION_SAMPLES)
+
+    @property
     def needs_data(self) -> bool:
         """Whether there is fine-tuning or calibration."""
         return self.finetune is not None or self.calibrates or self.batch_norm == "reestimate"
@@ -165,11 +166,17 @@ class PruneWeights(PruningStage):
             StageFailed: there is nothing to prune, or a setting requires data and there is none.
         """
         # Imported here, because settings are validated without loading torch.
-        from compress.pruning.recovery.recovery import reestimate_on_calibration_
-        from compress.pruning.unstructured.masks import AddZeros, prunable_weights, sparsity_facts
+        from compress.pruning.recovery.recovery import reestimate_batch_norms_, usual_calibration
+        from compress.pruning.unstructured.masks import (
+            AddZeros,
+            prunable_weights,
+            set_calibrated_zeros_,
+            set_uncalibrated_zeros_,
+            sparsity_facts,
+        )
         from compress.training.objectives.weight_constraint import KeepZeros
 
-        module = model.load()
+        module, amount = model.load(), self.amount or 0.0
         prunable = prunable_weights(
             module, model.signature.example(seed=context.seed), self.include, self.exclude
         )
@@ -177,11 +184,31 @@ class PruneWeights(PruningStage):
             prunable = prunable.with_known_layout(self.n_of_m)
         self._require_weights(prunable)
         if self.schedule == "one_shot" and self.calibrates:
-            prunable = self._set_calibrated_zeros_(module, prunable, context)
+            data = context.need_data(f"method: {self.method}")
+            left = set_calibrated_zeros_(
+                module,
+                {name: layout for name, layout in prunable.layouts.items() if layout},
+                list(data.calibration(self.available_samples(data), context.seed)),
+                method=self.method,
+                amount=amount,
+                n_of_m=self.n_of_m,
+                device=context.device,
+                progress=context.progress,
+            )
+            prunable = prunable.without(left)  # calibration may exclude more
+            self._require_weights(prunable)
         elif self.schedule == "one_shot":
-            self._set_uncalibrated_zeros_(module, prunable, context.seed)
+            set_uncalibrated_zeros_(
+                module,
+                prunable.layouts,
+                method=self.method,
+                amount=amount,
+                n_of_m=self.n_of_m,
+                is_global=self.scope == "global",
+                seed=context.seed,
+            )
         if self.batch_norm == "reestimate":
-            reestimate_on_calibration_(module, context)
+            reestimate_batch_norms_(module, usual_calibration(context), context.device)
         weights: torch.nn.Module | Weights = module
         training: dict[str, JsonValue] = {}
         if self.finetune is not None:
@@ -191,7 +218,7 @@ class PruneWeights(PruningStage):
             if self.schedule != "one_shot":
                 zeros = AddZeros(
                     tensors=names,
-                    amount=self.amount or 0.0,
+                    amount=amount,
                     whole=self.scope == "global",
                     schedule=self.schedule,
                     until=self.until,
@@ -207,44 +234,3 @@ class PruneWeights(PruningStage):
             shown = [f"{name}: {reason}" for name, reason in list(prunable.left.items())[:3]]
             why = "; ".join(shown) or "it has no layer with a matrix"
             raise StageFailed(f"{self.title}: no weight can be set to zero ({why})")
-
-    def _set_calibrated_zeros_(
-        self, module: torch.nn.Module, prunable: PrunableWeights, context: Context
-    ) -> PrunableWeights:
-        """Set zeros in place, and return the pruned weights: calibration may exclude more."""
-        from compress.pruning.unstructured.masks import set_calibrated_zeros_
-
-        data = context.need_data(f"method: {self.method}")
-        left = set_calibrated_zeros_(
-            module,
-            {name: layout for name, layout in prunable.layouts.items() if layout},
-            list(data.calibration(self.available_samples(data), context.seed)),
-            method=self.method,
-            amount=self.amount or 0.0,
-            n_of_m=self.n_of_m,
-            device=context.device,
-            progress=context.progress,
-        )
-        module.cpu()
-        prunable = prunable.without(left)
-        self._require_weights(prunable)
-        return prunable
-
-    def _set_uncalibrated_zeros_(
-        self, module: torch.nn.Module, prunable: PrunableWeights, seed: int
-    ) -> None:
-        import torch
-
-        from compress.pruning.unstructured.masks import n_of_m_masks, unstructured_masks
-        from compress.training.objectives.weight_constraint import set_zeros_
-
-        parameters = dict(module.named_parameters())
-        weights = {name: parameters[name] for name in prunable.layouts}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if self.n_of_m:
-                zeros = n_of_m_masks(weights, prunable.layouts, self.n_of_m, self.method)
-            else:
-                is_global = self.scope == "global"
-                zeros = unstructured_masks(weights, self.amount or 0.0, self.method, is_global)
-        set_zeros_(weights, zeros)

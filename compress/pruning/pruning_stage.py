@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from compress.artifacts.eager_model import EagerModel
-from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES, Stage
+from compress.core.stage import Stage
 from compress.training.config.training import Training
-from compress.training.objectives.objective import Teaching  # noqa: TC001 - a field's type
+from compress.training.objectives.objective import TargetLoss, Teaching
 
 if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
-    from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint
     from compress.training.result import Fit
 
@@ -38,13 +37,6 @@ class Finetune(Training):
         if self.teaching is not None:
             self.teaching.check_loss(loss)
 
-    def objective(self, teacher: EagerModel, context: Context) -> Objective:
-        """Build the objective: loss on targets, distillation from the unpruned model, or both."""
-        from compress.training.objectives.objective import TargetLoss
-
-        targets = TargetLoss.for_training(self, context, teacher.signature)
-        return targets if self.teaching is None else self.teaching.objective(teacher, targets)
-
 
 def _any_training(given: Any) -> Any:
     if isinstance(given, Training) and not isinstance(given, Finetune):
@@ -56,12 +48,6 @@ AnyFinetune = Annotated[Finetune, BeforeValidator(_any_training)]
 """Settings of a fine-tuning; those of a plain training are accepted too."""
 
 
-BatchNormStatistics = Annotated[
-    Literal["keep", "reestimate"], Field(exclude_if=lambda value: value == "keep")
-]
-"""What becomes of BatchNorm statistics after pruning; the default changes no cache key."""
-
-
 class PruningStage(Stage[EagerModel, EagerModel]):
     """Base of the stages that prune a model and may then fine-tune it."""
 
@@ -69,13 +55,6 @@ class PruningStage(Stage[EagerModel, EagerModel]):
         # Each stage declares this field itself: one of a base class would come first in the
         # settings, whose order is part of the JSON schema and the recorded settings.
         finetune: AnyFinetune | None
-
-    @property
-    def drawn_samples(self) -> int:
-        """Upper bound of the calibration samples, with those for BatchNorm statistics."""
-        own = super().drawn_samples
-        reestimates = getattr(self, "batch_norm", "keep") == "reestimate"
-        return max(own, DEFAULT_CALIBRATION_SAMPLES) if reestimates else own
 
     @property
     def uses_loss(self) -> bool:
@@ -103,13 +82,10 @@ def finetune(
     """
     from compress.training.fit import fit
 
-    accept_start = constraint is None or constraint.is_met(0.0)
+    targets = TargetLoss.for_training(training, context, unpruned.signature)
+    teaching = training.teaching
+    objective = targets if teaching is None else teaching.objective(unpruned, targets)
+    accepts = constraint is None or constraint.is_met(0.0)
     return fit(
-        start,
-        training,
-        training.objective(unpruned, context),
-        context,
-        task,
-        accept_start=accept_start,
-        constraint=constraint,
+        start, training, objective, context, task, accept_start=accepts, constraint=constraint
     )

@@ -13,7 +13,7 @@ from compress.profiling.benchmark import compare_latency
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import FROM_DATA, ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
-from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import usual_calibration
 from compress.pruning.verification.masked_equivalence import VerificationInputs, sliced_copy
@@ -86,13 +86,9 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Measure what pruning each channel group alone does to a model; nothing is trained.
 
-    Args:
-        model: the model; it is not changed.
-        context: data, metric, device and threads.
-        selection: which channels may be removed, and which first.
-        ratios: fractions of each group's channels that are removed in turn.
-        samples: samples of `val` that outputs are compared on; without data a few seeded ones.
-        latency: whether each pruned model's latency is measured, alternating with the model's.
+    ``ratios`` of each group's channels are removed in turn. Outputs are compared on so many
+    ``samples`` of `val`, without data on a few seeded ones; latency is measured alternating with
+    the model's, which is not changed.
 
     Raises:
         PipelineInvalid: a pattern matches no module.

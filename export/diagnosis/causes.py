@@ -25,7 +25,7 @@ from compress.core.diagnosis.cause import (
 )
 from compress.export.diagnosis.parity import LEAST_ERROR
 from compress.export.diagnosis.profile import QUANTIZE
-from compress.export.latency.float_layers import weighted_layers
+from compress.export.latency.resizing import weighted_layers
 from compress.export.onnx.graph import sizes, stored
 
 if TYPE_CHECKING:

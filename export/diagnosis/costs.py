@@ -21,7 +21,7 @@ from compress.export.diagnosis.profile import (
     tables_of,
     without,
 )
-from compress.export.latency.float_layers import is_float, leave_float, weighted_layers
+from compress.export.latency.resizing import is_float, leave_float, weighted_layers
 from compress.export.onnx.graph import inputs_of, remove_unread_, sizes, weight_elements
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import opened_session

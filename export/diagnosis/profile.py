@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from compress.export.latency.float_layers import weighted_layers
+from compress.export.latency.resizing import weighted_layers
 from compress.export.onnx.graph import (
     PACKED_GATHER,
     consumers,

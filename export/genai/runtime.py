@@ -14,8 +14,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import onnx_runtime_genai
 from compress.common.requirements import Requirement, pip_install
 from compress.common.sealed_json import parse_settings
-from compress.profiling.benchmark import unmeasurable
-from compress.profiling.call_timer import CallTimer
+from compress.profiling.benchmark import CallTimer, unmeasurable
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

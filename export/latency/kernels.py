@@ -19,14 +19,12 @@ from compress.common.config import Settings
 from compress.common.errors import StageFailed, first_line
 from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.export.onnx.session import exact_session, onnxruntime, session_options
-from compress.profiling.benchmark import MeasuredShare, unmeasurable
-from compress.profiling.call_timer import CallTimer
+from compress.profiling.benchmark import CallTimer, MeasuredShare, unmeasurable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Arrays = Mapping[str, np.ndarray[Any, Any]]
-
 
 TABLES = Path(".store", "latency")
 """Folder of measured kernels, in the results' directory."""
@@ -47,7 +45,7 @@ class Kernel:
     """Hash of the operator, its attributes, and the types and sizes of what it reads and writes."""
     operator: str
     sizes: str
-    """Sizes of its inputs and outputs, in words."""
+    """Of its inputs and outputs, in words."""
     weight_bytes: int
     """Bytes of the constants that it reads."""
     node: onnx.NodeProto
@@ -77,13 +75,7 @@ def kernels_of(file: Path, inputs: Arrays, threads: int) -> list[Kernel]:
         optimized = Path(folder) / "optimized.onnx"
         exact_session(file, threads, optimized)
         model = onnx.load(optimized)
-    values = {**inputs, **_intermediate_values(model, inputs, file)}
-    weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    return [_kernel(node, weights, values, model) for node in model.graph.node]
-
-
-def _intermediate_values(model: onnx.ModelProto, inputs: Arrays, file: Path) -> Arrays:
-    """Run a model and return what each of its operators writes."""
+    # With all that its operators write as outputs.
     complete = onnx.ModelProto()
     complete.CopyFrom(model)
     del complete.graph.output[:]
@@ -98,7 +90,9 @@ def _intermediate_values(model: onnx.ModelProto, inputs: Arrays, file: Path) -> 
         raise StageFailed(
             f"{file}: its kernels cannot be measured one by one: {first_line(error)}"
         ) from error
-    return dict(zip(names, outputs, strict=True))
+    values = {**inputs, **dict(zip(names, outputs, strict=True))}
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    return [_kernel(node, weights, values, model) for node in model.graph.node]
 
 
 def _kernel(
@@ -152,7 +146,11 @@ def _inputs_of(node: onnx.NodeProto) -> Iterator[str]:
 
 def measure_kernels(kernels: Sequence[Kernel], threads: int) -> list[float]:
     """Return the seconds of one call of each kernel, without what any call of a session takes."""
-    empty = _seconds_of([_empty_kernel()], threads)[0]
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    array, opsets = np.zeros(1, np.float32), (onnx.helper.make_opsetid("", 18),)
+    inputs, outputs = {"x": array}, (_value_info("y", array),)
+    copy = Kernel("", "Identity", "", 0, node, (), inputs, outputs, opsets, ir_version=8)
+    empty = _seconds_of([copy], threads)[0]
     return [
         max(0.0, seconds - empty)
         for start in range(0, len(kernels), MEASURED_TOGETHER)
@@ -186,14 +184,6 @@ def _bound_call(kernel: Kernel, threads: int) -> Callable[[], None]:
     for output in kernel.outputs:
         binding.bind_output(output.name)
     return partial(session.run_with_iobinding, binding)
-
-
-def _empty_kernel() -> Kernel:
-    array = np.zeros(1, np.float32)
-    node = onnx.helper.make_node("Identity", ["x"], ["y"])
-    inputs, outputs = {"x": array}, (_value_info("y", array),)
-    opsets = (onnx.helper.make_opsetid("", 18),)
-    return Kernel("", "Identity", "", 0, node, (), inputs, outputs, opsets, ir_version=8)
 
 
 def _plain_options(threads: int = 1) -> Any:
@@ -230,8 +220,8 @@ class KernelTable:
 
     def __init__(self, folder: Path, machine: Mapping[str, Any], threads: int) -> None:
         """Read the table of a machine, or begin one where there is none that can be read."""
-        versions = {"onnxruntime": onnxruntime.__version__, "threads": threads}
-        self.setup: dict[str, Any] = {**machine, **versions}
+        version = onnxruntime.__version__
+        self.setup: dict[str, Any] = {**machine, "onnxruntime": version, "threads": threads}
         self.key = canonical_json(self.setup)
         name = hashlib.sha256(self.key.encode()).hexdigest()[:16]
         self.file = folder / f"kernels-{name}.json"
@@ -239,29 +229,22 @@ class KernelTable:
         known = read_state(self.file, self.key, MeasuredTable) or MeasuredTable()
         self.kernels, self.models = known.kernels, known.models
 
-    def measure(
-        self, kernels: Sequence[Kernel], progress: Callable[[int, int], None] = lambda *_: None
-    ) -> None:
+    def measure(self, kernels: Sequence[Kernel]) -> None:
         """Measure the kernels that the table lacks; it is written after every few of them."""
         missing = list({k.key: k for k in kernels if k.key not in self.kernels}.values())
         for start in range(0, len(missing), MEASURED_TOGETHER):
             some = missing[start : start + MEASURED_TOGETHER]
-            progress(start, len(missing))
             for kernel, seconds in zip(some, measure_kernels(some, self.threads), strict=True):
                 self.kernels[kernel.key] = MeasuredKernel(
                     operator=kernel.operator, sizes=kernel.sizes, seconds=seconds
                 )
-            self._write()
+            self.write()
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the latency of a measured kernel."""
         return self.kernels[kernel.key].seconds
 
-    def add_model(self, key: str, measured: MeasuredShare) -> None:
-        """Add the latency of a whole model, and write the table."""
-        self.models[key] = measured
-        self._write()
-
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write what is known into the table's file."""
         kernels, models = (dict(sorted(known.items())) for known in (self.kernels, self.models))
         write_state(self.file, self.key, MeasuredTable(kernels=kernels, models=models))

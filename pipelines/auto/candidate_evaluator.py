@@ -21,7 +21,7 @@ from compress.common.sealed_json import read_state, write_state
 from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.export.fastest.stage import RUNTIMES
-from compress.export.latency.float_layers import is_float, leave_float, weighted_layers
+from compress.export.latency.resizing import is_float, leave_float, weighted_layers
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import session_predictor
 from compress.pipelines.api import Pipeline
@@ -39,7 +39,7 @@ from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import compare_latency, unmeasurable
-from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.quantization.mixed_precision.bit_search import weighted_layers as layers_of_module
 
 if TYPE_CHECKING:

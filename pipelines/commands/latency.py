@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.progress import silent
-from compress.export.latency.width_costs import LatencyModel
+from compress.export.latency.served_latency import LatencyModel
 from compress.pipelines.commands.model_to_prune import model_to_prune
 from compress.pipelines.system.machine_info import machine
 
@@ -97,8 +97,12 @@ def measure_and_write(
     """
     from compress.export.latency.kernels import TABLES, KernelTable, kernels_of
     from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-    from compress.export.latency.served_latency import graph_to_serve
-    from compress.export.latency.width_costs import KernelCost, LatencyModel, measure_files
+    from compress.export.latency.served_latency import (
+        KernelCost,
+        LatencyModel,
+        graph_to_serve,
+        measure_files,
+    )
     from compress.export.onnx.proto_io import write
     from compress.pruning.latency.widths import WidthVariants
 
@@ -124,7 +128,7 @@ def measure_and_write(
         for number, chosen in enumerate(widths):
             progress("latency", number, len(widths), "measure kernels")
             files.append(folder / f"resized{number}.onnx")
-            if number == 0 and variants.is_rewritten:
+            if number == 0 and variants.rewrites:
                 write(graph_to_serve(source, "latency"), files[0])
             else:
                 write(model.resize(chosen), files[-1])

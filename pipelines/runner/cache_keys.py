@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan, PlannedStage
     from compress.pipelines.runner.run_state import RunState
-    from compress.pruning.latency.latency_target import ServedLatency
+    from compress.pruning.latency.widths import ServedLatency
 
     AnyStage = Stage[Any, Any]
 

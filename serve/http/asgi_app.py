@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
-from compress.profiling.probe_rows import seeded_rows
+from compress.profiling.batch_dependence import seeded_rows
 from compress.serve.http.base_app import (
     CLIENT_CLOSED,
     NO_MEMORY,

@@ -12,8 +12,7 @@ import numpy as np
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.export.exporter import EXPORTERS
-from compress.profiling.batch_dependence import numpy_call
-from compress.profiling.probe_rows import seeded_rows
+from compress.profiling.batch_dependence import numpy_call, seeded_rows
 from compress.serve.packaging.model_interface import (
     Interface,
     RecordedMeasurements,

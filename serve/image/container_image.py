@@ -32,7 +32,7 @@ from compress.common.foreign.child_process import read_in_child
 from compress.common.requirements import DISTRIBUTION
 from compress.common.sealed_json import write_sealed
 from compress.export.exporter import EXPORTERS
-from compress.profiling.probe_rows import seeded_rows
+from compress.profiling.batch_dependence import seeded_rows
 from compress.serve.http.loaded_model import RUNTIMES, open_model
 from compress.serve.http.uvicorn_server import refuse_missing
 from compress.serve.packaging.model_interface import PROBE_SIZES, REPORT

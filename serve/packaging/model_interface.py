@@ -15,8 +15,13 @@ from pydantic import ConfigDict, ValidationError
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.sealed_json import read_report
-from compress.profiling.batch_dependence import BatchDependence, measure, rounding_tolerance
-from compress.profiling.probe_rows import ROWS, seeded_rows
+from compress.profiling.batch_dependence import (
+    ROWS,
+    BatchDependence,
+    measure,
+    rounding_tolerance,
+    seeded_rows,
+)
 from compress.serve.packaging.request_forms import forms_of
 from compress.serve.packaging.val_preparation import Preparation
 

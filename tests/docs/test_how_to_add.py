@@ -42,7 +42,7 @@ from compress.core.gates.runtime import BASELINES
 from compress.core.metrics import metric as metric_module
 from compress.core.objectives.loss import LossName, loss_kinds
 from compress.export.exporter import EXPORTERS
-from compress.pruning.dependency.graph import trace
+from compress.pruning.dependency.channel_groups import trace
 from compress.pruning.dependency.rules.registry import RULES
 from compress.quantization.config.dtype_scheme import added_observers
 from compress.quantization.pt2e.observers import observer_class

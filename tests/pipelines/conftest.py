@@ -58,7 +58,7 @@ BRIEFLY = """
 import math
 from compress.pipelines.results import measurements
 from compress.profiling import benchmark, peak_memory, quantiles
-from compress.profiling.call_timer import CallTimer
+from compress.profiling.benchmark import CallTimer
 from compress.pruning import channel_pruner
 measurements._in_same_runtime = lambda *_: None
 CallTimer.doubt = ""  # a machine that is busy

@@ -264,7 +264,7 @@ def _leave_the_server_out() -> None:
     """Answer with the packed model itself, and measure briefly: figures are not compared."""
     from compress.pipelines.results import measurements, schema
     from compress.profiling import benchmark, peak_memory, quantiles
-    from compress.profiling.call_timer import CallTimer
+    from compress.profiling.benchmark import CallTimer
     from compress.serve.torchserve.artifact import TorchServeArchive
 
     def inner(self: TorchServeArchive, device: str = "cpu", threads: int = 1):

@@ -1,4 +1,7 @@
-"""Rank the channels of all groups, allocate how many stay, and plan verified slices of the rest."""
+"""Rank the channels of all groups, allocate how many stay, and plan verified slices of the rest.
+
+Also the verified slices whose cost is nearest to a target and not above it.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,26 @@ import difflib
 from collections import Counter
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import ceil, floor, gcd
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from itertools import chain
+from math import ceil, floor, gcd, prod
+from typing import TYPE_CHECKING, Literal
 
 from compress.common.errors import PipelineInvalid, StageFailed
+from compress.common.forward import copy_module
+from compress.data.batch import Batch
+from compress.graph.flops import count_macs
 from compress.pruning.channel_settings import COMPARABLE, ChannelSelection
 from compress.pruning.dependency.channel_groups import GroupSlice
+from compress.pruning.importance.layer_calls import record_layer_calls
 from compress.pruning.importance.scores import score_groups
-from compress.pruning.verification.masked_equivalence import MaskedEquivalence
-from compress.pruning.verification.verified_slices import verify_slices
+from compress.pruning.verification.masked_equivalence import (
+    MaskedEquivalence,
+    sliced_copy,
+    verify_slices,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -27,7 +38,14 @@ if TYPE_CHECKING:
     from compress.pruning.importance.scores import ScoringSamples
     from compress.pruning.verification.masked_equivalence import VerificationInputs
 
-OnUnverified: TypeAlias = Literal["pin", "error"]
+# 20 halvings separate ratios that differ by 1e-6: no group has more channels than that.
+BISECTIONS = 20
+ATTEMPTS = 6
+"""Plans that are verified and measured, at most."""
+FILLS = 8
+"""Smaller ratios from which single groups are given back channels that still fit."""
+MAX_RATIO = 0.99
+"""Largest fraction of channels that is tried."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +77,38 @@ class Ranking:
     equivalence: MaskedEquivalence
 
     def allocate(self, ratio: float, selection: ChannelSelection) -> list[int]:
-        """Compute how many channels of each group stay."""
-        return allocate(self.ranked, ratio, selection, comparable=self.comparable)
+        """Compute how many channels of each group stay, for a fraction of all channels to remove.
+
+        ``uniform`` removes the same fraction of each group. ``global`` compares the channels of all
+        groups, and ``isomorphic`` those of groups of the same structure (Fang et al., "Isomorphic
+        Pruning for Vision Models", 2024); no group loses more than ``max_ratio``. Scores that
+        cannot be compared between groups are divided by the mean of their group first.
+        """
+        if selection.scope == "uniform":
+            return [_rounded((1 - ratio) * one.original, one, selection) for one in self.ranked]
+        keep = [0] * len(self.ranked)
+        members_of: dict[Hashable, list[int]] = {}
+        for i, one in enumerate(self.ranked):
+            structure = one.structure if selection.scope == "isomorphic" else None
+            members_of.setdefault(structure, []).append(i)
+        for members in members_of.values():
+            # Each group keeps its minimum, and its channels among the best of all.
+            counts = {
+                i: min(_minimum(self.ranked[i], selection), len(self.ranked[i].scores))
+                for i in members
+            }
+            competing: list[tuple[float, int]] = []
+            for i, minimum in counts.items():
+                scores = self.ranked[i].scores
+                scale = 1.0 if self.comparable else float(scores.mean()) or 1.0
+                best_first = scores.sort(descending=True, stable=True).values / scale
+                competing += [(score, i) for score in best_first[minimum:].tolist()]
+            competing.sort(key=lambda pair: -pair[0])
+            total = round((1 - ratio) * sum(self.ranked[i].original for i in members))
+            best = Counter(i for _, i in competing[: max(0, total - sum(counts.values()))])
+            for i, minimum in counts.items():
+                keep[i] = _rounded(minimum + best[i], self.ranked[i], selection)
+        return keep
 
     def counts_for(self, widths: Mapping[str, int], share: float = 1.0) -> list[int]:
         """Return how many channels of each group stay on a share of the way to some widths.
@@ -101,7 +149,9 @@ class Ranking:
             for one, count in zip(self.ranked, keep, strict=True)
         ]
 
-    def verify(self, keep: Sequence[int], on_unverified: OnUnverified = "pin") -> SlicePlan:
+    def verify(
+        self, keep: Sequence[int], on_unverified: Literal["pin", "error"] = "pin"
+    ) -> SlicePlan:
         """Return the largest verified plan that keeps at least ``keep`` channels of each group.
 
         Raises:
@@ -176,11 +226,8 @@ def rank(
                 parts.add((type(modules[owner]).__name__, short, axis, count))
             structure = tuple(sorted(parts))
             ranked.append(RankedGroup(group, found, min(group.entries), original, structure))
-    is_comparable, equivalence = (
-        selection.importance in COMPARABLE,
-        MaskedEquivalence(module, inputs),
-    )
-    return Ranking(module, graph, tuple(ranked), pinned, is_comparable, equivalence)
+    comparable, equivalence = selection.importance in COMPARABLE, MaskedEquivalence(module, inputs)
+    return Ranking(module, graph, tuple(ranked), pinned, comparable, equivalence)
 
 
 def modules_matching(
@@ -214,48 +261,6 @@ def names_matching(
     return pattern_of
 
 
-def allocate(
-    ranked: Sequence[RankedGroup],
-    ratio: float,
-    selection: ChannelSelection,
-    *,
-    comparable: bool = False,
-) -> list[int]:
-    """Compute how many channels of each group stay, for a fraction of all channels to remove.
-
-    ``uniform`` removes the same fraction of each group. ``global`` compares the channels of all
-    groups, and ``isomorphic`` those of groups of the same structure (Fang et al., "Isomorphic
-    Pruning for Vision Models", 2024); no group loses more than ``max_ratio``. Scores that are not
-    ``comparable`` between groups are divided by the mean of their group first.
-    """
-    if selection.scope == "uniform":
-        return [_rounded((1 - ratio) * one.original, one, selection) for one in ranked]
-    keep = [0] * len(ranked)
-    structures = [one.structure if selection.scope == "isomorphic" else None for one in ranked]
-    for structure in dict.fromkeys(structures):
-        members = [i for i, own in enumerate(structures) if own == structure]
-        counts = _counts_among_best([ranked[i] for i in members], ratio, selection, comparable)
-        for i, count in zip(members, counts, strict=True):
-            keep[i] = _rounded(count, ranked[i], selection)
-    return keep
-
-
-def _counts_among_best(
-    ranked: Sequence[RankedGroup], ratio: float, selection: ChannelSelection, comparable: bool
-) -> list[int]:
-    """Count for each group its channels among the best of all groups, at least its minimum."""
-    total = round((1 - ratio) * sum(one.original for one in ranked))
-    counts = [min(_minimum(one, selection), len(one.scores)) for one in ranked]
-    competing: list[tuple[float, int]] = []
-    for i, (one, minimum) in enumerate(zip(ranked, counts, strict=True)):
-        scale = 1.0 if comparable else float(one.scores.mean()) or 1.0
-        best_first = one.scores.sort(descending=True, stable=True).values / scale
-        competing += [(score, i) for score in best_first[minimum:].tolist()]
-    competing.sort(key=lambda pair: -pair[0])
-    best = Counter(i for _, i in competing[: max(0, total - sum(counts))])
-    return [count + best[i] for i, count in enumerate(counts)]
-
-
 def _rounded(wanted: float, one: RankedGroup, selection: ChannelSelection) -> int:
     """Return the nearest allowed number of channels, a multiple of a unit.
 
@@ -279,3 +284,154 @@ def _minimum(one: RankedGroup, selection: ChannelSelection) -> int:
         1 if selection.scope == "uniform" else ceil((1 - selection.max_ratio) * one.original - 1e-9)
     )
     return max(capped, selection.min_channels)
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """A cost as a sum over weights, each in proportion to its size, and a constant rest."""
+
+    graph: AxisGraph
+    shapes: Mapping[str, tuple[int, ...]]
+    per_entry: Mapping[str, float]
+    """Weight → cost of each of its entries."""
+    rest: float
+
+    def without(self, removed: Iterable[Iterable[int]]) -> float:
+        """Estimate the cost after some channels of each group are removed."""
+        kept = self.graph.kept(chain.from_iterable(removed))
+        total = self.rest
+        for name, shape in self.shapes.items():
+            axes = {axis: len(indices) for axis, indices in kept.get(name, {}).items()}
+            total += self.per_entry[name] * prod(axes.get(i, n) for i, n in enumerate(shape))
+        return total
+
+
+def parameter_estimate(module: nn.Module, graph: AxisGraph) -> CostEstimate:
+    """Build the estimate of a module's number of weights, which is exact."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    return CostEstimate(graph, shapes, dict.fromkeys(shapes, 1.0), 0.0)
+
+
+def mac_estimate(
+    module: nn.Module, graph: AxisGraph, inputs: Sequence[torch.Tensor]
+) -> CostEstimate:
+    """Build the estimate of a module's multiply-accumulates; products of attention are constant."""
+    positions: dict[str, float] = {}
+    calls, _ = record_layer_calls(copy_module(module), Batch(tuple(inputs), None), "cpu")
+    for call in calls:
+        count = call.output.numel() / call.output.shape[call.channel_axis] / len(inputs[0])
+        positions[call.weight] = positions.get(call.weight, 0.0) + count
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if name in positions}
+    known = sum(positions[name] * prod(shape) for name, shape in shapes.items())
+    rest = max(0.0, count_macs(module, inputs) - known)
+    return CostEstimate(graph, shapes, positions, rest)
+
+
+def plan_for_target(
+    ranking: Ranking,
+    selection: ChannelSelection,
+    goal: float,
+    measure: Callable[[nn.Module], float],
+    estimate: CostEstimate | None = None,
+) -> SlicePlan:
+    """Return the verified plan whose measured cost is nearest to ``goal`` and not above it.
+
+    Counts of channels are searched by an ``estimate`` of the cost; without one, as for latency,
+    among a few ratios.
+
+    Raises:
+        StageFailed: no plan reaches the goal, or a group cannot be verified and
+            ``selection.on_unverified`` is ``"error"``.
+    """
+    search = _TargetSearch(ranking, selection, goal, measure)
+    plan_of_cost = dict(search.by_bisection() if estimate is None else search.by_estimate(estimate))
+    reached = [cost for cost in plan_of_cost if cost <= goal]
+    if not reached:
+        smallest = "no slice is verified"
+        if plan_of_cost:
+            smallest = f"the smallest that was found is {min(plan_of_cost):.4g}"
+        raise StageFailed(
+            f"the target of {goal:.4g} cannot be reached: {smallest}; ask for more to remain, or "
+            "lower round_to, min_channels or what is excluded"
+        )
+    return plan_of_cost[max(reached)]
+
+
+@dataclass
+class _TargetSearch:
+    """Yields plans with their measured costs, some of them not above a goal."""
+
+    ranking: Ranking
+    selection: ChannelSelection
+    goal: float
+    measure: Callable[[nn.Module], float]
+
+    def by_estimate(self, estimate: CostEstimate) -> Iterator[tuple[float, SlicePlan]]:
+        """Yield plans of the largest counts whose estimated cost is not above the goal."""
+        errors: dict[tuple[int, ...], float] = {}
+        """Channels kept → measured cost minus estimate."""
+        for _ in range(ATTEMPTS):
+            # The estimate is corrected by its last error; if that leads to counts that were tried,
+            # by its largest.
+            known = list(errors.values())
+            candidates = (
+                self._largest_counts(estimate, correction)
+                for correction in ((known[-1], max(known)) if known else (0.0,))
+            )
+            keep = next((counts for counts in candidates if counts not in errors), None)
+            if keep is None:
+                return
+            plan = self.ranking.verify(keep, self.selection.on_unverified)
+            verified = {one.group for one in plan.groups}
+            unverified = {
+                one.group.name
+                for one, count in zip(self.ranking.ranked, keep, strict=True)
+                if count < len(one.scores) and one.group not in verified
+            }
+            if unverified:
+                # Counts are by group, so the errors of those tried so far are of no use.
+                self.ranking, errors = self.ranking.without(unverified, plan.pinned), {}
+                continue
+            cost = self.measure(sliced_copy(self.ranking.module, plan.kept, plan.attributes))
+            errors[keep] = cost - estimate.without(self.ranking.removed(keep))
+            yield cost, plan
+
+    def by_bisection(self) -> Iterator[tuple[float, SlicePlan]]:
+        """Yield plans of ratios from the goal's to the largest."""
+        # Whole models are measured, because the sum of its layers' times is a poor estimate of a
+        # model's latency. Rounding often leads to the same counts again.
+        cost_of: dict[tuple[int, ...], float] = {}
+        low, high = 0.0, MAX_RATIO
+        for attempt in range(ATTEMPTS):
+            # Start near the goal; if that is too slow, bisect up to the largest ratio.
+            ratio = min(1 - self.goal, MAX_RATIO) if attempt == 0 else (low + high) / 2
+            keep = tuple(self.ranking.allocate(ratio, self.selection))
+            if keep not in cost_of:
+                plan = self.ranking.verify(keep, self.selection.on_unverified)
+                sliced = sliced_copy(self.ranking.module, plan.kept, plan.attributes)
+                cost_of[keep] = self.measure(sliced)
+                yield cost_of[keep], plan
+            low, high = (low, ratio) if cost_of[keep] <= self.goal else (ratio, high)
+
+    def _largest_counts(self, estimate: CostEstimate, correction: float) -> tuple[int, ...]:
+        """Return the counts with the largest cost not above the goal, or the smallest there are."""
+
+        def fits(keep: Sequence[int]) -> bool:
+            return correction + estimate.without(self.ranking.removed(keep)) <= self.goal
+
+        def allocated(ratio: float) -> list[int]:
+            return self.ranking.allocate(ratio, self.selection)
+
+        low, high = 0.0, MAX_RATIO
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if fits(allocated(middle)) else (middle, high)
+        keep = allocated(high)
+        # Groups are rounded in steps, and often all at the same ratio. So channels that smaller
+        # ratios would keep are given back, group by group, as far as they fit.
+        for step in range(FILLS):
+            for i, count in enumerate(allocated(low * (1 - step / FILLS))):
+                with_more = [*keep[:i], count, *keep[i + 1 :]]
+                if count > keep[i] and fits(with_more):
+                    keep = with_more
+        return tuple(keep)

@@ -16,7 +16,7 @@ from compress.pruning.dependency.channel_groups import Change
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
+    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup, GroupSlice
 
 T = TypeVar("T")
 
@@ -24,11 +24,7 @@ T = TypeVar("T")
 MOST_COMBINED = 5
 """Most attributes that are tried in every combination; more are only tried all together."""
 
-NORMS = (
-    nn.GroupNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.modules.batchnorm._BatchNorm,
-)
+NORMS = (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.modules.batchnorm._BatchNorm)
 """torch's layers that store their number of channels even without weights."""
 
 
@@ -57,11 +53,7 @@ def certain_changes(module: nn.Module, group: ChannelGroup, graph: AxisGraph) ->
 
 
 def possible_changes(
-    module: nn.Module,
-    group: ChannelGroup,
-    graph: AxisGraph,
-    removed: Sequence[int],
-    is_read: Callable[[str], bool],
+    module: nn.Module, one: GroupSlice, graph: AxisGraph, is_read: Callable[[str], bool]
 ) -> Iterator[tuple[Change, ...]]:
     """Yield sets of changes that a slice may require, the smallest first, for verification.
 
@@ -72,7 +64,7 @@ def possible_changes(
     # The smallest sets and the nearest modules first: numbers that happen to be equal, like a
     # number of positions, are not changed without need.
     yield ()
-    sizes = _sizes(group, graph, removed)
+    sizes, group = _sizes(one, graph), one.group
     counted = (name for name, classes in graph.counted.items() if _meets(classes, group))
     modules = (*group.producer_modules, *counted)
     near = dict.fromkeys(name for module_name in modules for name in _ancestors(module_name)[:2])
@@ -93,12 +85,11 @@ def possible_changes(
                     yield tuple(chain.from_iterable(some))
 
 
-def all_changes(
-    module: nn.Module, group: ChannelGroup, graph: AxisGraph, removed: Sequence[int]
-) -> tuple[Change, ...]:
+def all_changes(module: nn.Module, one: GroupSlice, graph: AxisGraph) -> tuple[Change, ...]:
     """Return every change that a slice may require, whether the forward reads it or not."""
-    every = dict.fromkeys(name for owner in group.producer_modules for name in _ancestors(owner))
-    return tuple(_candidates(module, every, _sizes(group, graph, removed), True))
+    owners = one.group.producer_modules
+    every = dict.fromkeys(name for owner in owners for name in _ancestors(owner))
+    return tuple(_candidates(module, every, _sizes(one, graph), True))
 
 
 def combined(candidates: Sequence[T]) -> Iterator[tuple[T, ...]]:
@@ -108,11 +99,10 @@ def combined(candidates: Sequence[T]) -> Iterator[tuple[T, ...]]:
         yield from combinations(candidates, count)
 
 
-def _sizes(
-    group: ChannelGroup, graph: AxisGraph, removed: Sequence[int]
-) -> dict[int, tuple[torch.Tensor, int]]:
+def _sizes(one: GroupSlice, graph: AxisGraph) -> dict[int, tuple[torch.Tensor, int]]:
     """Return each size that a slice changes → the classes counted, and how many count as one."""
-    block = min(graph.entries(slot, removed[0]) for slot in group.slots)
+    group = one.group
+    block = min(int((graph.classes[slot] == one.removed[0]).sum()) for slot in group.slots)
     sizes = {len(group.channels): (torch.tensor(group.channels), 1)}
     for slot in group.slots:
         classes = graph.classes[slot]

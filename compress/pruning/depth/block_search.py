@@ -1,30 +1,158 @@
-"""Search the blocks whose removal changes a model least."""
+"""Search the blocks whose removal changes a model least, by how much worse its outputs become."""
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
 from compress.artifacts.edits.removal import alike_entries, keep_blocks_
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import run_in_eval
+from compress.common.forward import accept_any_batch, run_in_eval, torch_predictor
+from compress.common.tensor_difference import relative_error_of_batches
+from compress.core.metrics.builtin import joint_decisions
+from compress.data.batch import Batch
 from compress.pruning.verification.masked_equivalence import shallow_copy, shapes_in_training
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
+    from compress.common.forward import Predictor
+    from compress.common.signature import Signature
+    from compress.common.tensor_difference import Pair
+    from compress.core.context import Context
+    from compress.core.metrics import MetricMeter
     from compress.core.progress import Progress
-    from compress.pruning.depth.output_error import OutputError, OutputErrorMeter
 
-Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
-"""Shapes of a block's first input tensor and of its first output tensor."""
+JudgedBy: TypeAlias = Literal["metric", "outputs"]
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """Effect of a change on a model's outputs."""
+
+    distance: float
+    """Norm of the difference of the outputs, over the norm of the unchanged outputs."""
+    points: float | None = None
+    """Drop of the metric in hundredths (percentage points); None without targets."""
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Sort key: the metric drop, and among equals the distance of the outputs."""
+        return (self.points or 0.0, self.distance)
+
+    def facts(self) -> dict[str, float]:
+        """Return the error as rounded facts."""
+        points = {} if self.points is None else {"points": round(self.points, 6)}
+        return {**points, "distance": float(f"{self.distance:.6g}")}
+
+
+class OutputErrorMeter:
+    """Compares changed modules with the unchanged one on the same samples."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        signature: Signature,
+        context: Context,
+        judged_by: JudgedBy | None = None,
+        samples: int = 512,
+    ) -> None:
+        """Run the unchanged module in eval mode; modules are moved to the context's device.
+
+        Errors are judged by the metric if `val` has targets, unless ``judged_by`` says otherwise,
+        on at most ``samples`` samples of `val`; without data on a few seeded ones.
+
+        Raises:
+            StageFailed: the metric is asked for and cannot be measured.
+        """
+        self.signature, self.context = signature, context
+        metric = context.metric.for_model(signature)
+        self.metric = metric.with_inferred_loss(context.data)
+        if context.data is not None and "val" in context.data.datasets:
+            self.batches = list(context.data.batches("val", limit=samples))
+        else:
+            self.batches = [Batch(x, None) for x in context.comparison_inputs(signature)]
+        # Kept, because every changed module is compared with them.
+        self.expected = list(self._outputs(module))
+        self.targets = [batch.target for batch in self.batches]
+        if self.metric.needs_reference and judged_by != "outputs":
+            self.targets = [joint_decisions(outputs, context.task) for outputs in self.expected]
+        has_targets = all(target is not None for target in self.targets) and self.metric.is_measured
+        if judged_by == "metric" and not has_targets:
+            raise StageFailed(
+                f"judged_by: metric needs a split 'val' with targets for {self.metric.name}; "
+                "bring one, or use judged_by: outputs"
+            )
+        self.by_metric = judged_by != "outputs" and has_targets
+        self.base = self._measure(self.expected)[1]
+
+    @property
+    def judged_by(self) -> JudgedBy:
+        """What errors are ranked by."""
+        return "outputs" if self.base is None else "metric"
+
+    def measure(self, changed: nn.Module) -> OutputError:
+        """Measure the error of a changed module.
+
+        Raises:
+            StageFailed: the outputs have another shape, or are NaN or infinite where they were not.
+        """
+        return self._error(self._outputs(changed))
+
+    def measure_predictor(self, predict: Predictor) -> OutputError:
+        """Measure the error of a model in any format, that takes any number of samples."""
+        return self._error(self._outputs_read(predict))
+
+    def _error(self, outputs: Iterable[list[torch.Tensor]]) -> OutputError:
+        distance, value = self._measure(outputs)
+        if value is None or self.base is None:
+            return OutputError(distance)
+        return OutputError(distance, self.metric.drop_points(self.base, value))
+
+    def _outputs(self, module: nn.Module) -> Iterator[list[torch.Tensor]]:
+        device, threads = self.context.device, self.context.threads
+        with torch_predictor(module.eval().to(device), device, threads) as predict:
+            yield from self._outputs_read(accept_any_batch(predict, self.signature))
+
+    def _outputs_read(self, predict: Predictor) -> Iterator[list[torch.Tensor]]:
+        """Yield the outputs that the metric reads, and at least the first."""
+        for batch in self.batches:
+            read = self.metric.outputs_read(predict(*batch.inputs))
+            yield [read] if isinstance(read, torch.Tensor) else list(read)
+
+    def _measure(self, batches: Iterable[list[torch.Tensor]]) -> tuple[float, float | None]:
+        """Return the relative error of outputs, and the metric if errors are judged by it."""
+        meter = self.metric.meter()
+        distance = relative_error_of_batches(self._compared(batches, meter))
+        if not math.isfinite(distance):
+            raise StageFailed("the outputs are NaN or infinite where they were not")
+        if not self.by_metric:
+            return distance, None
+        return distance, self.metric.require_finite(meter.compute(), "val")
+
+    def _compared(
+        self, batches: Iterable[list[torch.Tensor]], meter: MetricMeter
+    ) -> Iterator[Pair]:
+        """Yield the unchanged module's first output beside others', and add these to a meter."""
+        for (expected, *_), outputs, target in zip(
+            self.expected, batches, self.targets, strict=True
+        ):
+            if outputs[0].shape != expected.shape:
+                raise StageFailed(
+                    f"the outputs' shape becomes {tuple(outputs[0].shape)}, from "
+                    f"{tuple(expected.shape)}"
+                )
+            yield expected, outputs[0]
+            if self.by_metric and target is not None:
+                meter.update(outputs, target)
 
 
 @dataclass(frozen=True)
@@ -63,24 +191,20 @@ def reasons_to_stay(
     module: nn.Module, inputs: Sequence[torch.Tensor], blocks: Iterable[Block]
 ) -> dict[str, str]:
     """Return blocks that cannot be skipped → why: input and output have different shapes."""
-    shapes: dict[str, list[Shapes]] = {}
-    handles = []
-
-    def add_hook(name: str, block: nn.Module) -> None:
-        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            shapes[name].append((_first_shape((args, kwargs)), _first_shape(output)))
-
-        shapes[name] = []
-        handles.append(block.register_forward_hook(record, with_kwargs=True))
-
-    for block in blocks:
-        add_hook(block.name, module.get_submodule(block.name))
-    try:
-        run_in_eval(module, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     reasons = {}
+    shapes: dict[str, list[tuple[tuple[int, ...] | None, ...]]] = {}
+    with ExitStack() as hooks:
+        for block in blocks:
+
+            def record(
+                _: nn.Module, args: Any, kwargs: Any, output: Any, name: str = block.name
+            ) -> None:
+                shapes[name].append((_first_shape((args, kwargs)), _first_shape(output)))
+
+            shapes[block.name] = []
+            own = module.get_submodule(block.name)
+            hooks.callback(own.register_forward_hook(record, with_kwargs=True).remove)
+        run_in_eval(module, inputs)
     for name, calls in shapes.items():
         mismatch = next((call for call in calls if call[0] != call[1] or None in call), None)
         if not calls:
@@ -100,13 +224,20 @@ def kept_without(module: nn.Module, removed: Collection[Block]) -> dict[str, tup
     return kept
 
 
-def blocks_named(
-    names: Iterable[str], blocks: Sequence[Block], refused: Mapping[str, str]
-) -> list[Block]:
-    """Return the blocks of some names, in the order of the names.
+def remove_named(
+    module: nn.Module,
+    names: Iterable[str],
+    blocks: Sequence[Block],
+    refused: Mapping[str, str],
+    meter: OutputErrorMeter,
+) -> Removal:
+    """Remove blocks in the order of their names, and measure the output error after each.
+
+    The module is not changed.
 
     Raises:
-        StageFailed: a name is none of the blocks, or of one that has to stay.
+        StageFailed: a name is none of the blocks, or of one that has to stay, is inside a removed
+            one or the last of its list, or the model does not run without it.
     """
     known = {block.name: block for block in blocks}
     for name in names:
@@ -114,16 +245,7 @@ def blocks_named(
             raise StageFailed(f"{name!r} is not a repeated block; these are: {', '.join(known)}")
         if name in refused:
             raise StageFailed(f"{name} cannot be removed: {refused[name]}")
-    return [known[name] for name in dict.fromkeys(names)]
-
-
-def remove_in_order(module: nn.Module, blocks: Sequence[Block], meter: OutputErrorMeter) -> Removal:
-    """Remove given blocks, and measure the output error after each. The module is not changed.
-
-    Raises:
-        StageFailed: a block is inside a removed one or the last of its list, or the model does not
-            run without it.
-    """
+    blocks = [known[name] for name in dict.fromkeys(names)]
     steps: list[tuple[Block, OutputError]] = []
     for block in blocks:
         gone = [removed for removed, _ in steps]
@@ -152,17 +274,9 @@ def search(
 ) -> Removal:
     """Remove blocks one after the other, each time the one with the least output error.
 
-    Args:
-        module: the model, which is not changed.
-        blocks: those that may be removed.
-        count: how many are removed; None for as many as can be.
-        meter: measures the output errors.
-        refused: the blocks that stay, and why; more may be found.
-        progress: called with the trials done and those in all.
-        deadline: on the clock of :func:`time.monotonic`; no further block is searched after it.
-
-    Raises:
-        StageFailed: fewer than ``count`` can be removed.
+    As many as can be where ``count`` is None; StageFailed where fewer than it can be. No further
+    block is searched after a ``deadline`` on the clock of :func:`time.monotonic`. The module is not
+    changed; ``refused`` gives blocks that stay, and why.
     """
     # Greedy, because errors depend on the blocks already removed: the best pair is seldom made of
     # the two blocks with the least errors alone.
@@ -233,10 +347,7 @@ def _error_without(
 def _untrainable(
     module: nn.Module, removed: Sequence[Block], meter: OutputErrorMeter
 ) -> str | None:
-    """Return why the model without some blocks cannot run in training mode, or None if it can.
-
-    None is also returned if the unpruned model does not run in training mode.
-    """
+    """Return why the model without some blocks cannot run in training mode, if the whole can."""
     inputs = tuple(x.to(meter.context.device) for x in meter.batches[0].inputs)
     try:
         expected = shapes_in_training(module, inputs)

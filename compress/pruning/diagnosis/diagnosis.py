@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -35,16 +35,16 @@ from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import (
     ReferenceOutputs,
     batch_norms,
-    recover_,
     recover_without_blocks_,
+    recovered_slice,
     reestimate_batch_norms_,
     usual_calibration,
 )
-from compress.pruning.verification.masked_equivalence import VerificationInputs, sliced_copy
+from compress.pruning.verification.masked_equivalence import VerificationInputs
 from compress.pruning.verification.module_rewrites import rewrite_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import nn
 
@@ -62,11 +62,29 @@ BEST_CRITERION: Criterion = "obs"
 BEST_METHOD = "sparsegpt"
 """Of `prune_weights`: it alone changes the other weights to compensate the zeros."""
 
-Variant = TypeVar("Variant", bound=Any)
+
+@dataclass(frozen=True)
+class Variant:
+    """How a model is pruned, without fine-tuning; each stage has some of these settings."""
+
+    method: str = ""
+    """Importance of `prune_channels`, or method of `prune_weights`."""
+    samples: int = 0
+    """Calibration samples for importance, refit and BatchNorm statistics; 0 skips the latter."""
+    refit: bool = False
+    """Whether layers are refitted, after which statistics are re-estimated, too."""
+    batch_norm: bool = False
+    """Whether BatchNorm statistics are re-estimated."""
+    halfway: bool = False
+    """Whether half of the channels or zeros that the stage removes are."""
+    matched: bool = False
+    """Whether the calibration sample is brought to the range of `val`."""
+    back: frozenset[str] = frozenset()
+    """Parts that are put back."""
 
 
 @dataclass(eq=False)
-class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
+class PruningDiagnosis(LayerDiagnosis):
     """A pruned model without fine-tuning, and its variants: with parts back, or pruned better."""
 
     _shares: dict[tuple[str, ...], dict[str, float]] = field(default_factory=dict, init=False)
@@ -83,11 +101,10 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
         """What the stage has pruned."""
 
     @abstractmethod
-    def remedies(self, layers: Sequence[str]) -> Iterable[tuple[str, Callable[[Variant], Variant]]]:
-        """Return each cause with the function that mends it in a variant, in the order to try them.
+    def remedies(self, layers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each cause with the changes of a variant that mend it, in the order to try them.
 
-        Args:
-            layers: the guilty parts; empty where the loss is spread over the model.
+        ``layers`` are the guilty parts; there are none where the loss is spread over the model.
         """
 
     @abstractmethod
@@ -123,8 +140,8 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
         if key not in self._shares:
             found: dict[str, float] = {}
             best, returned = self.own, 0.0
-            for cause, mend in self.remedies(layers):
-                mended = mend(best)
+            for cause, changes in self.remedies(layers):
+                mended = replace(best, **changes)
                 if mended not in self._points:
                     module = self.changed_module(mended)
                     self._points[mended] = self.evaluate_module(self.halves[0], module)
@@ -135,11 +152,26 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
             self._shares[key] = found
         return self._shares[key]
 
+    @torch.no_grad()
     def statistics_shift(self) -> float:
-        """Return how far BatchNorm statistics are from those of the pruned model, in deviations."""
-        return batch_norm_shift(
-            self.changed_module(self.own), self.calibration, self.context.device
-        )
+        """Return how far BatchNorm statistics are from those of the pruned model, in deviations.
+
+        Of the layer with the largest shift: the root mean square over its channels.
+        """
+        module = self.changed_module(self.own)
+        norms = batch_norms(module)
+        before = [
+            (norm.running_mean.clone(), norm.running_var.clone())
+            for norm in norms
+            if norm.running_mean is not None and norm.running_var is not None
+        ]
+        reestimate_batch_norms_(module, self.calibration, self.context.device)
+        shifts = [0.0]
+        for norm, (mean, variance) in zip(norms, before, strict=False):
+            if norm.running_mean is not None:
+                shift = norm.running_mean.cpu() - mean.cpu()
+                shifts.append(float((shift.square() / (variance.cpu() + norm.eps)).mean().sqrt()))
+        return max(shifts)
 
     @property
     def refitted(self) -> Variant:
@@ -155,45 +187,8 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
         return own / max(better, 1e-12)  # a refit may be exact
 
 
-@torch.no_grad()
-def batch_norm_shift(module: nn.Module, batches: Sequence[Batch], device: str) -> float:
-    """Return how far BatchNorm statistics are from those of some batches, in deviations.
-
-    Of the layer with the largest shift: the root mean square over its channels. The module is
-    changed.
-    """
-    before = [
-        (norm.running_mean.clone(), norm.running_var.clone())
-        for norm in batch_norms(module)
-        if norm.running_mean is not None and norm.running_var is not None
-    ]
-    reestimate_batch_norms_(module, batches, device)
-    shifts = [0.0]
-    for norm, (mean, variance) in zip(batch_norms(module), before, strict=False):
-        if norm.running_mean is not None:
-            shift = norm.running_mean.cpu() - mean.cpu()
-            shifts.append(float((shift.square() / (variance.cpu() + norm.eps)).mean().sqrt()))
-    return max(shifts)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a model is cut."""
-
-    importance: Criterion
-    samples: int
-    """Calibration samples for importance, refit and BatchNorm statistics; 0 skips the latter."""
-    refit: bool
-    back: frozenset[str] = frozenset()
-    """Groups that keep their own width."""
-    halfway: bool = False
-    """Whether all groups lose half of the channels that the stage removes."""
-    matched: bool = False
-    """Whether the calibration sample is brought to the range of `val`."""
-
-
 @dataclass(eq=False)
-class CutChannels(PruningDiagnosis[Cut]):
+class CutChannels(PruningDiagnosis):
     """A model of `prune_channels`, cut again in one step, some of whose groups are put back."""
 
     parts: ClassVar[str] = "groups"
@@ -203,10 +198,10 @@ class CutChannels(PruningDiagnosis[Cut]):
     _batches: dict[tuple[int, bool], list[Batch]] = field(default_factory=dict, init=False)
 
     @cached_property
-    def own(self) -> Cut:
+    def own(self) -> Variant:
         """The cut of the stage."""
         samples = self.stage.available_samples(self.context.need_data(WHY))
-        return Cut(self.stage.importance, samples, self.stage.refits)
+        return Variant(self.stage.importance, samples, self.stage.refits)
 
     @cached_property
     def module(self) -> nn.Module:
@@ -256,39 +251,27 @@ class CutChannels(PruningDiagnosis[Cut]):
         widths = [self.widths[group]] if group else [*self.widths.values()]
         return 1 - sum(left for _, left in widths) / sum(before for before, _ in widths)
 
-    def remedies(self, layers: Sequence[str]) -> Iterator[tuple[str, Callable[[Cut], Cut]]]:
+    def remedies(self, layers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what costs nothing first: sample, BatchNorm statistics, refit, criterion."""
-        own, usual = self.own, self.usual_samples
-        if own.samples and self.is_unlike_val:
-            yield "calibration_unlike_val", lambda cut: replace(cut, matched=True)
+        own, usual, is_unlike = self.own, self.usual_samples, self.is_unlike_val
+        drawn = {} if own.samples else {"samples": usual}
+        if own.samples and is_unlike:
+            yield "calibration_unlike_val", {"matched": True}
         if not own.samples and batch_norms(self.module):
-            yield (
-                "stale_batch_norm",
-                lambda cut: replace(cut, samples=usual, refit=False, matched=self.is_unlike_val),
-            )
+            yield "stale_batch_norm", {**drawn, "refit": False, "matched": is_unlike}
         if not own.samples or not own.refit:
-            yield (
-                "no_refit",
-                lambda cut: replace(
-                    cut, samples=cut.samples or usual, refit=True, matched=self.is_unlike_val
-                ),
-            )
+            yield "no_refit", {**drawn, "refit": True, "matched": is_unlike}
         if 0 < own.samples < usual:
-            yield "few_calibration_samples", lambda cut: replace(cut, samples=usual)
-        if own.importance != BEST_CRITERION:
-            yield (
-                "poor_criterion",
-                lambda cut: replace(
-                    cut, importance=BEST_CRITERION, samples=cut.samples or usual, refit=True
-                ),
-            )
+            yield "few_calibration_samples", {"samples": usual}
+        if own.method != BEST_CRITERION:
+            yield "poor_criterion", {**drawn, "method": BEST_CRITERION, "refit": True}
         if layers and not self.spread:
-            yield "group_too_narrow", lambda cut: replace(cut, back=frozenset(layers))
+            yield "group_too_narrow", {"back": frozenset(layers)}
         else:
-            yield "ratio_too_high", lambda cut: replace(cut, halfway=True)
+            yield "ratio_too_high", {"halfway": True}
 
     @property
-    def refitted(self) -> Cut:
+    def refitted(self) -> Variant:
         """The cut of the stage with a refit, for which it needs samples."""
         samples = self.own.samples or self.usual_samples
         return replace(self.own, samples=samples, refit=True)
@@ -313,12 +296,12 @@ class CutChannels(PruningDiagnosis[Cut]):
         """Return the share of a group's removed channels that the best criterion would keep."""
         removed = []
         for importance in (self.stage.importance, BEST_CRITERION):
-            _, plan = self._plan(replace(self.own, importance=importance))
+            _, plan = self._plan(replace(self.own, method=importance))
             own = (one.removed for one in plan.groups if one.group.name == group)
             removed.append({channel for channels in own for channel in channels})
         return len(removed[0] - removed[1]) / max(1, len(removed[0]))
 
-    def changed_module(self, variant: Cut) -> nn.Module:
+    def changed_module(self, variant: Variant) -> nn.Module:
         """Return the module of a cut, with its layers refitted."""
         ranking, plan = self._plan(variant)
         slices = [one for one in plan.groups if one.group.name not in variant.back]
@@ -353,27 +336,22 @@ class CutChannels(PruningDiagnosis[Cut]):
         self, slices: Sequence[Any], ranking: Ranking, batches: Sequence[Batch], *, refit: bool
     ) -> nn.Module:
         """Return the module without some channels, recovered on batches if there are any."""
-        combined = SlicePlan.combine(slices, {}, ranking.graph)
-        # A slice shares the tensors that it leaves whole, and a refit changes them in place.
-        module = copy_module(sliced_copy(self.module, combined.kept, combined.attributes))
-        if batches:
-            reference = copy_module(self.module)
-            recover_(module, reference, combined.kept, batches, self.context.device, refit=refit)
-        return module
+        plan = SlicePlan.combine(slices, {}, ranking.graph)
+        return recovered_slice(self.module, plan, batches, self.context.device, refit=refit)
 
-    def _ranking(self, importance: Criterion, samples: int, matched: bool) -> Ranking:
+    def _ranking(self, importance: str, samples: int, matched: bool) -> Ranking:
         batches = self.samples_for(samples, matched) if samples else ()
         scoring = ScoringSamples.from_context(self.context, self.model.signature, batches)
         selection = self.stage.model_copy(update={"importance": importance})
         return rank(self.module, self.inputs, selection, scoring)
 
-    def _plan(self, cut: Cut) -> tuple[Ranking, SlicePlan]:
+    def _plan(self, cut: Variant) -> tuple[Ranking, SlicePlan]:
         """Return a ranking and the verified slices of all groups, the same for all refits."""
-        from_data = cut.importance in FROM_DATA
+        from_data = cut.method in FROM_DATA
         samples = (cut.samples or self.usual_samples) if from_data else 0
-        key = cut.importance, samples, cut.matched and from_data, cut.halfway
+        key = cut.method, samples, cut.matched and from_data, cut.halfway
         if key not in self._plans:
-            ranking = self._ranking(cut.importance, samples, cut.matched)
+            ranking = self._ranking(cut.method, samples, cut.matched)
             counts = []
             for one in ranking.ranked:
                 before = len(one.scores)
@@ -384,21 +362,8 @@ class CutChannels(PruningDiagnosis[Cut]):
         return self._plans[key]
 
 
-@dataclass(frozen=True)
-class Zeros:
-    """How weights are set to zero."""
-
-    method: str
-    halfway: bool = False
-    """Whether the share of zeros is halved."""
-    batch_norm: bool = False
-    """Whether BatchNorm statistics are re-estimated."""
-    back: frozenset[str] = frozenset()
-    """Tensors that keep their own weights."""
-
-
 @dataclass(eq=False)
-class ZeroedWeights(PruningDiagnosis[Zeros]):
+class ZeroedWeights(PruningDiagnosis):
     """A model of `prune_weights`, some of whose weights are put back."""
 
     put_back: ClassVar[str] = "with all of their weights"
@@ -415,9 +380,9 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
         return {name: share for name, share in recorded["by_weight"].items() if share > 0}
 
     @property
-    def own(self) -> Zeros:
+    def own(self) -> Variant:
         """The zeros of the stage."""
-        return Zeros(self.stage.method, batch_norm=self.stage.batch_norm == "reestimate")
+        return Variant(self.stage.method, batch_norm=self.stage.batch_norm == "reestimate")
 
     @property
     def pruned_parts(self) -> Collection[str]:
@@ -435,18 +400,18 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
             errors[name] = expected.error(alone)
         return sorted(errors, key=lambda name: -errors[name])
 
-    def remedies(self, layers: Sequence[str]) -> Iterator[tuple[str, Callable[[Zeros], Zeros]]]:
+    def remedies(self, layers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what costs nothing first: BatchNorm statistics, then the method."""
         if not self.own.batch_norm and batch_norms(self.module):
-            yield "stale_batch_norm", lambda zeros: replace(zeros, batch_norm=True)
+            yield "stale_batch_norm", {"batch_norm": True}
         if self.own.method != BEST_METHOD:
-            yield "poor_method", lambda zeros: replace(zeros, method=BEST_METHOD)
+            yield "poor_method", {"method": BEST_METHOD}
         if layers and not self.spread:
-            yield "layer_too_sparse", lambda zeros: replace(zeros, back=frozenset(layers))
+            yield "layer_too_sparse", {"back": frozenset(layers)}
         elif self.stage.amount is not None:
-            yield "amount_too_high", lambda zeros: replace(zeros, halfway=True)
+            yield "amount_too_high", {"halfway": True}
 
-    def changed_module(self, variant: Zeros) -> nn.Module:
+    def changed_module(self, variant: Variant) -> nn.Module:
         """Return the module with the zeros of a variant."""
         module = copy_module(self.module)
         pruned = self._pruned_tensors(variant.method, variant.halfway)
@@ -481,29 +446,17 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
         return self._pruned[key]
 
 
-@dataclass(frozen=True)
-class Removed:
-    """Which blocks a model lacks."""
-
-    back: frozenset[str] = frozenset()
-    """Blocks that are there again."""
-    batch_norm: bool = False
-    """Whether BatchNorm statistics are re-estimated."""
-    refit: bool = False
-    """Whether the layers behind are refitted, and the statistics re-estimated."""
-
-
 @dataclass(eq=False)
-class RemovedBlocks(PruningDiagnosis[Removed]):
+class RemovedBlocks(PruningDiagnosis):
     """A model of `prune_layers`, some of whose blocks are put back."""
 
     parts: ClassVar[str] = "blocks"
     put_back: ClassVar[str] = "back"
 
     @property
-    def own(self) -> Removed:
+    def own(self) -> Variant:
         """The blocks that the stage removes."""
-        return Removed(refit=self.stage.refit)
+        return Variant(refit=self.stage.refit)
 
     @property
     def pruned_parts(self) -> list[str]:
@@ -515,16 +468,16 @@ class RemovedBlocks(PruningDiagnosis[Removed]):
         """Return the blocks; the last ones cost most, as the stage removes the cheapest first."""
         return self.pruned_parts[::-1]
 
-    def remedies(self, layers: Sequence[str]) -> Iterator[tuple[str, Callable[[Removed], Removed]]]:
+    def remedies(self, layers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield BatchNorm statistics, a refit, then the blocks themselves."""
         if not self.own.refit and batch_norms(self.module):
-            yield "stale_batch_norm", lambda removed: replace(removed, batch_norm=True)
+            yield "stale_batch_norm", {"batch_norm": True}
         if not self.own.refit:
-            yield "no_refit", lambda removed: replace(removed, refit=True)
+            yield "no_refit", {"refit": True}
         if layers:
-            yield "block_needed", lambda removed: replace(removed, back=frozenset(layers))
+            yield "block_needed", {"back": frozenset(layers)}
 
-    def changed_module(self, variant: Removed) -> nn.Module:
+    def changed_module(self, variant: Variant) -> nn.Module:
         """Return the module without the blocks of a variant."""
         module, device = copy_module(self.module), self.context.device
         gone = [b for b in all_blocks(module) if b.name in {*self.pruned_parts} - variant.back]

@@ -84,18 +84,13 @@ class LayerCall:
         samples each.
         """
         answers = self.output if answers is None else answers
-        if not self.kernel:
-            columns, rows = (x.reshape(1, -1, x.shape[-1]) for x in (self.input, answers))
-            step = max(1, MAX_PART // columns.shape[-1])
-            for i in range(0, columns.shape[1], step):
-                yield (
-                    at_least_float32(columns[:, i : i + step]),
-                    at_least_float32(rows[:, i : i + step]),
-                )
-            return
         spatial = len(self.kernel)
-        # Convolutions accept a single sample without a batch axis.
-        inputs, answers = (x if x.dim() == spatial + 2 else x[None] for x in (self.input, answers))
+        if spatial:  # convolutions accept a single sample without a batch axis
+            inputs, answers = (
+                x if x.dim() == spatial + 2 else x[None] for x in (self.input, answers)
+            )
+        else:  # each row of a matrix is a sample of one position
+            inputs, answers = (x.reshape(-1, x.shape[-1]) for x in (self.input, answers))
         size = prod(answers.shape[2:]) * inputs.shape[1] * prod(self.kernel)
         step = max(1, MAX_PART // size)
         for i in range(0, len(inputs), step):
@@ -106,8 +101,9 @@ class LayerCall:
             yield self._unfolded(inputs[i : i + step]), rows
 
     def _unfolded(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.pad(at_least_float32(x), tuple(chain.from_iterable(reversed(self.padding))))
-        spatial = len(self.kernel)
+        x, spatial = at_least_float32(x), len(self.kernel)
+        if spatial:
+            x = F.pad(x, tuple(chain.from_iterable(reversed(self.padding))))
         for axis in range(spatial):
             reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
             x = x.unfold(axis + 2, reach, self.stride[axis])[..., :: self.dilation[axis]]
@@ -189,11 +185,7 @@ def samples_refused(batch: Batch, error: Exception) -> StageFailed:
 
 
 def layer_call_of(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    output: Any,
-    names: Mapping[int, str],
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any, names: Mapping[int, str]
 ) -> LayerCall | None:
     """Return a function's call as that of a layer; None if its weight is not among ``names``.
 

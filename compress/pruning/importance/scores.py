@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -26,8 +27,7 @@ from compress.core.objectives.task import has_target
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
-from compress.pruning.importance import activation_saliency
-from compress.pruning.importance.layer_calls import samples_refused
+from compress.pruning.importance.layer_calls import LayerCall, observe_layer_calls, samples_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,9 +38,24 @@ if TYPE_CHECKING:
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
     from compress.pruning.dependency.rules.channel_labels import Slot
 
-
 # At a minimum of the loss, the gradients of many samples together cancel.
 SAMPLES_PER_GRADIENT = 16
+# GPTQ and SparseGPT damp by 1e-2, in float32; in float64 less is enough.
+RIDGE = 1e-4
+"""Added to the diagonal of second moments, relative to their mean, so that they are invertible."""
+ROUNDS = 128
+"""Rounds in which all channels of a group are ranked; of wider groups several in each round."""
+MAX_COLUMNS = 12288
+"""Columns of the widest layer whose Gram matrix is computed: it takes 1.2 GB in float64."""
+
+POSITIONS_PER_COLUMN = 64
+"""Positions after which further ones hardly change a layer's Gram matrix, for each of its columns.
+"""
+MIN_SAMPLES = 128
+"""Samples that are read in any case: the positions of one image are much alike."""
+GRAM_BLOCK = 128
+"""Columns whose products with all later columns are computed at once: the Gram matrix is symmetric,
+and half of it takes half of the time (measured: 512 columns at once take a tenth longer)."""
 Scores = list[torch.Tensor | str]
 """For each group the score of each channel, `(channels,)`, or why there is none."""
 
@@ -79,15 +94,9 @@ def score_groups(
         by_gradients = taylor if criterion == "taylor" else hessian
         return list(by_gradients(module, groups, graph, samples))
     if criterion in ("wanda", "obs"):
-        by_consumers = (
-            activation_saliency.wanda
-            if criterion == "wanda"
-            else activation_saliency.optimal_brain_surgeon
-        )
+        by_consumers = wanda if criterion == "wanda" else optimal_brain_surgeon
         reason = f"no product or convolution reads its channels, so {criterion} cannot rank them"
-        consumers_of = activation_saliency.consumers(
-            module, groups, graph, samples.batches, samples.device
-        )
+        consumers_of = consumers(module, groups, graph, samples.batches, samples.device)
         return [by_consumers(own) if own else reason for own in consumers_of]
     if criterion == "random":
         generator = torch.Generator().manual_seed(samples.seed)
@@ -108,10 +117,7 @@ def score_groups(
 
 
 def taylor(
-    module: nn.Module,
-    groups: Sequence[ChannelGroup],
-    graph: AxisGraph,
-    samples: ScoringSamples,
+    module: nn.Module, groups: Sequence[ChannelGroup], graph: AxisGraph, samples: ScoringSamples
 ) -> list[torch.Tensor]:
     """Score each channel by the first-order change of the loss when it is zeroed.
 
@@ -124,7 +130,7 @@ def taylor(
     generator = torch.Generator().manual_seed(samples.seed)
     totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
-    for part in parts(labelled_or_all(samples.batches)):
+    for part in parts(samples.batches):
         value = _loss(twin, part.to(samples.device), on_targets, generator)
         # materialize_grads: gates on which the loss does not depend get zeros.
         gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
@@ -137,10 +143,7 @@ def taylor(
 
 
 def hessian(
-    module: nn.Module,
-    groups: Sequence[ChannelGroup],
-    graph: AxisGraph,
-    samples: ScoringSamples,
+    module: nn.Module, groups: Sequence[ChannelGroup], graph: AxisGraph, samples: ScoringSamples
 ) -> list[torch.Tensor]:
     """Score each channel by the second-order change of the loss when it is zeroed at a minimum.
 
@@ -157,7 +160,7 @@ def hessian(
     generator = torch.Generator().manual_seed(samples.seed)
     totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
-    for part in parts(labelled_or_all(samples.batches)):
+    for part in parts(samples.batches):
         signs = torch.randint(0, 2, (graph.class_count,), generator=generator) * 2.0 - 1
         # Each entry times its channel's sign: one product with the Hessian probes all channels.
         probe = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -191,8 +194,8 @@ def gates(group: ChannelGroup) -> tuple[Slot, ...]:
     return group.consumed_slots or group.slots
 
 
-def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the samples that have a target, or all of them without targets if none has."""
+def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterator[Batch]:
+    """Yield batches of at most a number of samples: of those that have a target, if any have."""
     labelled = []
     for batch in batches:
         if batch.target is not None:
@@ -200,12 +203,7 @@ def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
             if known.any():
                 inputs = tuple(x[known] for x in batch.inputs)
                 labelled.append(Batch(inputs, select(batch.target, known)))
-    return labelled or [Batch(batch.inputs, None) for batch in batches]
-
-
-def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterator[Batch]:
-    """Yield batches of at most a number of samples."""
-    for batch in batches:
+    for batch in labelled or [Batch(batch.inputs, None) for batch in batches]:
         for i in range(0, len(batch), size):
             part = slice(i, i + size)
             target = None if batch.target is None else select(batch.target, part)
@@ -245,10 +243,7 @@ def _loss(
 
 
 def sums_by_channel(
-    group: ChannelGroup,
-    graph: AxisGraph,
-    slots: Iterable[Slot],
-    values: Mapping[str, torch.Tensor],
+    group: ChannelGroup, graph: AxisGraph, slots: Iterable[Slot], values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Sum the values of each channel's entries along some slots, given a value for each entry.
 
@@ -331,3 +326,211 @@ def batch_norm_scale(
     }
     slots = [slot for slot in group.slots if slot[0] in scales]
     return sums_by_channel(group, graph, slots, scales) if slots else None
+
+
+@dataclass
+class Moments:
+    """Sums over positions, for each group: of columns, answers, and their products.
+
+    Products are computed in the matrices' dtype and summed up in float64.
+
+    g: groups, i: columns (a weight's entries for one output), o: answers (output channels).
+    """
+
+    # Any: numbers until the first matrices are added, then tensors.
+    positions: int = 0
+    columns_gi: Any = 0.0
+    answers_go: Any = 0.0
+    cross_gio: Any = 0.0
+    energy: float = 0.0
+    """Sum of squared answers."""
+    _upper_gii: Any = None
+    """Gram matrix of which only blocks on and above the diagonal are up to date."""
+
+    @property
+    def gram_gii(self) -> torch.Tensor:
+        """Gram matrix of the columns."""
+        gram_gii: torch.Tensor = self._upper_gii
+        for start in range(0, gram_gii.shape[1], GRAM_BLOCK):
+            rows, later = slice(start, start + GRAM_BLOCK), slice(start + GRAM_BLOCK, None)
+            gram_gii[:, later, rows] = gram_gii[:, rows, later].mT
+        return gram_gii
+
+    def add_(self, columns_gpi: torch.Tensor, answers_gpo: torch.Tensor | None = None) -> None:
+        """Add matrices of positions by columns and of positions by answers, in place."""
+        groups, positions, width = columns_gpi.shape
+        self.positions += positions
+        # Not sum(1, dtype=torch.float64), which takes half as long as the Gram matrix.
+        self.columns_gi = self.columns_gi + columns_gpi.sum(1).double()
+        if self._upper_gii is None:
+            self._upper_gii = self.columns_gi.new_zeros(groups, width, width)
+        for start in range(0, width, GRAM_BLOCK):
+            rows_gip = columns_gpi[:, :, start : start + GRAM_BLOCK].mT
+            block_gii = self._upper_gii[:, start : start + GRAM_BLOCK, start:]
+            block_gii += rows_gip @ columns_gpi[:, :, start:]
+        if answers_gpo is None:
+            return
+        self.answers_go = self.answers_go + answers_gpo.sum(1).double()
+        self.cross_gio = self.cross_gio + (columns_gpi.mT @ answers_gpo).double()
+        self.energy += float(answers_gpo.square().sum())
+
+
+def samples_needed(call: LayerCall, samples: int, calls: int = 1) -> int:
+    """Return how many samples a layer's Gram matrix needs, from one of its calls on some samples.
+
+    The first layers of a convolutional network have thousands of positions a sample.
+    """
+    positions = calls * call.output.numel() / call.output.shape[call.channel_axis] / samples
+    return max(MIN_SAMPLES, ceil(POSITIONS_PER_COLUMN * call.columns / max(positions, 1e-9)))
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A layer that reads a group's channels, as matrices."""
+
+    weight_gio: torch.Tensor
+    gram_gii: torch.Tensor
+    """Gram matrix of its inputs."""
+    entries_ce: torch.Tensor
+    """Columns of each channel, `(channels, columns per channel)`."""
+
+
+def wanda(consumers: Sequence[Consumer]) -> torch.Tensor:
+    """Score each channel by the norm that it adds to its consumers' outputs if uncorrelated.
+
+    Sun et al., "A Simple and Effective Pruning Approach for Large Language Models" (2023): weight
+    magnitude times activation norm, here of all weights that read a channel.
+    """
+    total = torch.zeros(len(consumers[0].entries_ce), dtype=torch.float64)
+    for consumer in consumers:
+        activation_gi = consumer.gram_gii.diagonal(dim1=1, dim2=2)
+        contribution_gi = consumer.weight_gio.square().sum(2) * activation_gi
+        total += contribution_gi.sum(0)[consumer.entries_ce].sum(1)
+    return total.sqrt()
+
+
+def optimal_brain_surgeon(consumers: Sequence[Consumer]) -> torch.Tensor:
+    """Score each channel by the rise of its consumers' squared error when it is removed.
+
+    Hassibi and Stork's "Optimal Brain Surgeon" (1993) of whole structures, as in Kurtic, Frantar
+    and Alistarh, "ZipLM" (2023): channels are removed one after the other, the cheapest first, and
+    the remaining weights are updated to compensate. The rise is relative to the energy of each
+    consumer's output.
+    """
+    states = [_PrunedConsumer(consumer) for consumer in consumers]
+    alive = torch.arange(len(consumers[0].entries_ce))
+    scores = torch.zeros(len(alive), dtype=torch.float64)
+    per_round = -(-len(alive) // ROUNDS)
+    floor = 0.0
+    while len(alive):
+        rises = torch.stack([state.rises(alive) for state in states]).sum(0)
+        order = rises.argsort(stable=True)[:per_round]
+        removed = alive[order]
+        # Scores follow the order of removal, though a rise may be smaller than one before.
+        scores[removed] = rises[order].clamp_min(floor)
+        floor = float(scores[removed].max())
+        alive = alive[~torch.isin(alive, removed)]
+        for state in states:
+            state.remove_(removed)
+    return scores
+
+
+class _PrunedConsumer:
+    """A consumer's compensated weights while channels are removed one after the other.
+
+    Columns of removed channels stay, unread, until they are half of all: to copy the matrices
+    takes longer than to compute with them.
+    """
+
+    def __init__(self, consumer: Consumer) -> None:
+        gram_gii, weight_gio = consumer.gram_gii, consumer.weight_gio
+        self.weight_gio, self.entries_ce = weight_gio.clone(), consumer.entries_ce
+        # 1e-30: the inputs may all be zero.
+        damping = RIDGE * gram_gii.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-30)
+        damped_gii = gram_gii.clone()
+        damped_gii.diagonal(dim1=1, dim2=2).add_(damping)
+        factor_gii, failed_g = torch.linalg.cholesky_ex(damped_gii)
+        # `inv` takes twice as long, and passes on what is not finite.
+        self.inverse_gii = (
+            torch.linalg.inv(damped_gii) if failed_g.any() else torch.cholesky_inverse(factor_gii)
+        )
+        self.energy = max(float((weight_gio * (gram_gii @ weight_gio)).sum()), 1e-30)
+        """Sum of the squares of its unpruned output."""
+        self.kept_i = torch.ones(gram_gii.shape[1], dtype=torch.bool)
+        """Whether each column's channel is there."""
+
+    def rises(self, channels: torch.Tensor) -> torch.Tensor:
+        """Return the relative rise of the squared error when each channel is removed alone."""
+        rows_ce = self.entries_ce[channels]
+        block_gcee = self.inverse_gii[:, rows_ce[:, :, None], rows_ce[:, None, :]]
+        weight_gceo = self.weight_gio[:, rows_ce]
+        # In systems of one unknown torch's threads wait for each other more than they compute.
+        is_one = rows_ce.shape[1] == 1
+        solved_gceo = (
+            weight_gceo / block_gcee if is_one else torch.linalg.solve(block_gcee, weight_gceo)
+        )
+        rise_gc = (weight_gceo * solved_gceo).sum((2, 3))
+        rises: torch.Tensor = rise_gc.sum(0) / self.energy
+        return rises
+
+    def remove_(self, channels: torch.Tensor) -> None:
+        """Remove channels and compensate them by the other weights, in place."""
+        rows_e = self.entries_ce[channels].flatten()
+        block_gee = self.inverse_gii[:, rows_e[:, None], rows_e]
+        across_gei = self.inverse_gii[:, rows_e]
+        solved_gei = torch.linalg.solve(block_gee, across_gei)
+        self.weight_gio.baddbmm_(solved_gei.mT, self.weight_gio[:, rows_e], alpha=-1)
+        self.inverse_gii.baddbmm_(across_gei.mT, solved_gei, alpha=-1)
+        self.kept_i[rows_e] = False
+        if 2 * self.kept_i.sum() <= len(self.kept_i):
+            # Leave out the columns of removed channels.
+            kept_i = self.kept_i
+            self.weight_gio = self.weight_gio[:, kept_i]
+            self.inverse_gii = self.inverse_gii[:, kept_i][:, :, kept_i]
+            self.entries_ce = (kept_i.cumsum(0) - 1)[self.entries_ce]
+            self.kept_i = kept_i[kept_i]
+
+
+def consumers(
+    module: nn.Module,
+    groups: Sequence[ChannelGroup],
+    graph: AxisGraph,
+    batches: Sequence[Batch],
+    device: str = "cpu",
+) -> list[list[Consumer]]:
+    """Return, for each group, the linear layers and convolutions that read its channels."""
+    slots = {slot for group in groups for slot in group.consumed_slots}
+    calls: dict[str, LayerCall] = {}
+    moments: dict[str, Moments] = {}
+    module.to(device)
+
+    def add_to_moments(call: LayerCall, size: int, samples_before: int) -> None:
+        is_read = (call.weight, call.read_axis) in slots and call.columns <= MAX_COLUMNS
+        if is_read and samples_before < samples_needed(call, size):
+            calls[call.weight] = call.without_values()
+            own = moments.setdefault(call.weight, Moments())
+            for columns, _ in call.parts():
+                own.add_(columns)
+
+    samples = 0
+    for batch in batches:
+        add = partial(add_to_moments, size=len(batch), samples_before=samples)
+        observe_layer_calls(module, [batch], add, device)
+        samples += len(batch)
+    module.cpu()  # where it is sliced and verified
+    weights = dict(module.named_parameters())
+    found: list[list[Consumer]] = [[] for _ in groups]
+    for group, own in zip(groups, found, strict=True):
+        for name, axis in group.consumed_slots:
+            if name not in calls or calls[name].read_axis != axis:
+                continue
+            weight, read = weights[name].detach().double().cpu(), calls[name]
+            if axis == 0:
+                weight_gio = weight[None]
+            else:
+                weight_gio = weight.reshape(read.groups, -1, read.columns).mT
+            # A channel of a convolution's input takes as many columns as its window has positions.
+            classes = graph.classes[name, axis].repeat_interleave(prod(read.kernel))
+            entries = [(classes == channel).nonzero().flatten() for channel in group.channels]
+            own.append(Consumer(weight_gio, moments[name].gram_gii.cpu(), torch.stack(entries)))
+    return found

@@ -46,20 +46,21 @@ class Programme:
     ) -> dict[str, Value] | None:
         """Return the values of least loss that meet all limits; None where none do.
 
-        Args:
-            limits: of quantities over the grid.
-            forbidden: choices that are not returned, as they are known already.
-            tie: weight of the first limit's quantity, relative to its most, in the loss, so that
-                of two choices that lose the same the cheaper one is returned.
+        Choices that are ``forbidden`` are known already. ``tie`` weighs the first limit's quantity,
+        relative to its most, in the loss, so that of equal choices the cheaper one is returned.
         """
         choices = [(decision, value) for decision, own in self.grid.items() for value in own]
         index = {choice: i for i, choice in enumerate(choices)}
-        scopes = _largest(
+        meeting = {
             scope
             for limit in limits
             for scope, own in limit.quantity.terms.items()
             if len(scope) > 1 and any(own.values())
-        )
+        }
+        scopes: list[tuple[str, ...]] = []  # those that are not in a larger one
+        for scope in sorted(meeting, key=lambda scope: (-len(scope), scope)):
+            if not any({*scope} <= {*larger} for larger in scopes):
+                scopes.append(scope)
         # A variable for each combination of values of decisions that meet, between 0 and 1: sums
         # over those with one value are that value's own variable, and so it is their product.
         joint: dict[Meeting, int] = {}
@@ -67,17 +68,10 @@ class Programme:
             for values in product(*(self.grid[decision] for decision in scope)):
                 joint[scope, values] = len(choices) + len(joint)
         count = len(choices) + len(joint)
-        rows: list[Row] = []
-        lows: list[float] = []
-        highs: list[float] = []
-
-        def constrain(row: Row, low: float, high: float) -> None:
-            rows.append(row)
-            lows.append(low)
-            highs.append(high)
-
-        for decision, own in self.grid.items():
-            constrain({index[decision, value]: 1.0 for value in own}, 1, 1)
+        constraints: list[tuple[Row, float, float]] = [  # row, low, high
+            ({index[decision, value]: 1.0 for value in own}, 1, 1)
+            for decision, own in self.grid.items()
+        ]
         for scope in scopes:
             for place, decision in enumerate(scope):
                 margins: dict[Value, Row] = {
@@ -85,23 +79,24 @@ class Programme:
                 }
                 for values in product(*(self.grid[other] for other in scope)):
                     margins[values[place]][joint[scope, values]] = 1.0
-                for row in margins.values():
-                    constrain(row, 0, 0)
+                constraints += [(row, 0, 0) for row in margins.values()]
         costs = [self._row(limit.quantity, index, scopes, joint) for limit in limits]
         for limit, row in zip(limits, costs, strict=True):
             # In shares of what is allowed, so that bytes and seconds weigh the same.
             scale = abs(limit.most) or 1.0
             room = (limit.most - limit.quantity.base) / scale
-            constrain({i: cost / scale for i, cost in row.items()}, -np.inf, room)
+            constraints.append(({i: cost / scale for i, cost in row.items()}, -np.inf, room))
         for tried in forbidden:
             if all(choice in index for choice in tried.items()):
-                constrain({index[choice]: 1.0 for choice in tried.items()}, -np.inf, len(tried) - 1)
+                row = {index[choice]: 1.0 for choice in tried.items()}
+                constraints.append((row, -np.inf, len(tried) - 1))
         objective = np.zeros(count)
         for (decision, value), i in index.items():
             objective[i] = self.loss_increase[decision][value]
         if limits:
             for i, cost in costs[0].items():
                 objective[i] += tie * cost / (abs(limits[0].most) or 1.0)
+        rows, lows, highs = zip(*constraints, strict=True)
         entries = [entry for row in rows for entry in row.values()]
         ends = np.cumsum([0, *map(len, rows)])
         matrix = csr_array((entries, [i for row in rows for i in row], ends), (len(rows), count))
@@ -148,13 +143,3 @@ class Programme:
                     column = joint[around, values]
                     row[column] = row.get(column, 0.0) + change
         return row
-
-
-def _largest(scopes: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the sets of decisions that are not in a larger one, each once."""
-    ordered = sorted({*scopes}, key=lambda scope: (-len(scope), scope))
-    largest: list[tuple[str, ...]] = []
-    for scope in ordered:
-        if not any({*scope} <= {*other} for other in largest):
-            largest.append(scope)
-    return largest

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from compress.data.batch import Batch
 
+    Requests = SimpleQueue["_Request | _Ended"]
+    Answers = SimpleQueue[tuple[Any, BaseException | None]]
+
 
 class _Closed(BaseException):
     """Raised in a model's code to end a forward pass early; no `except Exception` catches it."""
@@ -56,11 +59,11 @@ class _Ended(NamedTuple):
 
 
 class _Requests(TorchFunctionMode):
-    """Passes each torch function of a thread to a callback instead of running it."""
+    """Asks for each torch function of a thread instead of running it, and waits for its result."""
 
-    def __init__(self, request: Callable[[_Request], Any], device_type: str) -> None:
+    def __init__(self, requests: Requests, answers: Answers, device_type: str) -> None:
         super().__init__()
-        self._request, self._device_type = request, device_type
+        self._requests, self._answers, self._device_type = requests, answers, device_type
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -73,8 +76,15 @@ class _Requests(TorchFunctionMode):
         autocast = (
             (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         )
-        request = _Request(func, args, kwargs or {}, torch.is_grad_enabled(), autocast)
-        return self._request(request)
+        has_gradients = torch.is_grad_enabled()
+        self._requests.put(_Request(func, args, kwargs or {}, has_gradients, autocast))
+        result, error = self._answers.get()
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            del error  # whose traceback holds this frame, and with it the model's activations
 
 
 MAX_RESIDENT = 2**28
@@ -152,24 +162,19 @@ class PausedForward:
     """One batch's forward pass through a module, which advances from layer to layer."""
 
     def __init__(self, module: nn.Module, batch: Batch, files: ActivationFiles) -> None:
-        """Begin at the first function; the module is in eval mode, and shares its weights."""
-        self._batch, self._files = batch, files
-        # What forward keeps on the module, such as a cache, belongs to this batch alone.
-        tensors = [*module.parameters(), *module.buffers()]
-        self._module = copy_module(module, {id(tensor): tensor for tensor in tensors})
+        """Begin nothing yet; the module is in eval mode, and its weights are shared."""
+        self.samples = len(batch)
+        self._original, self._batch, self._files = module, batch, files
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._device_type = batch.inputs[0].device.type if batch.inputs else "cpu"
+        self._thread: Thread | None = None
+        self._pending: _Request | _Ended | None = None
+        """What the module's code waits for; None while it runs."""
         self._made: dict[int, StorageWeakRef] = {}
         """Address → storage that a function of this pass made; not those of weights and inputs, nor
         of tensors that other code holds, such as a global mask."""
         self._resident = 0
         """Bytes of them that stay in memory while this pass is paused."""
-        self._names = {id(p): name for name, p in module.named_parameters()}
-        self._device_type = batch.inputs[0].device.type if batch.inputs else "cpu"
-        self._requests: SimpleQueue[_Request | _Ended] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._thread = Thread(target=copy_context().run, args=(self._run_module,), daemon=True)
-        self._thread.start()
-        self._pending: _Request | _Ended | None = self._requests.get()
-        """What the module's code waits for; None while it runs."""
         self._passed: set[str] = set()
         """Weights of the layers that have been called."""
 
@@ -214,6 +219,13 @@ class PausedForward:
         return [storage for storage in found.values() if storage is not None]
 
     def _resume(self) -> None:
+        """Begin at the first function, or go on."""
+        if self._thread is None:
+            self._requests: Requests = SimpleQueue()
+            self._answers: Answers = SimpleQueue()
+            self._thread = Thread(target=copy_context().run, args=(self._run_module,), daemon=True)
+            self._thread.start()
+            self._pending = self._requests.get()
         # All of them, as compiled code that reads them asks for no torch function.
         self._files.load_(self._alive())
         self._files.release(self._resident)
@@ -237,13 +249,17 @@ class PausedForward:
             raise samples_refused(self._batch, error) from error
 
     def close(self) -> None:
-        """End the module's code, wherever it waits."""
+        """End the module's code, wherever it waits; it begins anew when it is asked for more."""
+        if self._thread is None:
+            return
         if self._pending is None:  # this thread was interrupted while the module's code ran
             self._pending = self._requests.get()
         while isinstance(self._pending, _Request):
             self._answer(None, _Closed())
         self._thread.join()
         self._resume()  # what outlives the pass may be read again
+        self._thread, self._pending = None, None
+        self._made, self._passed = {}, set()
 
     def _execute(self, request: _Request) -> tuple[Any, BaseException | None]:
         read = _storages((request.args, request.kwargs))
@@ -271,22 +287,13 @@ class PausedForward:
     def _run_module(self) -> None:
         output, raised = None, None
         try:
-            with torch.no_grad(), _Requests(self._request, self._device_type):
-                output = self._module(*self._batch.inputs)
+            # What forward keeps on the module, such as a cache, belongs to this pass alone.
+            tensors = [*self._original.parameters(), *self._original.buffers()]
+            module = copy_module(self._original, {id(tensor): tensor for tensor in tensors})
+            with torch.no_grad(), _Requests(self._requests, self._answers, self._device_type):
+                output = module(*self._batch.inputs)
         except _Closed:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             raised = error
         self._requests.put(_Ended(output, raised))
-
-    def _request(self, request: _Request) -> Any:
-        """Ask for a function's result, and wait for it; called in the module's thread."""
-        self._requests.put(request)
-        del request
-        result, error = self._answers.get()
-        try:
-            if error is not None:
-                raise error
-            return result
-        finally:
-            del error  # whose traceback holds this frame, and with it the model's activations

@@ -16,8 +16,8 @@ from compress.data.batch import Batch
 from compress.graph.layer_gram import inverse_hessian_factor
 from compress.pruning.allocation.ranking import names_matching
 from compress.pruning.depth.block_search import all_blocks
-from compress.pruning.importance.activation_saliency import MAX_COLUMNS, Moments
 from compress.pruning.importance.layer_calls import observe_layer_calls, record_layer_calls
+from compress.pruning.importance.scores import MAX_COLUMNS, Moments
 from compress.training.objectives.weight_constraint import KeepZeros, set_zeros_, weights_of
 
 if TYPE_CHECKING:
@@ -28,9 +28,23 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.pruning.importance.layer_calls import LayerCall
 
-
 UNOBSERVED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvTransposeNd)
 """Layers of torch with matrices for weights whose calls :mod:`layer_calls` does not observe."""
+Method: TypeAlias = Literal["l1", "random", "wanda", "sparsegpt"]
+NofM: TypeAlias = "tuple[int, int]"
+"""n and m: of m neighbouring inputs n stay nonzero."""
+
+# As in the paper: within a block, each column is compensated at once; later blocks once per block.
+BLOCK = 128
+"""Columns that SparseGPT prunes at a time."""
+DENSE = (
+    "Zeros alone make dense kernels no faster and the file no smaller: they are stored and "
+    "multiplied like other numbers. They pay where the file is compressed."
+)
+SPARSE = (
+    "Dense kernels are no faster with these zeros. Sparse kernels of CUDA devices take the pattern "
+    "2:4 (torch.sparse.to_sparse_semi_structured)."
+)
 
 
 @dataclass(frozen=True)
@@ -43,12 +57,6 @@ class WeightLayout:
     """Channels that each group reads."""
     kernel: int
     """Positions of a convolution's window; 1 for a linear layer."""
-
-    @classmethod
-    def from_call(cls, call: LayerCall) -> WeightLayout:
-        """Build the layout from an observed call."""
-        kernel = prod(call.kernel)
-        return cls(call.read_axis, call.groups, call.columns // kernel, kernel)
 
     def columns(self, matrix_gxi: torch.Tensor) -> torch.Tensor:
         """Reorder columns from (channel, window position) to (window position, channel).
@@ -110,7 +118,9 @@ def prunable_weights(
     calls, elsewhere = record_layer_calls(module, Batch(tuple(inputs), None), str(inputs[0].device))
     layout_of: dict[str, WeightLayout] = {}
     for call in calls:
-        layout_of.setdefault(call.weight, WeightLayout.from_call(call))
+        kernel = prod(call.kernel)
+        layout = WeightLayout(call.read_axis, call.groups, call.columns // kernel, kernel)
+        layout_of.setdefault(call.weight, layout)
     unobserved = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, part in module.named_modules()
@@ -152,16 +162,6 @@ def _matching(names: Sequence[str], patterns: Sequence[str], setting: str) -> se
     return set(names) & set(names_matching(sorted(known), patterns, setting, "weight or module"))
 
 
-DENSE = (
-    "Zeros alone make dense kernels no faster and the file no smaller: they are stored and "
-    "multiplied like other numbers. They pay where the file is compressed."
-)
-SPARSE = (
-    "Dense kernels are no faster with these zeros. Sparse kernels of CUDA devices take the pattern "
-    "2:4 (torch.sparse.to_sparse_semi_structured)."
-)
-
-
 def sparsity_facts(
     before: nn.Module, after: nn.Module, pruned: PrunableWeights, n_of_m: tuple[int, int] | None
 ) -> dict[str, JsonValue]:
@@ -195,15 +195,6 @@ def deflated_bytes(module: nn.Module) -> int:
 def _share_of_zeros(weights: list[nn.Parameter]) -> float:
     zeros = sum(int((weight == 0).sum()) for weight in weights)
     return zeros / sum(weight.numel() for weight in weights)
-
-
-Method: TypeAlias = Literal["l1", "random", "wanda", "sparsegpt"]
-NofM: TypeAlias = "tuple[int, int]"
-"""n and m: of m neighbouring inputs n stay nonzero."""
-
-# As in the paper: within a block, each column is compensated at once; later blocks once per block.
-BLOCK = 128
-"""Columns that SparseGPT prunes at a time."""
 
 
 def unstructured_masks(
@@ -328,6 +319,28 @@ def _chosen(choose: L1Unstructured | RandomUnstructured, weight: torch.Tensor) -
     return kept == 0
 
 
+def set_uncalibrated_zeros_(
+    module: nn.Module,
+    layouts: Mapping[str, WeightLayout | None],
+    *,
+    method: Method,
+    amount: float,
+    n_of_m: NofM | None,
+    is_global: bool,
+    seed: int,
+) -> None:
+    """Set entries of weights to zero by their magnitude or at random, in place."""
+    parameters = dict(module.named_parameters())
+    weights = {name: parameters[name] for name in layouts}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if n_of_m:
+            zeros = n_of_m_masks(weights, layouts, n_of_m, method)
+        else:
+            zeros = unstructured_masks(weights, amount, method, is_global)
+    set_zeros_(weights, zeros)
+
+
 @torch.no_grad()
 def set_calibrated_zeros_(
     module: nn.Module,
@@ -342,14 +355,21 @@ def set_calibrated_zeros_(
 ) -> dict[str, str]:
     """Set entries of weights to zero, in place; return the weights that were skipped → why.
 
-    The module is in eval mode, and is moved to the device. ``layouts`` are in the order of use.
+    The module is in eval mode, and runs on the device. ``layouts`` are in the order of use.
     """
     module.to(device)
     weights, skipped = dict(module.named_parameters()), {}
     groups = group_by_block(module, list(layouts))
     # Blocks in order, so that each is calibrated on the outputs of the pruned ones before.
     for done, group in enumerate(groups, 1):
-        moments = _moments(module, {name: layouts[name] for name in group}, batches, device)
+        moments = {name: Moments() for name in group}
+
+        def add_to_moments(call: LayerCall, moments: dict[str, Moments] = moments) -> None:
+            if call.weight in moments and call.columns <= MAX_COLUMNS:
+                for columns_gpi, _ in call.parts():
+                    moments[call.weight].add_(layouts[call.weight].columns(columns_gpi))
+
+        observe_layer_calls(module, batches, add_to_moments, device)
         for name in group:
             if not moments[name].positions:
                 skipped[name] = (
@@ -357,10 +377,10 @@ def set_calibrated_zeros_(
                     f"{MAX_COLUMNS} numbers"
                 )
                 continue
-            if not bool(torch.isfinite(moments[name].gram_gii).all()):
+            layout, gram = layouts[name], moments[name].gram_gii
+            if not bool(gram.isfinite().all()):
                 skipped[name] = "what it reads on the calibration data is not finite"
                 continue
-            layout, gram = layouts[name], moments[name].gram_gii
             matrix = layout.matrix(weights[name].detach().double())
             if method == "sparsegpt":
                 matrix = sparsegpt(matrix, gram, amount, n_of_m)
@@ -368,26 +388,8 @@ def set_calibrated_zeros_(
                 matrix = matrix.masked_fill(wanda(matrix, gram, amount, n_of_m), 0)
             weights[name].copy_(layout.weight(matrix, weights[name].shape))
         progress(method, done, len(groups))
+    module.cpu()
     return skipped
-
-
-def _moments(
-    module: nn.Module, layouts: Mapping[str, WeightLayout], batches: Sequence[Batch], device: str
-) -> dict[str, Moments]:
-    """Return the second moments of the inputs of some weights."""
-    moments = {name: Moments() for name in layouts}
-
-    def add_to_moments(call: LayerCall) -> None:
-        if call.weight in moments and call.columns <= MAX_COLUMNS:
-            layout = layouts[call.weight]
-            for columns_gpi, _ in call.parts():
-                moments[call.weight].add_(layout.columns(columns_gpi))
-
-    observe_layer_calls(module, batches, add_to_moments, device)
-    return moments
-
-
-Schedule: TypeAlias = Literal["linear", "cubic"]
 
 
 # The repr of a constraint is part of the key by which an interrupted training is resumed: class and
@@ -406,7 +408,7 @@ class AddZeros:
     """Final share of zeros."""
     whole: bool
     """Whether all weights are ranked together."""
-    schedule: Schedule
+    schedule: Literal["linear", "cubic"]
     until: float
     """Share of the steps after which no zeros are added."""
     updates: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -23,23 +23,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.artifacts.edits.removal import keep_indices_
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import copy_module, flatten_outputs, run_in_eval
+from compress.common.forward import copy_module, flatten_outputs, plain_attention, run_in_eval
 from compress.common.tensor_difference import largest, largest_difference, largest_finite
 from compress.data.batch import Batch
-from compress.pruning.dependency.graph import export_graph, label_axes, trace
-from compress.pruning.dependency.module_attributes import AttributeReads, attribute_key
+from compress.pruning.dependency.channel_groups import SlicePlan, export_graph, label_axes, trace
+from compress.pruning.dependency.module_attributes import (
+    AttributeReads,
+    all_changes,
+    attribute_key,
+    certain_changes,
+    combined,
+    possible_changes,
+)
 from compress.pruning.importance.layer_calls import samples_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch.export import ExportedProgram
-
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.pruning.channel_settings import ChannelSelection
-    from compress.pruning.dependency.channel_groups import AxisGraph, Kept, Value
+    from compress.pruning.dependency.channel_groups import (
+        AxisGraph,
+        Change,
+        ChannelGroup,
+        GroupSlice,
+        Kept,
+        Value,
+    )
 
+log = logging.getLogger(__name__)
+
+Outputs: TypeAlias = tuple[torch.Tensor, ...]
 
 LARGER_SIZE = 12
 """Size of a named axis at which a slice is verified once more; seeded examples have 8."""
@@ -48,6 +63,17 @@ ROWS = 4
 in float64 to every comparison."""
 SAMPLES_SEARCHED = 128
 """Samples that are read to find those with extreme values, if no calibration samples are given."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest difference relative to the largest output: rounding alone, as exact arithmetic has none.
+"""
+TOLERANCE_WITH_CASTS = 1e-6
+"""The same for a float64 module that casts some results to fewer bits and back."""
+# Layers of large modules compute more numbers per comparison, so fewer repetitions find an error.
+VARIANTS, FEW_VARIANTS, SMALL = 8, 3, 1_000_000
+"""Comparisons with other signs of the weights, for modules with fewer weights than `SMALL` and for
+larger ones."""
+ZERO_FILLING = 0.1
+"""Standard deviation of the random values that replace an all-zero parameter."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +98,12 @@ class VerificationInputs:
         batches: Sequence[Batch] = (),
     ) -> Self:
         """Build all inputs of a model; real samples are those of :func:`real_inputs`."""
-        seed, real = context.seed, real_inputs(signature, context, batches)
-        others = other_sizes(signature, seed)
-        return cls(signature.example(seed=seed), others, real, selection.across_norms)
+        return cls(
+            signature.example(seed=context.seed),
+            other_sizes(signature, context.seed),
+            real_inputs(signature, context, batches),
+            selection.across_norms,
+        )
 
     def trace(self, module: nn.Module) -> AxisGraph:
         """Trace a module's axis graph on the seeded example; StageFailed where that fails."""
@@ -117,23 +146,6 @@ def real_inputs(
     order = list(dict.fromkeys([*extreme, *range(len(columns[0]))]))
     chosen = torch.tensor([order[i % len(order)] for i in range(rows)])
     return tuple(column[chosen] for column in columns)
-
-
-log = logging.getLogger(__name__)
-
-Outputs: TypeAlias = tuple[torch.Tensor, ...]
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest difference relative to the largest output: rounding alone, as exact arithmetic has none.
-"""
-TOLERANCE_WITH_CASTS = 1e-6
-"""The same for a float64 module that casts some results to fewer bits and back."""
-# Layers of large modules compute more numbers per comparison, so fewer repetitions find an error.
-VARIANTS, FEW_VARIANTS, SMALL = 8, 3, 1_000_000
-"""Comparisons with other signs of the weights, for modules with fewer weights than `SMALL` and for
-larger ones."""
-ZERO_FILLING = 0.1
-"""Standard deviation of the random values that replace an all-zero parameter."""
 
 
 class MaskedEquivalence:
@@ -274,9 +286,10 @@ class MaskedEquivalence:
                 twin = self._variant(variant)
                 if kept is not None:
                     twin = zero_masked(twin, kept)
-                    if self._across_norms:
-                        twin = self._twin(inputs).bind(twin, kept)
-                known.append(_outputs(twin, inputs))
+                if kept is not None and self._across_norms:
+                    known.append(self._twin(inputs).outputs(twin, kept, inputs))
+                else:
+                    known.append(_outputs(twin, inputs))
             # Other signs may give a model values that it was not made for, like the square root of
             # a negative number. Infinities may be masked scores, which are compared.
             if variant == 0 or not _any_nan(known[i]):
@@ -308,7 +321,12 @@ class MaskedEquivalence:
         self, module: nn.Module, inputs: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> None:
         self._module = copy_module(module).to(dtype).eval()
-        _fill_zeros_(self._module)
+        # Whether a slice is right does not depend on values, and zeros would hide an error.
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self._module.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                numbers = torch.randn(parameter.shape, generator=generator)
+                parameter.data.copy_(numbers * ZERO_FILLING)
         self._dtype = dtype
         self._inputs = self._cast(inputs)
         with _LowerPrecisionDetector(dtype) as casts:
@@ -337,19 +355,6 @@ class _LowerPrecisionDetector(TorchDispatchMode):  # type: ignore[no-untyped-cal
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 self.found |= torch.finfo(leaf.dtype).bits < self._bits
         return results
-
-
-@torch.no_grad()
-def _fill_zeros_(module: nn.Module) -> None:
-    """Replace all-zero parameters by random values, in place.
-
-    Whether a slice is right does not depend on values, and zeros would hide an error.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        if parameter.is_floating_point() and not parameter.any():
-            numbers = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(numbers * ZERO_FILLING)
 
 
 @torch.no_grad()
@@ -417,8 +422,8 @@ class KeptStatisticsTwin:
         self._program = export_graph(module, inputs)
         self._axes = label_axes(self._program, module, across_norms=True)
 
-    def bind(self, masked: nn.Module, kept: Kept) -> nn.Module:
-        """Return the graph with a masked module's weights, whose norms see the kept channels."""
+    def outputs(self, masked: nn.Module, kept: Kept, inputs: Sequence[torch.Tensor]) -> Outputs:
+        """Run the graph with a masked module's weights; its norms see the kept channels."""
         removed = [torch.tensor([], dtype=torch.int64)]
         for (tensor, axis), classes in self._axes.classes.items():
             if axis in kept.get(tensor, {}):
@@ -430,37 +435,16 @@ class KeptStatisticsTwin:
             stays = ~torch.isin(classes, torch.cat(removed))
             if not stays.all():
                 seen[node] = axis, stays.nonzero().flatten()
-        return _BoundGraph(self._program, masked, seen)
-
-
-class _BoundGraph(nn.Module):
-    """Interprets an exported graph with a module's weights."""
-
-    def __init__(
-        self,
-        program: ExportedProgram,
-        weights: nn.Module,
-        seen: Mapping[str, tuple[int, torch.Tensor]],
-    ) -> None:
-        super().__init__()
-        self.weights = weights
-        self._program, self._seen = program, seen
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tensors = {
-            **self._program.constants,
-            **dict(self.weights.named_parameters(remove_duplicate=False)),
-            **dict(self.weights.named_buffers(remove_duplicate=False)),
-        }
-        given = iter(inputs)
+        tensors, given = {**self._program.constants, **_tensors(masked)}, iter(inputs)
         arguments = [
             next(given) if spec.kind is InputKind.USER_INPUT else tensors[str(spec.target)]
             for spec in self._program.graph_signature.input_specs
         ]
-        outputs: tuple[torch.Tensor, ...] = _KeptStatistics(
-            self._program.graph_module, self._seen
-        ).run(*arguments)
-        return outputs
+        graph = _KeptStatistics(self._program.graph_module, seen)
+        # As run_in_eval does, and with the random numbers of _outputs.
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(), plain_attention():
+            torch.default_generator.manual_seed(0)
+            return flatten_outputs(graph.run(*arguments))
 
 
 class _KeptStatistics(fx.Interpreter):
@@ -495,3 +479,127 @@ class _KeptStatistics(fx.Interpreter):
         if "eps" not in names:  # a reduction
             return result
         return torch.zeros_like(whole).index_copy(axis, indices, result)
+
+
+def verify_slices(
+    module: nn.Module,
+    wanted: Sequence[GroupSlice],
+    pinned: Mapping[str, str],
+    graph: AxisGraph,
+    equivalence: MaskedEquivalence,
+) -> SlicePlan:
+    """Return the wanted slices that are verified together, and why the other groups stay.
+
+    ``pinned`` gives the modules whose channels stay, known before, and why.
+    """
+    wanted = [replace(c, changes=certain_changes(module, c.group, graph)) for c in wanted]
+    plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
+    # Both checks are slow and seldom fail, so they are first made of the whole plan. An attribute
+    # may matter to tracing alone, which takes other paths through a model's code.
+    if plan.groups and equivalence.untrainable(plan.kept, plan.attributes) is not None:
+        equivalence.must_train = True
+        plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
+    if plan.groups and equivalence.untraced(plan.kept, plan.attributes) is not None:
+        equivalence.must_trace = True
+        plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
+    return plan
+
+
+@dataclass
+class _VerifiedSetSearch:
+    """Bisects a set of slices into those that are verified together and those refused.
+
+    All wanted slices are compared at once with their masked twin; only if that fails, the set is
+    halved, down to the single groups at fault. A module of n groups of which k cannot be sliced
+    costs about k · log₂ n comparisons instead of n.
+    """
+
+    _module: nn.Module
+    _wanted: Sequence[GroupSlice]
+    _graph: AxisGraph
+    _equivalence: MaskedEquivalence
+    _refused: dict[ChannelGroup, str] = field(default_factory=dict)
+    """Group → why it stays."""
+
+    def run(self, pinned: Mapping[str, str]) -> SlicePlan:
+        """Search, and return the plan of the verified slices in the order of the wanted ones."""
+        verified = self._largest_verified(self._wanted) if self._wanted else []
+        if self._refused:
+            verified = self._with_dependents(verified)
+        order = {one.group: i for i, one in enumerate(self._wanted)}
+        verified.sort(key=lambda one: order[one.group])
+        refused = {group.name: reason for group, reason in reversed(self._refused.items())}
+        return SlicePlan.combine(verified, {**pinned, **refused}, self._graph)
+
+    def _largest_verified(self, slices: Sequence[GroupSlice]) -> list[GroupSlice]:
+        """Return a verified subset, by bisection."""
+        if len(slices) > 1:
+            if self._mismatch(slices) is None:
+                return list(slices)
+            half = len(slices) // 2
+            left = self._largest_verified(slices[:half])
+            right = self._largest_verified(slices[half:])
+            return self._extended(left, right) if left and right else left or right
+        # A slice alone is verified with the attributes that must change with it.
+        (one,), first_reason = slices, None
+        is_read = self._equivalence.is_read
+        for changes in possible_changes(self._module, one, self._graph, is_read):
+            changed = replace(one, changes=(*one.changes, *changes))
+            reason = self._mismatch([changed])
+            if reason is None:
+                return [changed]
+            first_reason = first_reason or reason
+        self._refused[one.group] = str(first_reason)
+        return []
+
+    def _extended(self, base: list[GroupSlice], more: Sequence[GroupSlice]) -> list[GroupSlice]:
+        """Return a verified set, extended by those of another that are verified with it."""
+        reason = self._mismatch([*base, *more])
+        if reason is None:
+            return [*base, *more]
+        if len(more) == 1:
+            self._refused[more[0].group] = f"together with other cuts, {reason}"
+            return base
+        half = len(more) // 2
+        return self._extended(self._extended(base, more[:half]), more[half:])
+
+    def _with_dependents(self, verified: list[GroupSlice]) -> list[GroupSlice]:
+        """Add sets of slices that are wrong alone but right together."""
+        # Modules may share a configuration that says how wide all of them are, or, as those of T5's
+        # decoder do, a tensor that one of them makes as wide as itself. So slices that share an
+        # attribute, or are of modules of the same classes, are tried together.
+        modules = dict(self._module.named_modules())
+        slices_of: dict[object, list[GroupSlice]] = {}
+        for one in self._wanted:
+            if one.group in self._refused:
+                keys = {attribute_key(self._module, c.attribute) for c in self._read_changes(one)}
+                owners = (name.rpartition(".")[0] for name in one.group.producer_modules)
+                kind = (*(type(modules[name]) for name in owners), one.before, one.after)
+                for key in (*sorted(keys), kind):
+                    slices_of.setdefault(key, []).append(one)
+        for candidates in filter(lambda slices: len(slices) > 1, slices_of.values()):
+            # With changes of attributes that have the same names in all of them.
+            read = (_last_name(change) for one in candidates for change in self._read_changes(one))
+            for names in combined(list(dict.fromkeys(read))):
+                together = list(verified)
+                for one in candidates:
+                    changes = all_changes(self._module, one, self._graph)
+                    more = (change for change in changes if _last_name(change) in names)
+                    together.append(replace(one, changes=(*one.changes, *more)))
+                if self._mismatch(together) is None:
+                    for one in candidates:
+                        del self._refused[one.group]
+                    return self._with_dependents(together)
+        return verified
+
+    def _read_changes(self, one: GroupSlice) -> list[Change]:
+        changes = all_changes(self._module, one, self._graph)
+        return [change for change in changes if self._equivalence.is_read(change.attribute)]
+
+    def _mismatch(self, slices: Sequence[GroupSlice]) -> str | None:
+        plan = SlicePlan.combine(slices, {}, self._graph)
+        return self._equivalence.find_mismatch(plan.kept, plan.attributes)
+
+
+def _last_name(change: Change) -> str:
+    return change.attribute.rpartition(".")[2]

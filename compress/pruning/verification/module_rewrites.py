@@ -16,10 +16,12 @@ from compress.artifacts.edits.named_sizes import NamedCall, occurrence_of, sizes
 from compress.artifacts.edits.split_attention import is_splittable
 from compress.artifacts.recipe import NameSizes, SplitAttention
 from compress.common.forward import copy_module, run_in_eval
-from compress.pruning.dependency.channel_groups import GroupSlice
-from compress.pruning.dependency.sized_calls import SizedCallRecorder
-from compress.pruning.verification.masked_equivalence import MaskedEquivalence, VerificationInputs
-from compress.pruning.verification.verified_slices import verify_slices
+from compress.pruning.dependency.channel_groups import GroupSlice, SizedCallRecorder
+from compress.pruning.verification.masked_equivalence import (
+    MaskedEquivalence,
+    VerificationInputs,
+    verify_slices,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,10 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def rewrite_(
-    module: nn.Module,
-    inputs: VerificationInputs,
-) -> tuple[AnyEdit, ...]:
+def rewrite_(module: nn.Module, inputs: VerificationInputs) -> tuple[AnyEdit, ...]:
     """Make more of a module's channels removable, in place, and return the edits that did.
 
     Each ``nn.MultiheadAttention`` is replaced by a
@@ -93,8 +92,6 @@ def edits_needed(edits: Iterable[AnyEdit], plan: SlicePlan) -> tuple[AnyEdit, ..
         elif isinstance(edit, NameSizes):
             sizes = {name: own for name, own in edit.sizes.items() if _is_sliced(name, plan)}
             needed += [NameSizes(calls=edit.calls, sizes=sizes)] if sizes else []
-        else:
-            needed.append(edit)
     return tuple(needed)
 
 
@@ -103,10 +100,7 @@ def _is_sliced(module: str, plan: SlicePlan) -> bool:
 
 
 def _name_sizes_(module: nn.Module, inputs: VerificationInputs) -> tuple[NameSizes, ...]:
-    """Make attributes of sizes in the code of modules, in place, where that lets channels leave.
-
-    Returns the edits, none where slices are refused with attributes, too, or not without.
-    """
+    """Make attributes of sizes in the code of modules, in place, where that lets channels leave."""
     if not _writes_sizes(module, inputs.seeded):
         return ()
     # A size may have the batch in it, as that of `x.view(n * c // 2, 2)` has.

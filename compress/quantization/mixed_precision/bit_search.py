@@ -25,7 +25,7 @@ from torch import fx
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
 from compress.core.val_halves import HalfOfVal, halves_of_val
-from compress.profiling.call_timer import CallTimer
+from compress.profiling.benchmark import CallTimer
 from compress.quantization.config.dtype_scheme import unsigned_format
 from compress.quantization.numeric_debug.sqnr import Deviation
 from compress.quantization.pt2e.graph_capture import (

@@ -17,18 +17,21 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from compress.common.sealed_json import read_state, write_state
-from compress.export.latency.float_layers import (
+from compress.export.latency.resizing import (
     FLOAT,
+    MOST_EXPORTS,
     MixedModel,
+    ResizableModel,
     weighted_layers,
 )
-from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-from compress.export.latency.served_latency import graph_to_serve, open_as_served, write_alone
-from compress.export.latency.width_costs import (
+from compress.export.latency.served_latency import (
     LatencyModel,
     WidthCosts,
+    graph_to_serve,
     measure_grid,
+    open_as_served,
     spread_widths,
+    write_alone,
 )
 from compress.export.onnx.proto_io import read
 from compress.pipelines.auto.candidates import QUANTIZING, Candidate
@@ -292,7 +295,7 @@ def build_format_models(
                 measured[runtime].append(1e-3 * measured_ms)
                 sizes[runtime].append(size)
     for runtime in unfitted:
-        kernel_costs = [costs.at(choice).kernels for choice in chosen]
+        kernel_costs = [costs.at(choice) for choice in chosen]
         # Each weight is as large in any runtime; what is written besides differs.
         ratio, added = np.polyfit([file_bytes(c) for c in chosen], sizes[runtime], 1).tolist()
         fitted[runtime] = RuntimeFit(
@@ -434,14 +437,14 @@ def decide_layers(
     each grows with the widths that it reads and writes; a layer for which no time is left until a
     deadline stays quantized.
     """
-    base = costs.at({}).kernels.seconds
+    base = costs.at({}).seconds
     start, changes = time.monotonic(), {}
     for done, name in enumerate(layers.loss_increases):
         progress(title, done, len(layers.loss_increases), f"{name} in float")
         if time.monotonic() > deadline:
             break
         decision = decision_of(name)
-        changes[name] = costs.at({decision: FLOAT}).kernels.seconds - base
+        changes[name] = costs.at({decision: FLOAT}).seconds - base
     seconds_each = (time.monotonic() - start) / max(1, len(changes))
     total = sum(layers.loss_increases.values())
     worth = [

@@ -11,7 +11,7 @@ from compress.pipelines.auto.candidates import Candidate
 from compress.pipelines.auto.front import missed_limits
 from compress.pipelines.auto.search_state import BlockVariant
 from compress.pruning.depth import block_search
-from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.latency.solver import Programme
 
 if TYPE_CHECKING:

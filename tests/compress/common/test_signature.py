@@ -4,7 +4,7 @@ from pydantic import ValidationError
 
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
-from compress.profiling.probe_rows import seeded_rows
+from compress.profiling.batch_dependence import seeded_rows
 
 
 def test_examples_have_the_asked_batch_and_dtypes() -> None:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import compress
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
-from compress.profiling.probe_rows import seeded_rows
+from compress.profiling.batch_dependence import seeded_rows
 
 X = torch.randn(32, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 DATA = (X, torch.arange(32) % 3)

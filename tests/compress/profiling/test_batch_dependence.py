@@ -19,8 +19,13 @@ from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MaxDrop, MinMetric, Parity
 from compress.data.splits import Splits
 from compress.profiling import batch_dependence
-from compress.profiling.batch_dependence import COARSE_ROUNDING, BatchDependence, measure
-from compress.profiling.probe_rows import extreme_rows, seeded_rows
+from compress.profiling.batch_dependence import (
+    COARSE_ROUNDING,
+    BatchDependence,
+    extreme_rows,
+    measure,
+    seeded_rows,
+)
 
 Arrays = list[np.ndarray]
 

@@ -13,7 +13,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MaxLatency, MaxMemory, MinSpeedup
 from compress.data.splits import Splits
-from compress.profiling import benchmark, call_timer, quantiles
+from compress.profiling import benchmark, quantiles
 from compress.profiling.benchmark import (
     Comparison,
     Latency,
@@ -71,12 +71,11 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (benchmark, call_timer):
-        monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(call_timer.CallTimer, "doubt", property(call_timer.CallTimer._doubt))
-    monkeypatch.setattr(call_timer, "STAT", clock)
-    monkeypatch.setattr(call_timer, "getrusage", clock.usage)
-    monkeypatch.setattr(call_timer.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(benchmark, "time", clock)
+    monkeypatch.setattr(benchmark.CallTimer, "doubt", property(benchmark.CallTimer._doubt))
+    monkeypatch.setattr(benchmark, "STAT", clock)
+    monkeypatch.setattr(benchmark, "getrusage", clock.usage)
+    monkeypatch.setattr(benchmark.os, "sched_getaffinity", lambda _: {0, 1})
     return clock
 
 

@@ -17,9 +17,14 @@ from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.export.latency.float_layers import MixedModel, is_float, leave_float, weighted_layers
 from compress.export.latency.kernels import kernels_of
-from compress.export.latency.resizing import ResizableModel
+from compress.export.latency.resizing import (
+    MixedModel,
+    ResizableModel,
+    is_float,
+    leave_float,
+    weighted_layers,
+)
 from compress.export.onnx.graph import count_operators, strip_
 from compress.export.onnx.passes.stored_integers import compact_
 from compress.export.onnx.proto_io import write

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from compress.common.errors import ArtifactInvalid
 from compress.export.latency import kernels as kernel_table
 from compress.export.latency.kernels import KernelTable, kernels_of, measure_kernels
-from compress.export.latency.width_costs import KernelCost, LatencyModel
+from compress.export.latency.served_latency import KernelCost, LatencyModel
 
 MACHINE = {"processor": "a processor"}
 

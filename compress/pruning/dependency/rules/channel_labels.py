@@ -33,7 +33,6 @@ BROADCAST = "it is stretched over other channels"
 _HALF = 1 << 31
 _REASONS_SHOWN = 2
 
-
 Part: TypeAlias = tuple[str, tuple[int, ...]]
 """A tensor of the module and some of its axes, ascending, whose entries have labels."""
 
@@ -50,20 +49,6 @@ class Weight:
     """Whether it has no channels: a single number, or a mask or index."""
     value: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """Its values, if it is a mask or an index that does not depend on the input."""
-
-
-@dataclass(frozen=True, eq=False)
-class SizeLabels:
-    """A size that a call in the model's code gives to an axis whose labels vary."""
-
-    call: int
-    """Index of the call among those recorded."""
-    index: int
-    """Index of the size among those of the call."""
-    value: int | tuple[int, ...]
-    """The size, or those of the parts of the axis."""
-    labels: Labels
-    """Labels of the axis, `(axis size, others)`."""
 
 
 @dataclass
@@ -84,8 +69,12 @@ class LabelBook:
     """Whether channels may be removed over which statistics are taken, as by LayerNorm."""
     statistics: dict[str, tuple[int, Labels]] = field(default_factory=dict)
     """Node that takes statistics over channels → the axis of its input, and their labels."""
-    sizes: list[SizeLabels] = field(default_factory=list)
-    """Sizes of channel axes that the model's code writes."""
+    sizes: dict[tuple[int, int], list[tuple[int | tuple[int, ...], Labels]]] = field(
+        default_factory=dict
+    )
+    """Call of the model's code, among those recorded, and index of a size that it gives to an axis
+    whose labels vary → each time the size, or those of the parts of the axis, and the labels,
+    `(axis size, others)`."""
     is_dead_code: bool = False
     """Whether the current operator's result is unused: it can couple channels, not pin them."""
     _count: int = 0

@@ -1,9 +1,4 @@
-"""One call of an ATen operator, the argument of every label rule.
-
-A rule reads a call's arguments by their names in the operator's schema and returns the labels of
-its results. An operator without a rule pins all channels that it reads or outputs: less is pruned,
-but never wrongly.
-"""
+"""One call of an ATen operator, of which a rule reads the arguments and returns labels."""
 
 from __future__ import annotations
 

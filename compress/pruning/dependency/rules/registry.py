@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.pruning.dependency.rules import conv_norm, elementwise, layout, matmul, rnn
+from compress.pruning.dependency.rules import elementwise, layers
 
 if TYPE_CHECKING:
     from compress.pruning.dependency.rules.op_call import Rule
 
-RULES: dict[str, Rule] = {
-    **conv_norm.RULES,
-    **matmul.RULES,
-    **rnn.RULES,
-    **elementwise.RULES,
-    **layout.RULES,
-}
+RULES: dict[str, Rule] = {**layers.RULES, **elementwise.RULES}
 """ATen operators by their bare name (`conv2d`), others with their namespace (`mylib::scale`)."""
 
 

@@ -12,12 +12,14 @@ from torch import nn
 from compress.artifacts.edits.removal import keep_indices_
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.graph.flops import count_macs
-from compress.pruning.allocation.budget_search import (
+from compress.pruning.allocation.ranking import (
+    RankedGroup,
+    Ranking,
     mac_estimate,
     parameter_estimate,
     plan_for_target,
+    rank,
 )
-from compress.pruning.allocation.ranking import RankedGroup, Ranking, allocate, rank
 from compress.pruning.channel_pruner import parameters_of
 from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.verification.masked_equivalence import VerificationInputs
@@ -32,6 +34,12 @@ def ranked(*scores: list[float], kinds: str = "") -> list[RankedGroup]:
         RankedGroup(group, torch.tensor(own), 1, len(own), kinds[i] if kinds else None)
         for i, own in enumerate(scores)
     ]
+
+
+def allocate(
+    groups: list[RankedGroup], ratio: float, limits: ChannelSelection, comparable: bool = False
+) -> list[int]:
+    return Ranking(None, None, tuple(groups), {}, comparable, None).allocate(ratio, limits)
 
 
 STRONG, WEAK = [8.0, 7, 6, 5], [4.0, 3, 2, 1]
@@ -207,7 +215,7 @@ def to_target(net, inputs, quantity: str, share: float, limits: ChannelSelection
         return smaller
 
     measure = partial(cost, inputs=inputs, quantity=quantity)
-    cut = plan_for_target(ranking, limits, goal, measure, build[quantity])
+    cut = plan_for_target(ranking, limits, goal, measure, estimate)
     whole = estimate.without([])
     assert whole == pytest.approx(cost(net, inputs, quantity))
     steps = [whole - estimate.without([one.group.channels[:4]]) for one in ranking.ranked]

@@ -13,9 +13,7 @@ from torch import nn
 
 from compress.core.objectives.loss import Loss
 from compress.data.batch import Batch
-from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
-from compress.pruning.dependency.graph import trace
-from compress.pruning.importance import activation_saliency
+from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup, trace
 from compress.pruning.importance import scores as scores_module
 from compress.pruning.importance.scores import ScoringSamples, score_groups
 
@@ -271,9 +269,7 @@ def test_wanda_adds_up_what_several_layers_read() -> None:
     weights = drawn.standard_normal((2, 4, 3)), drawn.standard_normal((1, 4, 5))
     inputs = drawn.standard_normal((2, 9, 4)), drawn.standard_normal((1, 9, 4))
     readings = [
-        activation_saliency.Consumer(
-            torch.from_numpy(w), torch.from_numpy(x.swapaxes(1, 2) @ x), entries
-        )
+        scores_module.Consumer(torch.from_numpy(w), torch.from_numpy(x.swapaxes(1, 2) @ x), entries)
         for w, x in zip(weights, inputs, strict=True)
     ]
     expected = np.zeros(2)
@@ -282,7 +278,7 @@ def test_wanda_adds_up_what_several_layers_read() -> None:
             column = int(entries[channel, entry])
             outputs = np.outer(x[group, :, column], w[group, column])
             expected[channel] += (outputs**2).sum()
-    assert activation_saliency.wanda(readings).tolist() == pytest.approx(list(expected**0.5))
+    assert scores_module.wanda(readings).tolist() == pytest.approx(list(expected**0.5))
 
 
 def regression_error(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -292,7 +288,7 @@ def regression_error(x: torch.Tensor, y: torch.Tensor) -> float:
 def test_obs_is_the_rise_of_the_squared_error_by_brute_force(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(activation_saliency, "RIDGE", 1e-12)
+    monkeypatch.setattr(scores_module, "RIDGE", 1e-12)
     net, batch = line(4, 6, 3), samples(40, 4)
     with torch.no_grad():
         x = torch.tanh(net[0](*batch.inputs))
@@ -315,7 +311,7 @@ def test_obs_is_the_rise_of_the_squared_error_by_brute_force(
 
 def test_obs_takes_moments_with_a_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first to leave costs w_c² / inv(G + d)_cc, whose d is a share of the mean square."""
-    monkeypatch.setattr(activation_saliency, "RIDGE", 0.3)
+    monkeypatch.setattr(scores_module, "RIDGE", 0.3)
     drawn = np.random.default_rng(0)
     weight, x = drawn.standard_normal((2, 4, 3)), drawn.standard_normal((2, 9, 4)) / 30
     gram = x.swapaxes(1, 2) @ x
@@ -323,15 +319,13 @@ def test_obs_takes_moments_with_a_ridge(monkeypatch: pytest.MonkeyPatch) -> None
     rises = (weight**2).sum(2) / np.linalg.inv(damped).diagonal(axis1=1, axis2=2)
     expected = rises.sum(0) / (weight * (gram @ weight)).sum()
     entries = torch.arange(4)[:, None]
-    reading = activation_saliency.Consumer(
-        torch.from_numpy(weight), torch.from_numpy(gram), entries
-    )
-    found = activation_saliency.optimal_brain_surgeon([reading])
+    reading = scores_module.Consumer(torch.from_numpy(weight), torch.from_numpy(gram), entries)
+    found = scores_module.optimal_brain_surgeon([reading])
     first = int(expected.argmin())
     assert int(found.argmin()) == first
     assert float(found[first]) == pytest.approx(expected[first], rel=1e-9)
-    silent = activation_saliency.Consumer(reading.weight_gio, 0 * reading.gram_gii, entries)
-    assert activation_saliency.optimal_brain_surgeon([silent]).isfinite().all()
+    silent = scores_module.Consumer(reading.weight_gio, 0 * reading.gram_gii, entries)
+    assert scores_module.optimal_brain_surgeon([silent]).isfinite().all()
 
 
 @pytest.mark.parametrize("groups", [1, 2])

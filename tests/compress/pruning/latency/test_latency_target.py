@@ -21,8 +21,8 @@ from compress.profiling.benchmark import MeasuredShare
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.channel_pruner import ChannelPruner, parameters_of
 from compress.pruning.channel_settings import ChannelSelection, Target
-from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.latency import latency_target
+from compress.pruning.depth.block_search import OutputErrorMeter
+from compress.pruning.latency import widths as latency_target
 from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
 from compress.pruning.prune_channels import PruneChannels
 

@@ -14,7 +14,7 @@ from compress.core.context import Context
 from compress.core.progress import silent
 from compress.data.splits import Splits
 from compress.pruning.channel_settings import ChannelSelection
-from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
 
 NET = """

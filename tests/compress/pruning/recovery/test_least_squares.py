@@ -10,12 +10,11 @@ from torch import nn
 from compress.artifacts.edits.removal import keep_indices_
 from compress.common.errors import StageFailed
 from compress.data.batch import Batch
-from compress.pruning.dependency.graph import trace
+from compress.pruning.dependency.channel_groups import trace
 from compress.pruning.importance import layer_calls
-from compress.pruning.importance.activation_saliency import Moments
-from compress.pruning.recovery import least_squares as least_squares_module
-from compress.pruning.recovery.least_squares import least_squares, refit_
-from compress.pruning.recovery.recovery import ReferenceOutputs, recover_
+from compress.pruning.importance.scores import Moments
+from compress.pruning.recovery import recovery as recovery_module
+from compress.pruning.recovery.recovery import ReferenceOutputs, least_squares, recover_, refit_
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
 
@@ -221,7 +220,7 @@ def test_samples_of_another_shape_are_refused() -> None:
 
 
 def test_zeros_of_the_weight_stay_and_the_others_are_the_best_without_them(monkeypatch) -> None:
-    monkeypatch.setattr(least_squares_module, "MAX_ENTRIES", 2 * 6**2)
+    monkeypatch.setattr(recovery_module, "MAX_ENTRIES", 2 * 6**2)
     generator = torch.Generator().manual_seed(0)
     columns = torch.randn(1, 50, 6, generator=generator, dtype=torch.float64)
     answers = torch.randn(1, 50, 5, generator=generator, dtype=torch.float64)

@@ -19,12 +19,11 @@ from compress.core.context import Context
 from compress.data.batch import Batch
 from compress.data.splits import Splits
 from compress.pruning.channel_pruner import ChannelPruner
-from compress.pruning.importance import activation_saliency
+from compress.pruning.importance import scores
 from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.recovery import paused_forward
-from compress.pruning.recovery.least_squares import refit_
 from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForward
-from compress.pruning.recovery.recovery import ReferenceOutputs, recover_
+from compress.pruning.recovery.recovery import ReferenceOutputs, recover_, refit_
 from tests.compress.pruning import pruning_nets
 from tests.compress.pruning.pruning_nets import Tower
 from tests.compress.pruning.recovery.test_least_squares import batches, cut, everything
@@ -98,8 +97,8 @@ def test_activations_in_files_give_the_same_weights(monkeypatch, tmp_path: Path)
 
 
 def test_a_layer_with_many_positions_is_fitted_on_the_first_samples(monkeypatch) -> None:
-    monkeypatch.setattr(activation_saliency, "MIN_SAMPLES", 40)
-    monkeypatch.setattr(activation_saliency, "POSITIONS_PER_COLUMN", 1)
+    monkeypatch.setattr(scores, "MIN_SAMPLES", 40)
+    monkeypatch.setattr(scores, "POSITIONS_PER_COLUMN", 1)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3)).double()
     given = batches(1, 7, 7)

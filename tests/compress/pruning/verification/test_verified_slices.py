@@ -16,7 +16,7 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.pruning.dependency import graph
+from compress.pruning.dependency import channel_groups as graph
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.verification.masked_equivalence import MaskedEquivalence
