@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
-from compress.training.checkpoint.metadata import TrainProgress
+from compress.training.checkpoint import TrainProgress
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess
 from compress.training.distributed.factory import create_strategy

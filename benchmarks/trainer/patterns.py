@@ -20,7 +20,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import Metric
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
-from compress.training.checkpoint.metadata import checkpoints
+from compress.training.checkpoint import checkpoints
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess
 from compress.training.distributed.factory import create_strategy

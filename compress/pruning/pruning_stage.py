@@ -14,9 +14,9 @@ from compress.training.objectives.objective import Teaching  # noqa: TC001 - a f
 if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
+    from compress.training.fit import Fit
     from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint
-    from compress.training.result import Fit
 
 
 class Finetune(Training):

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import replace
+import pickle
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import read_safetensors
+from compress.checkpoint.state_dict import StoredTensor, load_state_
+from compress.common.atomic_files import write_atomically
+from compress.common.dependency_recorder import Recording, add_to_recordings
 from compress.common.errors import CompressError, StageFailed
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.common.process import threads_to_use
 from compress.common.requirements import refuse_unmet, requirements_of, unmet_in
 from compress.common.sealed_json import canonical_json
 from compress.profiling.operator_table import OPERATORS_FILE
-from compress.training.checkpoint.metadata import (
+from compress.training.checkpoint import (
     FOLDER,
+    Epoch,
     TrainProgress,
     newest_intact,
     read_progress,
     require_intact,
 )
-from compress.training.distributed.base import SingleProcess
-from compress.training.distributed.data_parallel import (
+from compress.training.distributed.base import (
     DataParallelStrategy,
+    SingleProcess,
     check_replicable,
     visible_devices,
 )
-from compress.training.launch.launcher import train_on_ranks
+from compress.training.launch.local_ranks import run_ranks
+from compress.training.launch.rank_environment import LocalRanks
 from compress.training.launch.rank_group import joined_group, need_group
-from compress.training.launch.worker_errors import one_line
+from compress.training.launch.worker import JOB_FILE, RankKilled, one_line
 from compress.training.loop.evaluation import is_finished
 from compress.training.loop.job import Job
 from compress.training.loop.loggers import (
@@ -41,16 +51,18 @@ from compress.training.loop.loggers import (
 )
 from compress.training.loop.step_metrics import StepRecord, flops_per_unit
 from compress.training.loop.trainer import train
+from compress.training.objectives.objective import AUXILIARY_PREFIX
 from compress.training.objectives.weight_constraint import KeepZeros
-from compress.training.result import Fit, read_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from pydantic import JsonValue
+    from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
+    from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.training.config.training import Training
@@ -59,6 +71,54 @@ if TYPE_CHECKING:
     from compress.training.objectives.weight_constraint import Constraint
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Result of a training."""
+
+    start: EagerModel
+    """The input model."""
+    weights: Weights
+    """The best, or last, weights and buffers; read from disk when they are used."""
+    history: tuple[Epoch, ...]
+    kept: Epoch
+    """The epoch of these weights; 0 is the input model."""
+    layouts: tuple[str, ...]
+    """Layout of the processes, and each other one after a resumption."""
+
+    @property
+    def module(self) -> nn.Module:
+        """A new module with these weights, in eval mode, on the CPU."""
+        module = self.start.load()
+        load_state_(module, self.weights, "the training")
+        return module
+
+    def facts(self) -> dict[str, JsonValue]:
+        """Return what the manifest records of the training; equal trainings give equal facts."""
+        facts: dict[str, JsonValue] = {
+            "history": [epoch.model_dump() for epoch in self.history],
+            "kept_epoch": self.kept.epoch,
+        }
+        if len(self.layouts) > 1:
+            facts["resumed_across"] = list(self.layouts)
+        if self.warning:
+            facts["warnings"] = [self.warning]
+        return facts
+
+    @property
+    def warning(self) -> str:
+        """Warning about epochs in which the loss never varied; empty if there are none."""
+        constant = [epoch for epoch in self.history if epoch.constant_loss]
+        if not constant:
+            return ""
+        numbers = ", ".join(str(epoch.epoch) for epoch in constant)
+        value = abs(constant[0].loss or 0.0)
+        return (
+            f"the training loss was {value:g} in every step of epoch {numbers}: "
+            "it does not depend on the model's outputs, so that nothing was learnt; see whether "
+            "`loss`, targets and outputs fit"
+        )
 
 
 def fit(
@@ -263,6 +323,87 @@ def _find_checkpoint(job: Job, task: str) -> tuple[Job, TrainProgress]:
             earlier.layouts[-1],
         )
     return replace(job, trusted=checkpoint.name), earlier
+
+
+def train_on_ranks(job: Job, on_record: Callable[[TrainingRecord], None]) -> None:
+    """Train on several processes, and return when all of them have ended.
+
+    ``on_record`` is called in this process after steps and epochs. A rank's error is raised here.
+    """
+    parallel = job.training.parallel
+    group = joined_group()
+    file = job.folder / JOB_FILE
+    try:
+        content = pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise StageFailed(
+            f"the data cannot be sent to {parallel.ranks} processes ({error}); "
+            "name it by a data factory, or set parallel.processes to 1"
+        ) from error
+    # In a file: through a pipe it would hang this process where a rank dies before it has read it.
+    write_atomically(file, content)
+    try:
+        for restarts_left in reversed(range(parallel.restarts + 1)):
+            try:
+                # Several machines were started, or fit would have refused the settings.
+                if group and (parallel.nodes > 1 or group.fits(parallel)):
+                    recorded = group.train(job.folder, parallel, on_record)
+                else:
+                    # Port 0: the system chooses a free one.
+                    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                    ranks = LocalRanks(
+                        first=0,
+                        count=parallel.ranks,
+                        world_size=parallel.ranks,
+                        local_first=0,
+                        local_world_size=parallel.ranks,
+                        host="127.0.0.1",
+                        port=store.port,
+                        attempt="training",
+                    )
+                    recorded = run_ranks(job.folder, ranks, store, on_record)
+            except RankKilled as error:
+                if not restarts_left:
+                    raise
+                log.warning("%s; all are started again from the last checkpoint", error)
+            else:
+                add_to_recordings(Recording.from_json(recorded))
+                return
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def read_result(start: EagerModel, job: Job) -> Fit:
+    """Read a finished training's last checkpoint, and the weights of its best one."""
+    last = newest_intact(job.folder)
+    progress = read_progress(last) if last else TrainProgress()
+    if progress.kept is None or not is_finished(job.training, progress.history, job.metric):
+        raise StageFailed(
+            f"{job.folder} has no checkpoint of the end of the training; run again to resume it"
+        )
+    weights: Weights = read_safetensors(start.payload_path)
+    if progress.kept_in:
+        checkpoint = job.folder / FOLDER / progress.kept_in
+        require_intact(checkpoint)
+        trained = read_state_dict(checkpoint)
+        dtypes = {name: weight.dtype for name, weight in weights.items()}
+        weights = {
+            # With `bf16-true` they are narrower than those of the input model.
+            name: widened(weight, dtypes.get(name, weight.dtype))
+            for name, weight in trained.items()
+            if not name.startswith(AUXILIARY_PREFIX)
+        }
+    return Fit(start, weights, progress.history, progress.kept, progress.layouts)
+
+
+def widened(weight: torch.Tensor | StoredTensor, dtype: torch.dtype) -> torch.Tensor | StoredTensor:
+    """Return a weight in another type, still to be read if it is on disk."""
+    if weight.dtype == dtype:
+        return weight
+    if isinstance(weight, torch.Tensor):
+        return weight.to(dtype)
+    read = weight.read
+    return replace(weight, dtype=dtype, read=lambda: read().to(dtype))
 
 
 def _record_listener(

@@ -29,7 +29,6 @@ import torch.distributed.checkpoint.state_dict, torch.distributed.optim
 import torch.distributed.pipelining, torch.distributed.tensor.parallel
 import compress.training.loop.trainer
 import compress.training.distributed.ddp, compress.training.distributed.device_mesh
-import compress.training.distributed.zero1
 torch.set_num_threads(1)
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,17 +15,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from compress.checkpoint.distributed_checkpoint import read_distributed
 from compress.common.errors import StageFailed
 from compress.common.forward import preserve_modes
 from compress.common.process import seeded
+from compress.training.checkpoint import STATE
 from compress.training.distributed.base import Strategy
 from compress.training.distributed.gradient_compression import GradientCommunication
 from compress.training.optim.compile import compile_
+from compress.training.optim.optimizer import (
+    explain_rejected_arguments,
+    optimizer_arguments,
+    optimizer_class,
+    parameter_groups,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     from compress.data.batch import Batch
+    from compress.training.checkpoint import Tensors
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
 
@@ -254,6 +265,69 @@ class DDPStrategy(Strategy):
         dist.barrier()
 
 
+class Zero1Strategy(DDPStrategy):
+    """Every rank has the whole model, and the optimizer state of some of its weights.
+
+    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models" (2019), section 5.1.
+    """
+
+    def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
+        """Build an optimizer that steps its share of the weights and broadcasts them."""
+        groups = parameter_groups(module, training)
+        self.weight_bytes: int = sum(p.nbytes for group in groups for p in group["params"])
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        with explain_rejected_arguments(training):
+            return ZeroRedundancyOptimizer(
+                groups, optimizer_class=optimizer_class(training), **optimizer_arguments(training)
+            )
+
+    def sent_bytes(self, steps: int) -> int | None:
+        """Return the bytes of gradients, and of the weights that each process broadcasts."""
+        # Each process sends the weights it has stepped; their mean, as shares differ by a weight.
+        return (super().sent_bytes(steps) or 0) + self.weight_bytes * (self.ranks - 1) // self.ranks
+
+    def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+        """Gather the state on rank 0, in the format of all strategies."""
+        # torch.distributed.checkpoint refuses ZeroRedundancyOptimizer's own state.
+        sharded: Any = optimizer
+        sharded.consolidate_state_dict(to=0)
+        if not self.is_main:
+            return {}
+        names = _names(module, optimizer)
+        return {
+            f"{STATE}{names[index]}.{what}": value
+            for index, state in sharded.state_dict()["state"].items()
+            for what, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def load_optimizer_(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
+    ) -> None:
+        """Read the whole state; ``load_state_dict`` keeps this process's share of it."""
+        saved = read_distributed(checkpoint).get("optimizer", {})
+        indices = {name: index for index, name in enumerate(_names(module, optimizer))}
+        weights = dict(module.named_parameters())
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for name, stored in saved.items():
+            weight, _, what = name.removeprefix(STATE).rpartition(".")
+            value = stored.read()
+            # In the weight's memory format: fused optimizers pair elements by their places.
+            if value.shape == weights[weight].shape:
+                layout = torch.empty_like(weights[weight], dtype=value.dtype, device=value.device)
+                value = layout.copy_(value)
+            state.setdefault(indices[weight], {})[what] = value
+        # As in a state dict, where groups have numbers in the place of weights.
+        numbers = count()
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
 def unused_weights(module: nn.Module, example: Batch) -> set[str]:
     """Return the trained weights that the outputs do not depend on in one of several calls.
 
@@ -290,3 +364,9 @@ def _leaves(tensors: Iterable[torch.Tensor]) -> set[torch.Tensor]:
         nodes |= following
         remaining += following
     return leaves
+
+
+def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the weights' names in the optimizer's order."""
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

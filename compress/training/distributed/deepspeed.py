@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.data.batch import Batch
-    from compress.training.checkpoint.metadata import Tensors
+    from compress.training.checkpoint import Tensors
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
 

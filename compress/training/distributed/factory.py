@@ -24,10 +24,6 @@ def create_strategy(parallel: Parallel) -> Strategy:
         from compress.training.distributed.deepspeed import DeepSpeedStrategy
 
         return DeepSpeedStrategy(parallel)
-    if parallel.strategy == "zero1":
-        from compress.training.distributed.zero1 import Zero1Strategy
+    from compress.training.distributed.ddp import DDPStrategy, Zero1Strategy
 
-        return Zero1Strategy(parallel)
-    from compress.training.distributed.ddp import DDPStrategy
-
-    return DDPStrategy(parallel)
+    return Zero1Strategy(parallel) if parallel.strategy == "zero1" else DDPStrategy(parallel)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.nn.modules.batchnorm import _NormBase
 
-from compress.training.checkpoint.state_dict import DeferredWeights
+from compress.training.checkpoint import DeferredWeights
 from compress.training.distributed.ddp import DDPStrategy
 from compress.training.distributed.gradient_compression import CommCounter
 from compress.training.optim.compile import compile_

@@ -17,8 +17,13 @@ from torch.multiprocessing.spawn import start_processes
 from compress.common.errors import SignalExit, StageFailed
 from compress.training.launch.rank_environment import LOGS
 from compress.training.launch.spawn import start_rank
-from compress.training.launch.worker import DEPENDENCIES, FINISHED
-from compress.training.launch.worker_errors import error_of_exit, record_failure, recorded_failure
+from compress.training.launch.worker import (
+    DEPENDENCIES,
+    FINISHED,
+    error_of_exit,
+    record_failure,
+    recorded_failure,
+)
 from compress.training.loop.step_metrics import RECORDS
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
@@ -9,16 +10,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from compress.common.errors import StageFailed
-from compress.training.checkpoint.metadata import (
+from compress.training.checkpoint import (
+    FOLDER,
+    PARTIAL,
     TrainProgress,
     commit,
     create_partial,
     newest_intact,
+    one_line_errors,
     read_progress,
-    remove_unfinished,
     rotate,
 )
-from compress.training.checkpoint.state_dict import one_line_errors
 from compress.training.distributed.base import PATIENCE
 
 if TYPE_CHECKING:
@@ -47,7 +49,8 @@ class CheckpointManager:
             dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
         )
         if strategy.is_main:
-            remove_unfinished(folder)
+            for unfinished in list((folder / FOLDER).glob(f"step-*{PARTIAL}")):
+                shutil.rmtree(unfinished)
         strategy.barrier()
 
     def __enter__(self) -> Self:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.metrics import Metric
-    from compress.training.checkpoint.metadata import Epoch
+    from compress.training.checkpoint import Epoch
     from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job

@@ -20,7 +20,7 @@ from compress.common.config import Settings
 from compress.common.sealed_json import write_sealed
 from compress.graph.flops import count_macs
 from compress.profiling.operator_table import OPERATORS_FILE, OperatorTable
-from compress.training.checkpoint.metadata import Epoch
+from compress.training.checkpoint import Epoch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
-    from compress.training.checkpoint.metadata import LossSum
+    from compress.training.checkpoint import LossSum
     from compress.training.config.training import Trace
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job

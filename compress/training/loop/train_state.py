@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, reseed
-from compress.training.checkpoint.state_dict import read_
+from compress.training.checkpoint import read_
 from compress.training.objectives.objective import label_count
 from compress.training.objectives.weight_constraint import unconstrained
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.data.batch import Batch
-    from compress.training.checkpoint.metadata import Tensors, TrainProgress
+    from compress.training.checkpoint import Tensors, TrainProgress
     from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy
     from compress.training.objectives.objective import LossFunction

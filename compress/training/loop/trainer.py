@@ -18,14 +18,14 @@ from compress.common.process import derive_seed, reseed, seeded
 from compress.data.fingerprint import hash_of_state
 from compress.data.stream import StreamReader
 from compress.data.targets import flatten
-from compress.training.checkpoint.metadata import (
+from compress.training.checkpoint import (
     NO_LOSSES,
     Epoch,
     TrainProgress,
     checkpoint_name,
     checkpoints,
+    no_group_expected,
 )
-from compress.training.checkpoint.state_dict import no_group_expected
 from compress.training.distributed.base import share_of_epoch
 from compress.training.loop.checkpoint_manager import CheckpointManager
 from compress.training.loop.evaluation import evaluate, is_better, is_finished
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.data.dataloader import Reader
     from compress.data.splits import Splits
-    from compress.training.checkpoint.metadata import LossSum
+    from compress.training.checkpoint import LossSum
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job
     from compress.training.loop.step_metrics import StepMetrics, TrainingRecord

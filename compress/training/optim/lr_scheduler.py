@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.metrics import Metric
-    from compress.training.checkpoint.metadata import Epoch
+    from compress.training.checkpoint import Epoch
     from compress.training.config.training import Training
 
 SCHEDULED = ("lr", "momentum", "betas")

@@ -7,7 +7,7 @@ from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.core.context import Context
 from compress.core.metrics import Metric
 from compress.core.objectives.loss import Loss
-from compress.training.checkpoint.metadata import (
+from compress.training.checkpoint import (
     Epoch,
     TrainProgress,
     checkpoint_name,

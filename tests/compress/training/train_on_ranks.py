@@ -12,7 +12,7 @@ import torch
 
 from compress.core.metrics import Metric
 from compress.data.splits import DataReference
-from compress.training.checkpoint.metadata import FOLDER, Epoch, checkpoints
+from compress.training.checkpoint import FOLDER, Epoch, checkpoints
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess, process_group
 from compress.training.distributed.factory import create_strategy
