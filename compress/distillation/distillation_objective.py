@@ -6,18 +6,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, seeded
 from compress.core.objectives.targets import need_tensor
-from compress.distillation.feature_hooks import FeatureRecorder, Pairs, channel_axis, projected
-from compress.distillation.terms import (
-    AnyTerm,
-    FeatureTerm,
-    OutputPair,
-)
+from compress.distillation.feature_hooks import FeatureRecorder, Pairs, channel_axis
+from compress.distillation.terms import AnyTerm, FeatureTerm, OutputPair
 from compress.training.objectives.objective import (
     AUXILIARY_PREFIX,
     TargetLoss,
@@ -80,7 +77,10 @@ class FeatureSlot:
         if not self.projects:
             return own[self.student]
         weight, bias = (getattr(module, f"{self.name}_{part}") for part in ("weight", "bias"))
-        return projected(own[self.student], weight, bias)
+        features = own[self.student]
+        # Over the channels; for images this is a 1x1 convolution.
+        axis = channel_axis(features)
+        return F.linear(features.movedim(axis, -1), weight, bias).movedim(-1, axis)
 
 
 class DistillationLoss:

@@ -1,4 +1,4 @@
-"""Hidden features: modules by name pattern, forward hooks that record them, projections."""
+"""Hidden features: modules by name pattern, and forward hooks that record them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import nn
 
     from compress.distillation.terms import AnyTerm, Modules
@@ -90,9 +88,3 @@ class FeatureRecorder:
 def channel_axis(features: torch.Tensor) -> int:
     """Return the channel axis: the second of images (N, C, H, W) and volumes, else the last."""
     return 1 if features.dim() in (4, 5) else -1
-
-
-def projected(features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Map the channels of features linearly; for images this is a 1x1 convolution."""
-    axis = channel_axis(features)
-    return F.linear(features.movedim(axis, -1), weight, bias).movedim(-1, axis)

@@ -19,7 +19,7 @@ from compress.distillation.student import SomeBlocks
 from compress.distillation.teacher import OnnxFile, Teacher
 from compress.distillation.terms import AnyTerm, Cosine, Kl, Labels, Mse, Term
 from compress.training.config.training import Training
-from compress.training.objectives.objective import Teaching
+from compress.training.objectives.objective import TargetLoss, Teaching, need_task_of_classes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,8 +100,6 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     def check_loss(self, loss: Loss) -> None:
         """Refuse settings that do not go with the task's loss."""
-        from compress.training.objectives.objective import need_task_of_classes
-
         if self.uses_loss:
             self.check_targets_loss(loss)
         for term in self.terms:
@@ -183,7 +181,6 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         """
         from compress.distillation.distillation_objective import DistillationObjective, distance_to
         from compress.distillation.feature_hooks import pairs_of
-        from compress.training.objectives.objective import TargetLoss
 
         taught_by = self.teacher_model(model, context)
         teacher = Teacher.from_model(taught_by)

@@ -56,7 +56,6 @@ from compress.training.objectives.weight_constraint import KeepZeros
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from pydantic import JsonValue
     from torch import nn
@@ -144,7 +143,8 @@ def fit(
     data = context.need_data(task)
     training = _for_started_nodes(training, task)
     refuse_unmet(unmet_in(training, requirements_of(training), context), task)
-    if training.parallel.strategy == "dp":
+    uses_threads = training.parallel.strategy == "dp"
+    if uses_threads:
         _check_data_parallel(training, context.device, task)
     _log_separate_statistics(start, training, task)
     results = (context.results or context.root.parent).absolute()
@@ -170,7 +170,11 @@ def fit(
             ) as write:
                 on_record = _record_listener(job, context, task, write, callbacks)
                 if training.parallel.in_process:
-                    train(job, _in_process_strategy(job), on_record)
+                    devices = visible_devices(job.device) if uses_threads else []
+                    strategy = (
+                        DataParallelStrategy(devices) if len(devices) > 1 else SingleProcess()
+                    )
+                    train(job, strategy, on_record)
                 else:
                     train_on_ranks(job, on_record)
         result = read_result(start, job)
@@ -223,15 +227,6 @@ def _check_data_parallel(training: Training, device: str, task: str) -> None:
         )
 
 
-def _in_process_strategy(job: Job) -> SingleProcess:
-    """Return DataParallel over several devices for `dp`, else the process alone."""
-    if job.training.parallel.strategy == "dp":
-        devices = visible_devices(job.device)
-        if len(devices) > 1:
-            return DataParallelStrategy(devices)
-    return SingleProcess()
-
-
 def _log_separate_statistics(start: EagerModel, training: Training, task: str) -> None:
     """Log that BatchNorm in several processes is not that of one, unless it is synchronized."""
     shares = training.parallel.replicas
@@ -267,7 +262,6 @@ def _create_job(
         "training": training.model_dump(mode="json", exclude={"parallel"}),
         "objective": repr(objective),
         "loss": context.loss.identity(),
-        **_schedule_identity(training, context.loss.folder),
         "start": start.digest,
         "data": data.fingerprint(),
         "metric": context.metric.identity(),
@@ -276,6 +270,10 @@ def _create_job(
         "accept_start": accept_start,
         "constraint": repr(constraint) if constraint else None,
     }
+    if training.has_custom_schedule:
+        resolve(training.schedule, context.loss.folder)  # before any other process does
+        sources = local_sources(training.schedule, context.loss.folder)
+        identity["schedule"] = sources_digest(sources)
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
     folder = context.work / f"fit-{digest[:32]}"
     folder.mkdir(exist_ok=True)
@@ -297,16 +295,7 @@ def _create_job(
     )
 
 
-def _schedule_identity(training: Training, folder: Path | None) -> dict[str, JsonValue]:
-    """Import the user's scheduler in the main process, and return a hash of its code."""
-    if not training.has_custom_schedule:
-        return {}
-    resolve(training.schedule, folder)
-    return {"schedule": sources_digest(local_sources(training.schedule, folder))}
-
-
 def _find_checkpoint(job: Job, task: str) -> tuple[Job, TrainProgress]:
-    """Return the job with its newest intact checkpoint, and the progress recorded in it."""
     checkpoint = newest_intact(job.folder)
     if checkpoint is None:
         return job, TrainProgress()

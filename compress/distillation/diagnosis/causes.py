@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
     Refused = RefusedStage[Any]
 
-FROM_LABELS = {"soft_weight": 0.01, "hard_weight": 1.0}
-"""Settings of a distillation that learns from labels alone, or nearly so."""
 GRADIENT_SAMPLES = 64
-
-
 POINTS_OF_TEACHER = 1.0
 """By which a teacher may miss what is asked of its student."""
 
@@ -71,10 +67,15 @@ def _cause(
 
 
 def _missed_by_teacher(stage: Distill, rerun: RerunStage) -> float | None:
-    """Return the points by which the teacher misses what the gate asks for."""
-    score = teacher_score(stage, rerun)
-    if score is None:
-        return None
+    """Return the points by which the teacher misses what the gate asks for on `val`."""
+    with rerun.context.in_temporary_folder() as context:
+        try:
+            teacher = stage.teacher_model(rerun.before, context)  # type: ignore[arg-type]
+            if isinstance(teacher, OnnxFile):  # which has no metric here
+                return None
+            score = context.score(teacher)
+        except CompressError:
+            return None
     return rerun.context.metric.drop_points(rerun.score, score) + rerun.missing
 
 
@@ -92,8 +93,8 @@ def _better_teachers(stage: Distill, rerun: RerunStage) -> Iterator[dict[str, An
             found.append((missing, name))
     for _, name in sorted(found):
         yield {"teacher": name}
-    if not stage.losses:
-        yield dict(FROM_LABELS)
+    if not stage.losses:  # from labels alone, or nearly so
+        yield {"soft_weight": 0.01, "hard_weight": 1.0}
 
 
 def _lengthened(stage: Distill, rerun: RerunStage) -> float | None:
@@ -108,16 +109,6 @@ def _lengthened(stage: Distill, rerun: RerunStage) -> float | None:
 def _default_weights(stage: Distill, rerun: RerunStage) -> Iterator[dict[str, Any]]:
     if not stage.losses:
         yield {"soft_weight": None, "hard_weight": None, "temperature": None}
-
-
-def teacher_score(stage: Distill, rerun: RerunStage) -> float | None:
-    """Return the teacher's metric on `val`; None of an ONNX file, or where it has none."""
-    with rerun.context.in_temporary_folder() as context:
-        try:
-            teacher = stage.teacher_model(rerun.before, context)  # type: ignore[arg-type]
-            return None if isinstance(teacher, OnnxFile) else context.score(teacher)
-        except CompressError:
-            return None
 
 
 def gradient_ratio(stage: Distill, rerun: RerunStage) -> float:

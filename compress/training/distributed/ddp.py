@@ -22,6 +22,7 @@ from compress.common.process import seeded
 from compress.training.checkpoint import STATE
 from compress.training.distributed.base import Strategy
 from compress.training.distributed.gradient_compression import GradientCommunication
+from compress.training.model_parallel.pipeline_split import leaves_between
 from compress.training.optim.compile import compile_
 from compress.training.optim.optimizer import (
     explain_rejected_arguments,
@@ -31,7 +32,7 @@ from compress.training.optim.optimizer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from compress.data.batch import Batch
@@ -338,32 +339,18 @@ def unused_weights(module: nn.Module, example: Batch) -> set[str]:
     unused: set[str] = set()
     with preserve_modes(module), seeded(0, str(device)), torch.enable_grad():
         for _ in range(DRAWS):
-            reached = _leaves(_call_in_training(module, example))
+            outputs = _call_in_training(module, example)
+            reached = set(leaves_between(None, [output.grad_fn for output in outputs]))
             unused |= {name for name, weight in weights.items() if weight not in reached}
     return unused
 
 
 def _call_in_training(module: nn.Module, example: Batch) -> list[torch.Tensor]:
-    """Return all output tensors in training mode; what buffers become is lost."""
+    # What buffers become is lost.
     module.train()
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     outputs = functional_call(module, buffers, example.inputs)
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-
-
-def _leaves(tensors: Iterable[torch.Tensor]) -> set[torch.Tensor]:
-    """Return the leaves of the autograd graph from which tensors were computed."""
-    leaves: set[torch.Tensor] = set()
-    nodes = {tensor.grad_fn for tensor in tensors} - {None}
-    remaining = list(nodes)
-    while remaining:
-        node: Any = remaining.pop()
-        if hasattr(node, "variable"):  # AccumulateGrad
-            leaves.add(node.variable)
-        following = {function for function, _ in node.next_functions} - nodes - {None}
-        nodes |= following
-        remaining += following
-    return leaves
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

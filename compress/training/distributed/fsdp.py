@@ -109,7 +109,10 @@ def shard_(
     outer = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=fp32)
     # As FSDP1 does for BatchNorm: torch refuses bf16 weights beside its float32 statistics.
     whole = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=dtype)
-    norms = norms_with_weights(module) if dtype else []
+    norms: list[nn.Module] = []
+    if dtype:
+        normalizing = [part for part in module.modules() if isinstance(part, NORMS)]
+        norms = [part for part in normalizing if next(part.parameters(), None) is not None]
     # The innermost first: the call on a module takes the weights that are left.
     for layer in norms:
         fully_shard(layer, mp_policy=whole, **policy)
@@ -118,9 +121,8 @@ def shard_(
             fully_shard(block, mp_policy=inner, **policy)
     fully_shard(module, mp_policy=outer, **policy)
     if parallel.prefetch:
-        chosen = {id(block) for block in blocks}
-        in_order = [part for part in module.modules() if id(part) in chosen]
-        prefetch_(in_order, parallel.prefetch)
+        chosen = set(blocks)
+        prefetch_([part for part in module.modules() if part in chosen], parallel.prefetch)
 
 
 class CountedAllGather(DefaultAllGather):
@@ -176,15 +178,6 @@ def count_bytes_(module: nn.Module, mesh: DeviceMesh) -> CommCounter:
             if replicas > 1:
                 part.set_all_reduce_hook(count_sums)  # called after FSDP's own
     return comm
-
-
-def norms_with_weights(module: nn.Module) -> list[nn.Module]:
-    """Return the normalization layers that have a scale or shift."""
-    return [
-        part
-        for part in module.modules()
-        if isinstance(part, NORMS) and next(part.parameters(), None) is not None
-    ]
 
 
 def build_mesh(parallel: Parallel, ranks: int, device: str) -> DeviceMesh:

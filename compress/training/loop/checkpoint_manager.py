@@ -42,6 +42,7 @@ class CheckpointManager:
         self.strategy = strategy
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
+        """Done when this process has written its part of the present checkpoint."""
         self.on_written: Callable[[], None] | None = None
         # A group of its own: its collectives run beside those of the training steps, and would
         # be matched with them in the default group.
@@ -120,11 +121,6 @@ class CheckpointManager:
             self.strategy.load_local(checkpoint)
         return progress
 
-    def wait_for_write(self) -> None:
-        """Wait for this process's part of the present checkpoint, whether it succeeds or not."""
-        if self.pending is not None:
-            self.pending.exception()
-
     def wait(self) -> None:
         """Wait until all processes have written the present checkpoint, or raise why not."""
         if self.pending is not None:
@@ -133,12 +129,7 @@ class CheckpointManager:
             self.pending = None
         self.strategy.barrier()
 
-    def _write(
-        self,
-        partial: Path,
-        progress: TrainProgress,
-        written: Future[Any],
-    ) -> None:
+    def _write(self, partial: Path, progress: TrainProgress, written: Future[Any]) -> None:
         """Commit the checkpoint; rank 0's future is done when all processes have written."""
         with one_line_errors(f"checkpoint {partial} cannot be written"):
             written.result()

@@ -15,7 +15,6 @@ from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, reseed
 from compress.training.checkpoint import read_
 from compress.training.objectives.objective import label_count
-from compress.training.objectives.weight_constraint import unconstrained
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
 from compress.training.optim.compile import use_channels_last_
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy
     from compress.training.objectives.objective import LossFunction
-    from compress.training.objectives.weight_constraint import StepContext
 
 
 class EMA:
@@ -95,7 +93,7 @@ class TrainState:
         strategy: Strategy,
         device: str,
         example: Callable[[], Batch],
-        step_context: StepContext = unconstrained,
+        step_context: Callable[[int], AbstractContextManager[None]] | None = None,
         seed: int = 0,
     ) -> None:
         """Prepare a module for its first step; the strategy may shard it in place."""
@@ -104,8 +102,10 @@ class TrainState:
             round_weights_(module)
         self.module, self.loss, self.training = module, loss, training
         self.strategy, self.device = strategy, device
+        self.autocast = partial(autocast, training, device)
         self.step_context = step_context
-        """Entered around clipping and ``optimizer.step()`` (keeps pruned weights at zero, say)."""
+        """Of a step's number: entered around clipping and ``optimizer.step()`` (keeps pruned
+        weights at zero, say)."""
         strategy.synchronize_batch_norm_(module)
         if training.channels_last:
             use_channels_last_(module)
@@ -173,7 +173,7 @@ class TrainState:
             if not scales:
                 return loss
             # The scaler finds that gradients are not finite, skips the step and lowers the scale.
-        with self.step_context(step):
+        with self.step_context(step) if self.step_context else nullcontext():
             if training.clip_norm or measure_norm:
                 self.scaler.unscale_(self.optimizer)  # the limit is for gradients as they are
                 self.gradient_norm = strategy.clip_grad_norm_(self.module, training.clip_norm)
@@ -212,15 +212,10 @@ class TrainState:
 
         return shares
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which forward passes run at the precision of the settings."""
-        return autocast(self.training, self.device)
-
     def tensors(self) -> dict[str, Tensors]:
         """Return this process's part of a checkpoint's tensors, not copied."""
-        tensors = self._weights()
-        tensors["optimizer"] = self.strategy.optimizer_tensors(self.module, self.optimizer)
-        return tensors
+        optimizer = self.strategy.optimizer_tensors(self.module, self.optimizer)
+        return self._weights() | {"optimizer": optimizer}
 
     def restore(self, checkpoint: Path, progress: TrainProgress) -> None:
         """Load weights, average, optimizer state and loss scale from a checkpoint, in place."""

@@ -32,7 +32,6 @@ from compress.training.loop.evaluation import evaluate, is_better, is_finished
 from compress.training.loop.step_metrics import LossMeter, is_constant, recording_metrics
 from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState
 from compress.training.objectives.objective import attach_
-from compress.training.objectives.weight_constraint import step_context_for
 from compress.training.optim.compile import matmul_precision, memory_budget
 from compress.training.optim.lr_scheduler import Schedule
 
@@ -82,7 +81,9 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         loss = job.objective.prepare(job.device)
         # Its hooks and parameters must be there before the module is compiled and wrapped.
         attach_(loss, module, job.example_batch)
-        step_context = step_context_for(job.constraint, module, job.total_steps)
+        step_context = None
+        if job.constraint:
+            step_context = partial(job.constraint.around, module, steps=job.total_steps)
         state = TrainState(
             module, loss, training, strategy, job.device, job.example_batch, step_context, job.seed
         )
@@ -153,7 +154,8 @@ def _train_epoch(
         # In fp16 a loss that overflows lowers the loss scale first.
         stops = training.on_nan == "stop" and training.precision != "fp16"
         if (stops and not math.isfinite(loss)) or state.loss_scale < SMALLEST_LOSS_SCALE:
-            manager.wait_for_write()  # the message names the last checkpoint on disk
+            if manager.pending:
+                manager.pending.exception()  # the message names the last checkpoint on disk
             raise StageFailed(_explain_loss(job, loss, epoch, index + 1, rate, micro_batches))
         if is_recorded:
             record = metrics.of_step(epoch, step + 1, loss, rate, state.gradient_norm)

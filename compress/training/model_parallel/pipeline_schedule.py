@@ -17,18 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, preserve_modes
+from compress.common.process import random_state_kept
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.training.model_parallel.equivalence_check import full_precision, probing_loss
@@ -41,15 +35,6 @@ if TYPE_CHECKING:
     from compress.training.config.parallel import PipelineParallel
     from compress.training.model_parallel.pipeline_split import Partition
     from compress.training.objectives.objective import LossFunction
-
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "looped_bfs": ScheduleLoopedBFS,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv_zero_bubble": ScheduleZBVZeroBubble,
-}
 
 ShapeDtype = tuple[torch.Size, torch.dtype]
 
@@ -129,17 +114,6 @@ class PipelineRunner:
         finally:
             self.requested = None
 
-    def infer_shapes(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Run all parts once to record `output_specs`; modes and random numbers stay as before."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        with (
-            preserve_modes(self.module),
-            torch.no_grad(),
-            torch.random.fork_rng(devices=devices),
-        ):
-            self.module.eval()
-            self._run_all(self.run_part, inputs)
-
     def without_split_points(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         """Return the blocks in which no part ends, which FSDP may wrap."""
         # The forward of the others is left by an exception, after which FSDP's hooks do not run.
@@ -215,8 +189,18 @@ class PipelineRunner:
         return (*args[:place], self.hidden, *args[place + 1 :]), kwargs
 
     def split(self, batch: Batch) -> list[Batch]:
-        """Split a batch into the micro-batches of the schedule."""
-        return split_batch(batch, self.settings.microbatches)
+        """Split a batch into the micro-batches of the schedule, or refuse it."""
+        parts = self.settings.microbatches
+        if len(batch) % parts:
+            raise StageFailed(
+                f"parallel.pipeline: {len(batch)} samples do not divide into {parts} micro-batches"
+            )
+        inputs = zip(*(x.chunk(parts) for x in batch.inputs), strict=True)
+        size = len(batch) // parts
+        shares = [slice(start, start + size) for start in range(0, len(batch), size)]
+        targets = [None if batch.target is None else select(batch.target, i) for i in shares]
+        taught = [tuple(x[share] for x in batch.teacher_outputs) for share in shares]
+        return [Batch(*fields) for fields in zip(inputs, targets, taught, strict=True)]
 
     def step(
         self,
@@ -288,7 +272,9 @@ class PipelineRunner:
         """Build the schedule, unless the present one is for the same input shapes."""
         if shapes == self.shapes:
             return
-        self.infer_shapes(self.batches[0].inputs)
+        with preserve_modes(self.module), torch.no_grad(), random_state_kept(str(self.device)):
+            self.module.eval()
+            self._run_all(self.run_part, self.batches[0].inputs)  # records `output_specs`
         # Given all shapes, torch need not run the model once more to infer them.
         specs: list[list[ShapeDtype]] = [[(torch.Size([1]), torch.int64)], *self.output_specs]
         stages = [
@@ -311,7 +297,8 @@ class PipelineRunner:
                 loss = self.loss(flatten_outputs(outputs), self.batches[index])
             return loss * self.weights[index]
 
-        self.schedule = SCHEDULES[self.settings.schedule](
+        kind: Any = get_schedule_class(self.settings.schedule.replace("_", ""))
+        self.schedule = kind(
             stages if self.settings.parts > self.settings.stages else stages[0],
             self.settings.microbatches,
             loss_fn=micro_batch_loss,
@@ -355,23 +342,6 @@ class NeighborStage(PipelineStage):
 def _empty(spec: ShapeDtype, device: torch.device) -> torch.Tensor:
     shape, dtype = spec
     return torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
-
-
-def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into micro-batches of equal size, or refuse one that does not divide."""
-    if len(batch) % parts:
-        raise StageFailed(
-            f"parallel.pipeline: {len(batch)} samples do not divide into {parts} micro-batches"
-        )
-    inputs = zip(*(x.chunk(parts) for x in batch.inputs), strict=True)
-    size = len(batch) // parts
-    starts = range(0, len(batch), size)
-    targets = [
-        None if batch.target is None else select(batch.target, slice(i, i + size)) for i in starts
-    ]
-    columns = [x.chunk(parts) for x in batch.teacher_outputs]
-    taught = [tuple(column[part] for column in columns) for part in range(parts)]
-    return [Batch(*fields) for fields in zip(inputs, targets, taught, strict=True)]
 
 
 class _PartEnd(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
+from compress.core.validation_errors import closest
 from compress.training.optim.transformer_blocks import repeated_blocks
 
 if TYPE_CHECKING:
@@ -55,11 +55,10 @@ def split_into_parts(
             raise
         blocks = []
     if pipeline.split:
-        known = sorted(names.values())
         for name in pipeline.split:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+            if name not in names.values():
+                near = closest(name, names.values())
+                hint = f"; did you mean {near!r}?" if near else ""
                 raise StageFailed(f"parallel.pipeline: the model has no module {name!r}{hint}")
     elif len(blocks) < pipeline.parts:
         raise StageFailed(
@@ -180,7 +179,7 @@ class _TracedRun:
         for part in every:
             start = self.split_nodes[part - 1] if part else None
             stops = [self.split_nodes[part]] if part < last else ends
-            for weight in _weights_between(start, stops):
+            for weight in leaves_between(start, stops):
                 users.setdefault(id(weight), set()).add(part)
         for name, weight in self.module.named_parameters(remove_duplicate=False):
             self.result.weights[name] = users.get(id(weight), {last})
@@ -188,15 +187,15 @@ class _TracedRun:
             self.result.buffers[name] = self.buffer_users.get(name.rpartition(".")[0], set(every))
 
 
-def _weights_between(start: Any, ends: list[Any]) -> list[torch.Tensor]:
+def leaves_between(start: Any, ends: list[Any]) -> list[torch.Tensor]:
     """Return the leaves of the autograd graph between a node and later ones."""
-    pending, seen, weights = [end for end in ends if end is not None], {start}, []
+    pending, seen, leaves = [end for end in ends if end is not None], {start}, []
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            weights.append(node.variable)
+        if hasattr(node, "variable"):  # AccumulateGrad
+            leaves.append(node.variable)
         pending += [before for before, _ in node.next_functions if before is not None]
-    return weights
+    return leaves

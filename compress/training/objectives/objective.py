@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path  # noqa: TC003 - a dataclass field
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
@@ -47,41 +47,26 @@ class Objective(Protocol):
         ...
 
 
-@runtime_checkable
-class AttachesToModule(Protocol):
-    """A loss function that reads intermediate features, or trains auxiliary weights."""
+def label_count(loss: LossFunction, batch: Batch) -> torch.Tensor | None:
+    """Return the number that the mean over a batch is divided by; None for all samples.
 
-    def attach_(self, module: torch.nn.Module, example: Batch) -> None:
-        """Register hooks and auxiliary weights on the whole module, in place.
-
-        Weights are registered under names with :data:`AUXILIARY_PREFIX`, so that gradients,
-        optimizer and checkpoints include them. ``example`` is the same in every process.
-        """
-        ...
+    A loss function has the method ``label_count(batch)`` if its mean is over the labels that are
+    not ignored. It follows from the targets alone, and whether it is None from their dtype: it is
+    needed before the forward pass, in all processes.
+    """
+    counter: Callable[[Batch], torch.Tensor | None] | None = getattr(loss, "label_count", None)
+    return counter(batch) if counter else None
 
 
-@runtime_checkable
-class CountsLabels(Protocol):
-    """A loss function whose mean is not over samples, but over the labels that are not ignored."""
+def attach_(loss: LossFunction, module: torch.nn.Module, example: Callable[[], Batch]) -> None:
+    """Register the hooks and auxiliary weights of a loss function on the whole module, in place.
 
-    def label_count(self, batch: Batch) -> torch.Tensor | None:
-        """Return the number that the mean over a batch is divided by; None for all samples.
-
-        It follows from the targets alone, and whether it is None from their dtype: it is needed
-        before the forward pass, in all processes.
-        """
-        ...
-
-
-def label_count(loss: object, batch: Batch) -> torch.Tensor | None:
-    """Return the number of labels in a batch that count; None if every sample counts alike."""
-    return loss.label_count(batch) if isinstance(loss, CountsLabels) else None
-
-
-def attach_(loss: object, module: torch.nn.Module, example: Callable[[], Batch]) -> None:
-    """Register what a loss function needs on the module, in place, if it needs anything."""
-    if isinstance(loss, AttachesToModule):
-        loss.attach_(module, example())
+    It has the method ``attach_(module, example)`` if it reads intermediate features, or trains
+    weights beside the module's: under names with :data:`AUXILIARY_PREFIX`, so that gradients,
+    optimizer and checkpoints include them. The example is the same in every process.
+    """
+    if attach := getattr(loss, "attach_", None):
+        attach(module, example())
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
-
-StepContext: TypeAlias = "Callable[[int], AbstractContextManager[None]]"
-"""The number of a step → the context around clipping and ``optimizer.step()``."""
 
 
 class Constraint(Protocol):
@@ -36,18 +33,6 @@ class Constraint(Protocol):
     def is_met(self, share: float) -> bool:
         """Whether weights after this share of all steps may become the result."""
         ...
-
-
-def unconstrained(step: int) -> AbstractContextManager[None]:
-    """Return an empty context."""
-    return nullcontext()
-
-
-def step_context_for(constraint: Constraint | None, module: nn.Module, steps: int) -> StepContext:
-    """Return a function that gives the context of each step."""
-    if constraint is None:
-        return unconstrained
-    return lambda step: constraint.around(module, step, steps)
 
 
 @dataclass(frozen=True)

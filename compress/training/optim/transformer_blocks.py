@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from compress.artifacts.edits.block_removal import alike_entries
 from compress.common.errors import StageFailed
+from compress.core.validation_errors import closest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +23,8 @@ def named_blocks(module: nn.Module, classes: Sequence[str], setting: str) -> lis
     present = {type(part).__name__ for part in module.modules()}
     for name in classes:
         if name not in present:
-            near = difflib.get_close_matches(name, sorted(present), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(present))}"
+            near = closest(name, present)
+            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(sorted(present))}"
             raise StageFailed(f"{setting}: the model has no module of class {name!r}; {hint}")
     named = [part for part in module.modules() if type(part).__name__ in classes]
     # Inner ones first, because sharding an outer one takes all weights that are left in it.
