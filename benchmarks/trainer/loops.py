@@ -31,7 +31,7 @@ from compress.data.splits import Splits
 from compress.training.checkpoint import TrainProgress
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess
-from compress.training.distributed.factory import create_strategy
+from compress.training.launch.worker import create_strategy
 from compress.training.loop.checkpoint_manager import CheckpointManager
 from compress.training.loop.job import Job
 from compress.training.loop.step_metrics import recording_metrics

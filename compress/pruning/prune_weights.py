@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
     from compress.pruning.unstructured.masks import PrunableWeights
-    from compress.training.objectives.weight_constraint import Constraint
+    from compress.training.objectives.objective import Constraint
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class PruneWeights(PruningStage):
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.recovery.recovery import reestimate_on_calibration_
         from compress.pruning.unstructured.masks import AddZeros, prunable_weights, sparsity_facts
-        from compress.training.objectives.weight_constraint import KeepZeros
+        from compress.training.objectives.objective import KeepZeros
 
         module = model.load()
         prunable = prunable_weights(
@@ -236,7 +236,7 @@ class PruneWeights(PruningStage):
         import torch
 
         from compress.pruning.unstructured.masks import n_of_m_masks, unstructured_masks
-        from compress.training.objectives.weight_constraint import set_zeros_
+        from compress.training.objectives.objective import set_zeros_
 
         parameters = dict(module.named_parameters())
         weights = {name: parameters[name] for name in prunable.layouts}

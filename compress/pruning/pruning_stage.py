@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
     from compress.training.fit import Fit
-    from compress.training.objectives.objective import Objective
-    from compress.training.objectives.weight_constraint import Constraint
+    from compress.training.objectives.objective import Constraint, Objective
 
 
 class Finetune(Training):

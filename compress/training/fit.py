@@ -40,7 +40,6 @@ from compress.training.launch.local_ranks import run_ranks
 from compress.training.launch.rank_environment import LocalRanks
 from compress.training.launch.rank_group import joined_group, need_group
 from compress.training.launch.worker import JOB_FILE, RankKilled, one_line
-from compress.training.loop.evaluation import is_finished
 from compress.training.loop.job import Job
 from compress.training.loop.loggers import (
     STEP,
@@ -50,9 +49,8 @@ from compress.training.loop.loggers import (
     step_values,
 )
 from compress.training.loop.step_metrics import StepRecord, flops_per_unit
-from compress.training.loop.trainer import train
-from compress.training.objectives.objective import AUXILIARY_PREFIX
-from compress.training.objectives.weight_constraint import KeepZeros
+from compress.training.loop.trainer import is_finished, train
+from compress.training.objectives.objective import AUXILIARY_PREFIX, KeepZeros
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,8 +64,7 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
     from compress.training.config.training import Training
     from compress.training.loop.step_metrics import EpochMetrics, TrainingRecord
-    from compress.training.objectives.objective import Objective
-    from compress.training.objectives.weight_constraint import Constraint
+    from compress.training.objectives.objective import Constraint, Objective
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from compress.quantization.qat.fake_quantize import (
     FakeQuantize,
     WeightFakeQuantize,
 )
-from compress.training.objectives.weight_constraint import KeepZeros
+from compress.training.objectives.objective import KeepZeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

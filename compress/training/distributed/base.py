@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 from compress.common.errors import StageFailed
 from compress.common.process import derive_seed
 from compress.training.checkpoint import STATE, read_
-from compress.training.optim.compile import compile_
 from compress.training.optim.optimizer import build_optimizer, clip_norm_
+from compress.training.optim.transformer_blocks import compile_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -23,13 +23,13 @@ from compress.training.checkpoint import STATE
 from compress.training.distributed.base import Strategy
 from compress.training.distributed.gradient_compression import GradientCommunication
 from compress.training.model_parallel.pipeline_split import leaves_between
-from compress.training.optim.compile import compile_
 from compress.training.optim.optimizer import (
     explain_rejected_arguments,
     optimizer_arguments,
     optimizer_class,
     parameter_groups,
 )
+from compress.training.optim.transformer_blocks import compile_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

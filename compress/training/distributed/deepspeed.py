@@ -10,8 +10,8 @@ import torch
 
 from compress.common.errors import StageFailed, first_line
 from compress.training.distributed.ddp import DDPStrategy
-from compress.training.optim.compile import compile_
 from compress.training.optim.optimizer import build_optimizer
+from compress.training.optim.transformer_blocks import compile_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,7 +24,7 @@ from compress.training.model_parallel.equivalence_check import (
 from compress.training.model_parallel.pipeline_schedule import PipelineRunner
 from compress.training.model_parallel.pipeline_split import split_into_parts
 from compress.training.model_parallel.tensor_parallel import HOW, divided_, split_matrices_
-from compress.training.optim.compile import compile_
+from compress.training.optim.transformer_blocks import compile_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

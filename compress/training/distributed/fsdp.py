@@ -25,8 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from compress.training.checkpoint import DeferredWeights
 from compress.training.distributed.ddp import DDPStrategy
 from compress.training.distributed.gradient_compression import CommCounter
-from compress.training.optim.compile import compile_
-from compress.training.optim.transformer_blocks import large_blocks, named_blocks
+from compress.training.optim.transformer_blocks import compile_, large_blocks, named_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -30,7 +30,6 @@ from compress.common.errors import (
 )
 from compress.data.dataloader import original_error
 from compress.training.distributed.base import process_group
-from compress.training.distributed.factory import create_strategy
 from compress.training.launch.rank_environment import LOGS
 from compress.training.loop.trainer import train
 
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
+    from compress.training.config.parallel import Parallel
+    from compress.training.distributed.base import Strategy
     from compress.training.launch.rank_environment import LocalRanks
     from compress.training.loop.job import Job
     from compress.training.loop.step_metrics import TrainingRecord
@@ -96,6 +97,26 @@ def run_rank(folder: Path, ranks: LocalRanks, index: int, records: Connection | 
         return False
     store.set(f"{FINISHED}/{rank}", "")
     return True
+
+
+def create_strategy(parallel: Parallel) -> Strategy:
+    """Create the strategy that the settings name; the process group must have been joined."""
+    # Imported only when used: FSDP's module and the mesh's load large parts of torch.
+    if parallel.is_mesh:
+        from compress.training.distributed.device_mesh import DeviceMeshStrategy
+
+        return DeviceMeshStrategy(parallel)
+    if parallel.sharding_mode is not None:
+        from compress.training.distributed.fsdp import FSDPStrategy
+
+        return FSDPStrategy(parallel)
+    if parallel.strategy == "deepspeed":
+        from compress.training.distributed.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(parallel)
+    from compress.training.distributed.ddp import DDPStrategy, Zero1Strategy
+
+    return Zero1Strategy(parallel) if parallel.strategy == "zero1" else DDPStrategy(parallel)
 
 
 SECONDS_TO_BE_VISIBLE = 30.0

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.data.splits import Splits
     from compress.training.config.training import Training
-    from compress.training.objectives.objective import Objective
-    from compress.training.objectives.weight_constraint import Constraint
+    from compress.training.objectives.objective import Constraint, Objective
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from compress.common.process import derive_seed, reseed
 from compress.training.checkpoint import read_
 from compress.training.objectives.objective import label_count
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
-from compress.training.optim.compile import use_channels_last_
+from compress.training.optim.transformer_blocks import use_channels_last_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

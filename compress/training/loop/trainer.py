@@ -1,8 +1,12 @@
-"""The training loop that every process runs: epochs of steps, each with metric and checkpoint."""
+"""The training loop that every process runs: epochs of steps, each with metric and checkpoint.
+
+Early stopping keeps no state, so that a resumed training decides as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
 import math
+from array import array
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
@@ -11,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.foreign.lock_waits import bounded_lock_waits
+from compress.common.forward import flatten_outputs, plain_attention
 from compress.common.process import derive_seed, reseed, seeded
 from compress.data.fingerprint import hash_of_state
 from compress.data.stream import StreamReader
-from compress.data.targets import flatten
+from compress.data.targets import flatten, select
 from compress.training.checkpoint import (
     NO_LOSSES,
     Epoch,
@@ -28,20 +34,23 @@ from compress.training.checkpoint import (
 )
 from compress.training.distributed.base import share_of_epoch
 from compress.training.loop.checkpoint_manager import CheckpointManager
-from compress.training.loop.evaluation import evaluate, is_better, is_finished
 from compress.training.loop.step_metrics import LossMeter, is_constant, recording_metrics
-from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState
+from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState, autocast
 from compress.training.objectives.objective import attach_
-from compress.training.optim.compile import matmul_precision, memory_budget
 from compress.training.optim.lr_scheduler import Schedule
+from compress.training.optim.transformer_blocks import matmul_precision, memory_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    from compress.common.forward import Predictor
+    from compress.core.metrics import Metric
     from compress.data.batch import Batch
     from compress.data.dataloader import Reader
     from compress.data.splits import Splits
     from compress.training.checkpoint import LossSum
+    from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job
     from compress.training.loop.step_metrics import StepMetrics, TrainingRecord
@@ -253,6 +262,94 @@ def _explain_loss(
         f"{where}, at learning rate {rate:.3g}; "
         f"lower learning_rate, set clip_norm or on_nan: skip{last}"
     )
+
+
+def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | None:
+    """Compute a module's metric on all samples of `val`; None without that split or a metric."""
+    if "val" not in job.data.datasets or not job.metric.is_measured:
+        return None
+    # Buffers such as BatchNorm's follow each process's own batches; all evaluate with rank 0's.
+    strategy.broadcast_buffers_(module)
+    module.eval()
+    samples = len(job.data.split("val"))  # type: ignore[arg-type]  # Splits admits sized datasets only
+    share = range(strategy.rank, samples, strategy.ranks)
+    # Every rank runs the same number of batches, because a sharded model's forward is a collective;
+    # shorter shares are padded with sample 0, whose outputs are dropped.
+    longest = -(-samples // strategy.ranks)
+    padded = array("q", share)
+    padded.extend([0] * (longest - len(share)))
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Weights that FSDP gathers in bf16 meet float32 buffers under autocast only. Not inference
+        # mode: FSDP reuses the gathered weights in the next training step.
+        rounded = job.training.gathers_rounded
+        precision = autocast(job.training, job.device) if rounded else nullcontext()
+        with torch.no_grad(), precision, plain_attention():
+            return flatten_outputs(module(*(x.to(job.device) for x in inputs)))
+
+    meter = job.metric.meter()
+    remaining = len(share)
+    with _reference(job) as reference:
+        for batch in job.data.read("val", padded, job.data.batch_size):
+            own = slice(remaining)
+            remaining = max(0, remaining - len(batch))
+            # A function of all outputs gets those of all ranks in order: none may be left out.
+            adds = strategy.ranks == 1 or not meter.keeps_outputs
+            if adds and job.metric.passes_over(batch):
+                predict(*batch.inputs)  # the other ranks' forward may wait for this one
+                continue
+            targets = job.metric.targets_of(batch, "val", reference)
+            for inputs, known in job.metric.parts(batch.inputs, targets):
+                outputs = predict(*inputs)
+                meter.update(job.metric.outputs_read(outputs, own), select(known, own))
+    strategy.release_buffers_(module)
+    shares, value = strategy.gather_shares(meter.state()), 0.0
+    if shares is not None:
+        meter.add_shares_(shares)
+        value = meter.compute()
+    # Only the first share's processes have the value; the sum gives it to all.
+    return job.metric.require_finite(strategy.sum_over_ranks([value])[0], "val")
+
+
+def _reference(job: Job) -> AbstractContextManager[Predictor | None]:
+    """Load the model that `fidelity` compares with; None for other metrics."""
+    if not job.metric.needs_reference:
+        return nullcontext()
+    if job.reference is None:
+        raise StageFailed("metric fidelity needs a reference model")
+    artifact = Artifact.from_directory(job.reference)
+    return artifact.open(job.device, torch.get_num_threads())
+
+
+def is_better(epoch: Epoch, kept: Epoch | None, metric: Metric) -> bool:
+    """Whether an epoch's weights replace the best ones so far."""
+    if kept is None or kept.metric is None or epoch.metric is None:
+        return True
+    gain = -metric.drop_points(kept.metric, epoch.metric)
+    # Among trained epochs the later one wins a tie; the input model, epoch 0, must be beaten.
+    return gain > 0 or (gain == 0 and kept.epoch > 0)
+
+
+def epochs_without_gain(history: Sequence[Epoch], metric: Metric) -> list[int]:
+    """Count for each epoch how many have passed since the best one; 0 is a new best."""
+    best: float | None = None
+    counts: list[int] = []
+    for epoch in history:
+        value = epoch.metric
+        improved = best is None or (value is not None and metric.drop_points(best, value) < 0)
+        best = value if improved else best
+        counts.append(0 if improved else counts[-1] + 1)
+    return counts
+
+
+def is_finished(training: Training, history: Sequence[Epoch], metric: Metric) -> bool:
+    """Whether all epochs are trained, or `early_stopping` epochs have brought no gain."""
+    trained = sum(1 for epoch in history if epoch.epoch > 0)
+    if trained >= training.epochs:
+        return True
+    if training.early_stopping is None or not history:
+        return False
+    return epochs_without_gain(history, metric)[-1] >= training.early_stopping
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from compress.training.checkpoint import (
 )
 from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.loop.evaluation import is_better
+from compress.training.loop.trainer import is_better
 from compress.training.objectives.objective import TargetLoss
 from tests.compress.training.builders import import_net, load_data
 

@@ -22,7 +22,7 @@ from compress.pruning.unstructured.masks import (
     unstructured_masks,
     wanda,
 )
-from compress.training.objectives.weight_constraint import KeepZeros
+from compress.training.objectives.objective import KeepZeros
 from tests.compress.pruning.pruning_weight_nets import Many, Text, Transposed, Wide
 
 
