@@ -24,7 +24,7 @@ from compress.training.checkpoint import checkpoints
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess
 from compress.training.launch.worker import create_strategy
-from compress.training.loop.job import Job
+from compress.training.loop.train_state import Job
 from compress.training.loop.trainer import train
 from compress.training.objectives.objective import TargetLoss
 from trainer.ranks import on_ranks

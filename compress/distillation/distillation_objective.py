@@ -110,7 +110,6 @@ class DistillationLoss:
         self.teacher: LoadedTeacher | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
-        """Return the weighted sum of all terms."""
         teacher_features = self._teacher_features(batch)
         count = sum(slot.is_captured for slots in self.slots for slot in slots)
         own_outputs = outputs[: len(outputs) - count]
@@ -189,7 +188,6 @@ class DistillationLoss:
         module.register_forward_hook(return_features)
 
     def _teacher_features(self, batch: Batch) -> Features:
-        """Return the teacher's outputs for a batch, from the cache or from the teacher itself."""
         outputs, modules = batch.teacher_outputs, self.objective.teacher_modules
         if not outputs:
             if self.teacher is None:
@@ -219,7 +217,6 @@ def pairs_of(terms: Sequence[AnyTerm], student: nn.Module, teacher: nn.Module) -
 
 
 def _matching_modules(wanted: Modules, module: nn.Module, where: str) -> list[str]:
-    """Return the modules that names or patterns match, in the model's order."""
     known = [name for name, _ in module.named_modules() if name]
     names: list[str] = []
     for name in (wanted,) if isinstance(wanted, str) else wanted:

@@ -282,7 +282,6 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         return any(term.modules is not None for term in self.losses)
 
     def _with_teacher_outputs(self, objective: DistillationObjective, context: Context) -> Splits:
-        """Return the data with cached teacher outputs, if they can and should be cached."""
         from compress.distillation.teacher_cache import CannotCache, with_teacher_outputs
 
         data = context.need_data(self.title)

@@ -110,7 +110,6 @@ def _fill(
     context: Context,
     task: str,
 ) -> None:
-    """Run the teacher on the samples whose outputs are missing, and store them."""
     teacher = objective.teacher.load(context.device, objective.teacher_modules)
     # The batch size of a training step, so that the outputs are equal to the last bit.
     size = training.batch_size // (training.parallel.replicas * training.accumulate)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,17 +192,6 @@ def _damage(checkpoint: Path) -> str | None:
     return None
 
 
-@contextmanager
-def no_group_expected() -> Iterator[None]:
-    """Ignore torch's warnings that checkpoints are of one process, which is intended, in a block.
-
-    Not around each call: the warnings come from threads too.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
 def read_(checkpoint: Path, state: dict[str, Any]) -> set[str]:
     """Read tensors from a checkpoint, in place, and return the names of those that it lacks."""
     # torch's index file is a pickle: only this training's own processes write to its folder, and
@@ -311,7 +299,6 @@ class DeferredWeights:
 
 
 def _tensors_with_owners(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield each parameter and buffer with the module that has it and its name there."""
     for owner in module.modules():
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
@@ -325,7 +312,6 @@ def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _key_in(file: Any, name: str) -> str:
-    """Return the name under which an open safetensors file stores a tensor."""
     # Tied weights are stored once; the metadata maps the other names to that one.
     key: str = name if name in file.keys() else file.metadata()[name]  # noqa: SIM118
     return key

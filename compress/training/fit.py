@@ -40,7 +40,6 @@ from compress.training.launch.local_ranks import run_ranks
 from compress.training.launch.rank_environment import LocalRanks
 from compress.training.launch.rank_group import joined_group, need_group
 from compress.training.launch.worker import JOB_FILE, RankKilled, one_line
-from compress.training.loop.job import Job
 from compress.training.loop.loggers import (
     STEP,
     CallbackRunner,
@@ -49,6 +48,7 @@ from compress.training.loop.loggers import (
     step_values,
 )
 from compress.training.loop.step_metrics import StepRecord, flops_per_unit
+from compress.training.loop.train_state import Job
 from compress.training.loop.trainer import is_finished, train
 from compress.training.objectives.objective import AUXILIARY_PREFIX, KeepZeros
 

@@ -484,12 +484,6 @@ class Training(Settings):
         return 0.9 if self.momentum is None else self.momentum
 
     @property
-    def gives_momentum(self) -> bool:
-        """Whether the settings give a momentum, which no schedule changes then."""
-        given = {"momentum", "betas"} & self.optimizer_arguments.keys()
-        return bool(given) or (self.optimizer == "sgd" and self.momentum is not None)
-
-    @property
     def weight_decay_or_default(self) -> float:
         """The weight decay, with the optimizer's default."""
         if self.weight_decay is None:

@@ -354,6 +354,5 @@ def _call_in_training(module: nn.Module, example: Batch) -> list[torch.Tensor]:
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the weights' names in the optimizer's order."""
     names = {id(weight): name for name, weight in module.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from compress.training.config.parallel import Parallel
     from compress.training.distributed.base import Strategy
     from compress.training.launch.rank_environment import LocalRanks
-    from compress.training.loop.job import Job
     from compress.training.loop.step_metrics import TrainingRecord
+    from compress.training.loop.train_state import Job
 
 JOB_FILE = "job.pickle"
 TIME_TO_MEET = timedelta(minutes=10)

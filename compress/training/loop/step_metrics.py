@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from compress.training.checkpoint import LossSum
     from compress.training.config.training import Trace
     from compress.training.distributed.base import Strategy
-    from compress.training.loop.job import Job
+    from compress.training.loop.train_state import Job
 
 log = logging.getLogger(__name__)
 

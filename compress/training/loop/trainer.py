@@ -6,6 +6,7 @@ Early stopping keeps no state, so that a resumed training decides as an uninterr
 from __future__ import annotations
 
 import math
+import warnings
 from array import array
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
@@ -30,7 +31,6 @@ from compress.training.checkpoint import (
     TrainProgress,
     checkpoint_name,
     checkpoints,
-    no_group_expected,
 )
 from compress.training.distributed.base import share_of_epoch
 from compress.training.loop.checkpoint_manager import CheckpointManager
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from compress.training.checkpoint import LossSum
     from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy
-    from compress.training.loop.job import Job
     from compress.training.loop.step_metrics import StepMetrics, TrainingRecord
+    from compress.training.loop.train_state import Job
 
     Ready = Callable[[], Batch]
     """Waits for a copy, and returns it."""
@@ -76,9 +76,11 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         memory_budget(training),
         job.data.keep_workers(),
         seeded(job.seed, job.device),
-        no_group_expected(),
+        warnings.catch_warnings(),
         recording_metrics(job, strategy) as metrics,
     ):
+        # Checkpoints of one process are intended. Not around each call: threads warn of them too.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # The first read forks the data workers: before NCCL runs, beside which a fork may hang.
         for name in job.data.datasets.keys() & {"train", "val"}:
             list(job.data.read(name, (), 1))
@@ -243,7 +245,6 @@ def _updated(progress: TrainProgress, state: TrainState, **changed: Any) -> Trai
 def _explain_loss(
     job: Job, loss: float, epoch: int, step: int, rate: float, batches: Sequence[Batch]
 ) -> str:
-    """Return the message for a loss that is not finite, with the likely cause."""
     where = f"the loss is {loss} in epoch {epoch}, step {step}"
     targets = [target for batch in batches for target in flatten(batch.target)[0]]
     if not all(bool(target.isfinite().all()) for target in targets):
@@ -312,7 +313,6 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
 
 
 def _reference(job: Job) -> AbstractContextManager[Predictor | None]:
-    """Load the model that `fidelity` compares with; None for other metrics."""
     if not job.metric.needs_reference:
         return nullcontext()
     if job.reference is None:

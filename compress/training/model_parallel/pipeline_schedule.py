@@ -269,7 +269,6 @@ class PipelineRunner:
                 weight.grad = total
 
     def _build_schedule(self, shapes: list[torch.Size]) -> None:
-        """Build the schedule, unless the present one is for the same input shapes."""
         if shapes == self.shapes:
             return
         with preserve_modes(self.module), torch.no_grad(), random_state_kept(str(self.device)):

@@ -133,7 +133,6 @@ class Segment:
         return output
 
     def _run_all(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the outputs of all blocks, each with that of the one before as its input."""
         outputs: list[Any] = []
         for forward in self.forwards:
             outputs.append(forward(hidden, *args, **kwargs))
@@ -160,7 +159,6 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 def _are_same(one: Any, two: Any) -> bool:
-    """Return whether two sets of arguments have the same tensors and equal other values."""
     (leaves, spec), (others, other_spec) = tree_flatten(one), tree_flatten(two)
     return spec == other_spec and all(
         a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and a == b)
@@ -225,7 +223,6 @@ class SelectiveBlock:
         )
 
     def _contexts(self) -> ContextPair:
-        """Return torch's contexts of forward pass and recomputation."""
         saved = self.saved or frozenset()
         # torch 2.11 asks the policy while it computes again, too; 2.13 in the forward pass alone,
         # where `is_recompute` is always False.
@@ -296,7 +293,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor that is saved for the backward pass."""
         storage = tensor.untyped_storage()
         self.saved_bytes[storage._cdata] = storage.nbytes()
         self.useful = len(self.results)

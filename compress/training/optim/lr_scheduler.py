@@ -152,7 +152,6 @@ def build_scheduler(
 def _custom(
     optimizer: torch.optim.Optimizer, name: str, steps: int, folder: Path | None
 ) -> LRScheduler:
-    """Build the scheduler of the user's ``module:callable``."""
     try:
         with exits_refused():
             scheduler = resolve(name, folder)(optimizer, steps)
@@ -179,6 +178,8 @@ def _one_cycle(
     """Build a OneCycleLR, which cycles the momentum unless the settings give one."""
     (group,) = optimizer.param_groups
     has_momentum = "betas" in group or bool(group.get("momentum"))
+    gives_momentum = bool({"momentum", "betas"} & training.optimizer_arguments.keys())
+    gives_momentum |= training.optimizer == "sgd" and training.momentum is not None
     share = float(training.warmup_share)
     if share * steps == 1:
         share -= 1e-9  # with a rise of exactly one step torch 2.13 divides by zero
@@ -187,5 +188,5 @@ def _one_cycle(
         max_lr=training.peak_learning_rate,
         total_steps=steps,
         pct_start=share,
-        cycle_momentum=has_momentum and not training.gives_momentum,
+        cycle_momentum=has_momentum and not gives_momentum,
     )
