@@ -110,6 +110,7 @@ class DistillationLoss:
         self.teacher: LoadedTeacher | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+        """Return the weighted sum of all terms."""
         teacher_features = self._teacher_features(batch)
         count = sum(slot.is_captured for slots in self.slots for slot in slots)
         own_outputs = outputs[: len(outputs) - count]

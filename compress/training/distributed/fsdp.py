@@ -137,6 +137,7 @@ class CountedAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        """Gather all shards."""
         if self.module.training:  # evaluation gathers weights, too, but is no step
             self.comm.count_all_gather(input_tensor, group.size())
         return super().__call__(output_tensor, input_tensor, group, async_op)
@@ -156,6 +157,7 @@ class CountedReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work:
+        """Sum, and keep this process's shard of the sums."""
         self.comm.count_reduce_scatter(output_tensor, group.size())
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 

@@ -115,6 +115,7 @@ class TargetLossFunction:
     counter: Callable[[Targets], torch.Tensor | None]
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+        """Compute the mean loss."""
         if batch.target is None:
             raise StageFailed(
                 "a loss needs targets and a batch of split 'train' has none; return (x, y) samples "
