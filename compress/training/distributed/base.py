@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from compress.training.checkpoint import Tensors
     from compress.training.config.training import Training
     from compress.training.distributed.gradient_compression import GradientCommunication
-    from compress.training.model_parallel.pipeline_schedule import PipelineRunner
+    from compress.training.model_parallel.pipeline_parallel import PipelineRunner
 
 # Rank 0 may take hours to compute a metric, while the others wait in a collective of gloo; a dead
 # process is noticed at once by its closed connection, not by this timeout.

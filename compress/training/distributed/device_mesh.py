@@ -21,8 +21,7 @@ from compress.training.model_parallel.equivalence_check import (
     first_and_count,
     forward_and_backward,
 )
-from compress.training.model_parallel.pipeline_schedule import PipelineRunner
-from compress.training.model_parallel.pipeline_split import split_into_parts
+from compress.training.model_parallel.pipeline_parallel import PipelineRunner, split_into_parts
 from compress.training.model_parallel.tensor_parallel import HOW, divided_, split_matrices_
 from compress.training.optim.transformer_blocks import compile_
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
-    from compress.training.model_parallel.pipeline_split import Partition
+    from compress.training.model_parallel.pipeline_parallel import Partition
     from compress.training.model_parallel.tensor_parallel import Attributes
 
 

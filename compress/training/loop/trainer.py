@@ -33,11 +33,15 @@ from compress.training.checkpoint import (
     checkpoints,
 )
 from compress.training.distributed.base import share_of_epoch
-from compress.training.loop.checkpoint_manager import CheckpointManager
 from compress.training.loop.step_metrics import LossMeter, is_constant, recording_metrics
-from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState, autocast
+from compress.training.loop.train_state import (
+    SMALLEST_LOSS_SCALE,
+    CheckpointManager,
+    TrainState,
+    autocast,
+)
 from compress.training.objectives.objective import attach_
-from compress.training.optim.lr_scheduler import Schedule
+from compress.training.optim.optimizer import Schedule
 from compress.training.optim.transformer_blocks import matmul_precision, memory_budget
 
 if TYPE_CHECKING:

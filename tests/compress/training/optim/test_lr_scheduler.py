@@ -15,8 +15,7 @@ from compress.core.metrics import Metric
 from compress.training.checkpoint import Epoch
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.distributed.deepspeed import EngineOptimizer
-from compress.training.optim.lr_scheduler import Schedule
-from compress.training.optim.optimizer import build_optimizer
+from compress.training.optim.optimizer import Schedule, build_optimizer
 
 PEAK = 0.5
 EPOCHS, EACH = 4, 10
