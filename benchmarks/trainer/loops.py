@@ -32,7 +32,7 @@ from compress.training.checkpoint import TrainProgress
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess
 from compress.training.launch.worker import create_strategy
-from compress.training.loop.step_metrics import recording_metrics
+from compress.training.loop.metrics import recording_metrics
 from compress.training.loop.train_state import CheckpointManager, Job, TrainState
 from compress.training.loop.trainer import _train_epoch
 from compress.training.objectives.objective import TargetLoss

@@ -40,14 +40,15 @@ from compress.training.launch.local_ranks import run_ranks
 from compress.training.launch.rank_environment import LocalRanks
 from compress.training.launch.rank_group import joined_group, need_group
 from compress.training.launch.worker import JOB_FILE, RankKilled, one_line
-from compress.training.loop.loggers import (
+from compress.training.loop.metrics import (
     STEP,
     CallbackRunner,
+    StepRecord,
     epoch_values,
+    flops_per_unit,
     log_records,
     step_values,
 )
-from compress.training.loop.step_metrics import StepRecord, flops_per_unit
 from compress.training.loop.train_state import Job
 from compress.training.loop.trainer import is_finished, train
 from compress.training.objectives.objective import AUXILIARY_PREFIX, KeepZeros
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.training.config.training import Training
-    from compress.training.loop.step_metrics import EpochMetrics, TrainingRecord
+    from compress.training.loop.metrics import EpochMetrics, TrainingRecord
     from compress.training.objectives.objective import Constraint, Objective
 
 log = logging.getLogger(__name__)

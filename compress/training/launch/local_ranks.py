@@ -24,7 +24,7 @@ from compress.training.launch.worker import (
     record_failure,
     recorded_failure,
 )
-from compress.training.loop.step_metrics import RECORDS
+from compress.training.loop.metrics import RECORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
     from compress.training.launch.rank_environment import LocalRanks
-    from compress.training.loop.step_metrics import TrainingRecord
+    from compress.training.loop.metrics import TrainingRecord
 
 SECONDS_BETWEEN_POLLS = 1.0
 """Between looks at the store, where ranks of other machines record that they failed."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from compress.training.config.parallel import Parallel
     from compress.training.distributed.base import Strategy
     from compress.training.launch.rank_environment import LocalRanks
-    from compress.training.loop.step_metrics import TrainingRecord
+    from compress.training.loop.metrics import TrainingRecord
     from compress.training.loop.train_state import Job
 
 JOB_FILE = "job.pickle"
@@ -110,13 +110,10 @@ def create_strategy(parallel: Parallel) -> Strategy:
         from compress.training.distributed.fsdp import FSDPStrategy
 
         return FSDPStrategy(parallel)
-    if parallel.strategy == "deepspeed":
-        from compress.training.distributed.deepspeed import DeepSpeedStrategy
+    from compress.training.distributed.ddp import DDPStrategy, DeepSpeedStrategy, Zero1Strategy
 
-        return DeepSpeedStrategy(parallel)
-    from compress.training.distributed.ddp import DDPStrategy, Zero1Strategy
-
-    return Zero1Strategy(parallel) if parallel.strategy == "zero1" else DDPStrategy(parallel)
+    strategies = {"deepspeed": DeepSpeedStrategy, "zero1": Zero1Strategy}
+    return strategies.get(parallel.strategy, DDPStrategy)(parallel)
 
 
 SECONDS_TO_BE_VISIBLE = 30.0

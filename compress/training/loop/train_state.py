@@ -36,8 +36,7 @@ from compress.training.checkpoint import (
 )
 from compress.training.distributed.base import PATIENCE, steps_per_epoch
 from compress.training.objectives.objective import label_count
-from compress.training.optim.activation_checkpoint import checkpoint_activations_
-from compress.training.optim.transformer_blocks import use_channels_last_
+from compress.training.optim.transformer_blocks import checkpoint_activations_, use_channels_last_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -33,7 +33,7 @@ from compress.training.checkpoint import (
     checkpoints,
 )
 from compress.training.distributed.base import share_of_epoch
-from compress.training.loop.step_metrics import LossMeter, is_constant, recording_metrics
+from compress.training.loop.metrics import LossMeter, is_constant, recording_metrics
 from compress.training.loop.train_state import (
     SMALLEST_LOSS_SCALE,
     CheckpointManager,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from compress.training.checkpoint import LossSum
     from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy
-    from compress.training.loop.step_metrics import StepMetrics, TrainingRecord
+    from compress.training.loop.metrics import StepMetrics, TrainingRecord
     from compress.training.loop.train_state import Job
 
     Ready = Callable[[], Batch]

@@ -12,8 +12,7 @@ from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
 from compress.training.config.training import Profile, Training
 from compress.training.fit import fit
-from compress.training.loop.loggers import TensorBoardLogger, log_records
-from compress.training.loop.step_metrics import EpochMetrics
+from compress.training.loop.metrics import EpochMetrics, TensorBoardLogger, log_records
 from compress.training.objectives.objective import TargetLoss
 from tests.compress.training.builders import import_net, load_data
 

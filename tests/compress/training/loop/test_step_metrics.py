@@ -17,7 +17,7 @@ from compress.pruning.prune_channels import PruneChannels
 from compress.training.checkpoint import Epoch
 from compress.training.config.training import Trace
 from compress.training.distributed.base import SingleProcess
-from compress.training.loop.step_metrics import (
+from compress.training.loop.metrics import (
     EpochMetrics,
     StepMetrics,
     recording_memory,

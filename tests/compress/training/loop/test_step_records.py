@@ -11,8 +11,7 @@ from compress.core.context import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
 from compress.training.config.training import Profile
-from compress.training.loop.loggers import log_records
-from compress.training.loop.step_metrics import EpochMetrics, StepRecord
+from compress.training.loop.metrics import EpochMetrics, StepRecord, log_records
 from compress.training.optim.optimizer import clip_norm_
 from compress.training.stage import Train
 from tests.compress.training.builders import HERE, import_net, import_transformer, load_data

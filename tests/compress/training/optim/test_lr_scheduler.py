@@ -14,7 +14,7 @@ from compress.common.errors import StageFailed
 from compress.core.metrics import Metric
 from compress.training.checkpoint import Epoch
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
-from compress.training.distributed.deepspeed import EngineOptimizer
+from compress.training.distributed.ddp import EngineOptimizer
 from compress.training.optim.optimizer import Schedule, build_optimizer
 
 PEAK = 0.5
