@@ -137,13 +137,12 @@ def fit(
     Raises:
         StageFailed: a process failed or the loss is not finite; the message names the root cause.
     """
-    training = training.hyper_parameters()
     data = context.need_data(task)
-    training = _for_started_nodes(training, task)
+    training = _for_started_nodes(training.hyper_parameters(), task)
     refuse_unmet(unmet_in(training, requirements_of(training), context), task)
-    uses_threads = training.parallel.strategy == "dp"
-    if uses_threads:
-        _check_data_parallel(training, context.device, task)
+    strategy = SingleProcess()
+    if training.parallel.strategy == "dp":
+        strategy = _data_parallel(training, context.device, task)
     _log_separate_statistics(start, training, task)
     results = (context.results or context.root.parent).absolute()
     try:
@@ -168,10 +167,6 @@ def fit(
             ) as write:
                 on_record = _record_listener(job, context, task, write, callbacks)
                 if training.parallel.in_process:
-                    devices = visible_devices(job.device) if uses_threads else []
-                    strategy = (
-                        DataParallelStrategy(devices) if len(devices) > 1 else SingleProcess()
-                    )
                     train(job, strategy, on_record)
                 else:
                     train_on_ranks(job, on_record)
@@ -193,36 +188,31 @@ def _for_started_nodes(training: Training, task: str) -> Training:
     started = group.nodes if group else 1
     adapted = training.for_nodes(started)
     if adapted is not training:
-        log.warning(
-            "%s: trains on %d of %d started machines; the settings are for up to %d",
-            task,
-            adapted.parallel.nodes,
-            started,
-            training.parallel.nodes,
-        )
+        nodes = f"{adapted.parallel.nodes} of {started} started machines"
+        most = training.parallel.nodes
+        log.warning("%s: trains on %s; the settings are for up to %d", task, nodes, most)
     return adapted
 
 
-def _check_data_parallel(training: Training, device: str, task: str) -> None:
-    """Refuse what DataParallel cannot do, and say where there is nothing to divide."""
-    devices = len(visible_devices(device))
-    check_replicable(training, devices)
-    if devices > 1:
+def _data_parallel(training: Training, device: str, task: str) -> SingleProcess:
+    """Return DataParallel over several devices, else the process alone; log what is faster."""
+    devices = visible_devices(device)
+    check_replicable(training, len(devices))
+    if len(devices) < 2:
         log.warning(
-            "%s: strategy dp: DataParallel's threads share one interpreter and copy the model to "
-            "%d devices in each step; strategy: ddp with processes: %d is faster",
+            f"%s: strategy dp runs on {device} alone: DataParallel divides batches over CUDA "
+            "devices, and with one or none it calls the model itself, so the result is the same; "
+            "strategy: ddp with processes: n is faster",
             task,
-            devices,
-            devices,
         )
-    else:
-        log.warning(
-            "%s: strategy dp runs on %s alone: DataParallel divides batches over CUDA devices, and "
-            "with one or none it calls the model itself, so the result is the same; strategy: ddp "
-            "with processes: n is faster",
-            task,
-            device,
-        )
+        return SingleProcess()
+    log.warning(
+        "%s: strategy dp: DataParallel's threads share one interpreter and copy the model to "
+        f"{len(devices)} devices in each step; strategy: ddp with processes: {len(devices)} is "
+        "faster",
+        task,
+    )
+    return DataParallelStrategy(devices)
 
 
 def _log_separate_statistics(start: EagerModel, training: Training, task: str) -> None:
@@ -232,13 +222,11 @@ def _log_separate_statistics(start: EagerModel, training: Training, task: str) -
         return
     if any(name.endswith("running_mean") for name in read_safetensors(start.payload_path)):
         together = training.batch_size // training.accumulate
+        own = f"the {together // shares} samples of each of {shares} processes"
         log.info(
-            "%s: BatchNorm normalizes by the %d samples of each of %d processes, not by all %d, "
-            "so that the result is not that of one process; parallel.sync_batchnorm: true uses all",
+            f"%s: BatchNorm normalizes by {own}, not by all {together}, so that the result is not "
+            "that of one process; parallel.sync_batchnorm: true uses all",
             task,
-            together // shares,
-            shares,
-            together,
         )
 
 
@@ -303,11 +291,9 @@ def _find_checkpoint(job: Job, task: str) -> tuple[Job, TrainProgress]:
     log.info("%s: resumed after epoch %d and %d steps", task, earlier.trained_epochs, earlier.steps)
     if earlier.layouts[-1] != layout:
         log.warning(
-            "%s: resumed with %s from a checkpoint of %s; the result may differ by rounding "
-            "from that of an uninterrupted training",
+            f"%s: resumed with {layout} from a checkpoint of {earlier.layouts[-1]}; the result may "
+            "differ by rounding from that of an uninterrupted training",
             task,
-            layout,
-            earlier.layouts[-1],
         )
     return replace(job, trusted=checkpoint.name), earlier
 

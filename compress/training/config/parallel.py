@@ -330,11 +330,9 @@ class Parallel(Settings):
                 f"pipeline.schedule {self.pipeline.schedule} computes gradients of weights that "
                 f"strategy: {self.strategy} has freed by then; use ddp or another schedule"
             )
-        for name in ("static_graph", "cpu_offload"):
-            if getattr(self, name):
+        for name in ("static_graph", "cpu_offload", "communication"):
+            if not self.has_default(name):
                 raise ValueError(f"{name} does not go with tensor or pipeline; leave it out")
-        if self.communication != "none":
-            raise ValueError("communication does not go with tensor or pipeline; leave it out")
         return self
 
     @property
