@@ -26,10 +26,10 @@ from compress.common.process import seeded
 from compress.training.checkpoint import STATE
 from compress.training.distributed.base import Strategy
 from compress.training.distributed.gradient_compression import GradientCommunication
+from compress.training.model_parallel.pipeline_parallel import leaves_between
 from compress.training.optim.optimizer import (
     build_optimizer,
     explain_rejected_arguments,
-    leaves_between,
     optimizer_arguments,
     optimizer_class,
     parameter_groups,

@@ -101,17 +101,14 @@ def run_rank(folder: Path, ranks: LocalRanks, index: int, records: Connection | 
 
 def create_strategy(parallel: Parallel) -> Strategy:
     """Create the strategy that the settings name; the process group must have been joined."""
-    # Imported only when used: FSDP's module and the mesh's load large parts of torch.
-    if parallel.is_mesh:
-        from compress.training.distributed.device_mesh import DeviceMeshStrategy
+    # Imported only when used: a training in one process needs none of them.
+    from compress.training.distributed.ddp import DDPStrategy, DeepSpeedStrategy, Zero1Strategy
+    from compress.training.distributed.fsdp import DeviceMeshStrategy, FSDPStrategy
 
+    if parallel.is_mesh:
         return DeviceMeshStrategy(parallel)
     if parallel.sharding_mode is not None:
-        from compress.training.distributed.fsdp import FSDPStrategy
-
         return FSDPStrategy(parallel)
-    from compress.training.distributed.ddp import DDPStrategy, DeepSpeedStrategy, Zero1Strategy
-
     strategies = {"deepspeed": DeepSpeedStrategy, "zero1": Zero1Strategy}
     return strategies.get(parallel.strategy, DDPStrategy)(parallel)
 

@@ -29,7 +29,6 @@ from compress.core.validation_errors import closest
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.training.model_parallel.equivalence_check import full_precision, probing_loss
-from compress.training.optim.optimizer import leaves_between
 from compress.training.optim.transformer_blocks import repeated_blocks
 
 if TYPE_CHECKING:
@@ -204,6 +203,20 @@ class _TracedRun:
             self.result.buffers[name] = self.buffer_users.get(name.rpartition(".")[0], set(every))
 
 
+def leaves_between(start: Any, ends: list[Any]) -> list[torch.Tensor]:
+    """Return the leaves of the autograd graph between a node and later ones."""
+    pending, seen, leaves = [end for end in ends if end is not None], {start}, []
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # AccumulateGrad
+            leaves.append(node.variable)
+        pending += [before for before, _ in node.next_functions if before is not None]
+    return leaves
+
+
 ShapeDtype = tuple[torch.Size, torch.dtype]
 
 
@@ -330,7 +343,8 @@ class PipelineRunner:
         try:
             outputs = self.model_forward(*inputs)
         except _PartEnd as end:
-            return end.hidden.contiguous()
+            (hidden,) = end.args
+            return hidden.contiguous()
         finally:
             self.running = self.hidden = None
         return tuple(output.contiguous() for output in flatten_outputs(outputs))
@@ -512,8 +526,6 @@ def _empty(spec: ShapeDtype, device: torch.device) -> torch.Tensor:
 
 
 class _PartEnd(Exception):
-    """Ends the model's forward where the next part starts."""
+    """Ends the model's forward where the next part starts, with what flows there."""
 
     # An exception, because nothing else returns from the midst of the model's own code.
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden

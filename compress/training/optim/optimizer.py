@@ -129,20 +129,6 @@ def clip_norm_(
     return total
 
 
-def leaves_between(start: Any, ends: list[Any]) -> list[torch.Tensor]:
-    """Return the leaves of the autograd graph between a node and later ones."""
-    pending, seen, leaves = [end for end in ends if end is not None], {start}, []
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):  # AccumulateGrad
-            leaves.append(node.variable)
-        pending += [before for before, _ in node.next_functions if before is not None]
-    return leaves
-
-
 SCHEDULED = ("lr", "momentum", "betas")
 """Options of a parameter group that schedulers change."""
 
