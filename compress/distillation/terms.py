@@ -79,6 +79,7 @@ class Labels(Term):
     """The pipeline's loss on the targets; samples without one add nothing to it."""
 
     loss: Literal["labels"]
+    """Which term this is."""
     needs_equal_outputs: ClassVar[bool] = False
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
@@ -92,6 +93,7 @@ class Kl(Term):
     """Divergence of softened distributions, times T squared (Hinton et al., 2015)."""
 
     loss: Literal["kl"]
+    """Which term this is."""
     compares_classes: ClassVar[bool] = True
     temperature: Positive = 4.0
     """How far both distributions are softened before they are compared."""
@@ -108,6 +110,7 @@ class Dkd(Term):
     """
 
     loss: Literal["dkd"]
+    """Which term this is."""
     compares_classes: ClassVar[bool] = True
     temperature: Positive = 4.0
     """How far both distributions are softened before they are compared."""
@@ -145,6 +148,7 @@ class Dist(Term):
     """
 
     loss: Literal["dist"]
+    """Which term this is."""
     compares_classes: ClassVar[bool] = True
     temperature: Positive = 1.0
     """How far both distributions are softened before they are compared."""
@@ -171,6 +175,7 @@ class Mse(Term):
     """Mean squared difference of outputs: of logits, or of embeddings."""
 
     loss: Literal["mse"]
+    """Which term this is."""
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the mean."""
@@ -181,6 +186,7 @@ class Cosine(Term):
     """One minus the cosine of outputs, for embeddings."""
 
     loss: Literal["cosine"]
+    """Which term this is."""
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the mean."""
@@ -230,6 +236,7 @@ class Relational(FeatureTerm):
     """Distances between samples, and angles at each, of the batch (Park et al., 2019, RKD)."""
 
     loss: Literal["relational"]
+    """Which term this is."""
     # Both weights are the paper's.
     distance_weight: Weight = 1.0
     """Weight of the distances, which are in units of their mean."""
@@ -270,6 +277,7 @@ class Hint(ProjectedTerm):
     """
 
     loss: Literal["hint"]
+    """Which term this is."""
     compare: Literal["mse", "cosine"] = "mse"
     """How features are compared: by `mse`, or by the `cosine` of channels."""
 
@@ -287,6 +295,7 @@ class Attention(FeatureTerm):
     """
 
     loss: Literal["attention"]
+    """Which term this is."""
     student: Modules
     """Modules of the student, by name, several as a list or as a pattern in which `*` is one part
     of a name (`layers.*`)."""
@@ -307,6 +316,7 @@ class Similarity(FeatureTerm):
     """Which samples of the batch resemble each other (Tung and Mori, 2019)."""
 
     loss: Literal["similarity"]
+    """Which term this is."""
 
     def distance(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the distance of similarities."""
@@ -322,6 +332,7 @@ class Contrastive(ProjectedTerm):
     """
 
     loss: Literal["contrastive"]
+    """Which term this is."""
     temperature: Positive = 0.1
     """Temperature of the softmax over cosines; smaller is sharper."""
 

@@ -78,12 +78,6 @@ class LossMeter:
         return str(total), count, tuple(values[:ENOUGH_VALUES])
 
 
-def is_constant(losses: LossSum) -> bool:
-    """Whether several steps had the same loss to the last bit, or any number of them 0."""
-    _, count, values = losses
-    return len(values) == 1 and (count > 1 or not values[0])
-
-
 class EpochMetrics(Epoch):
     """An epoch with throughput and memory, which differ between runs and enter no artifact."""
 
@@ -460,7 +454,7 @@ def open_logger(
     ``uri`` is the address of an MLflow server, or a folder relative to that of the results,
     `tracking` if None. Steps from ``first_step`` on, which an interrupted run wrote, are replaced.
     """
-    is_address = uri is not None and "://" in uri
+    is_address = "://" in (uri or "")
     folder = results if is_address else results / (uri or FOLDER)
     if kind == "tensorboard":
         return TensorBoardLogger(folder / name, first_step)

@@ -33,7 +33,7 @@ from compress.training.checkpoint import (
     checkpoints,
 )
 from compress.training.distributed.base import share_of_epoch
-from compress.training.loop.metrics import LossMeter, is_constant, recording_metrics
+from compress.training.loop.metrics import LossMeter, recording_metrics
 from compress.training.loop.train_state import (
     SMALLEST_LOSS_SCALE,
     CheckpointManager,
@@ -217,6 +217,7 @@ def _finish_epoch(
     ``rate`` is that of its last step; ``taken`` steps are fewer than all where it was resumed.
     """
     number = progress.trained_epochs + 1
+    total, count, values = losses
     try:
         with state.ema.applied() if state.ema else nullcontext():
             metric = evaluate(job, state.module, state.strategy)
@@ -224,8 +225,9 @@ def _finish_epoch(
         raise StageFailed(f"after epoch {number}, at learning rate {rate:.3g}: {error}") from error
     epoch = Epoch(
         epoch=number,
-        loss=float(Fraction(losses[0]) / losses[1]),
-        constant_loss=is_constant(losses),
+        loss=float(Fraction(total) / count),
+        # To the last bit the same in several steps, or 0 in any number of them.
+        constant_loss=len(values) == 1 and (count > 1 or not values[0]),
         metric=metric,
         learning_rate=rate,
         sent_bytes=state.strategy.sent_bytes(taken),
@@ -280,9 +282,8 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
     share = range(strategy.rank, samples, strategy.ranks)
     # Every rank runs the same number of batches, because a sharded model's forward is a collective;
     # shorter shares are padded with sample 0, whose outputs are dropped.
-    longest = -(-samples // strategy.ranks)
     padded = array("q", share)
-    padded.extend([0] * (longest - len(share)))
+    padded.extend([0] * (-(-samples // strategy.ranks) - len(share)))
 
     def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Weights that FSDP gathers in bf16 meet float32 buffers under autocast only. Not inference
@@ -292,9 +293,13 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
         with torch.no_grad(), precision, plain_attention():
             return flatten_outputs(module(*(x.to(job.device) for x in inputs)))
 
+    opened: AbstractContextManager[Predictor | None] = nullcontext()
+    if job.reference:
+        artifact = Artifact.from_directory(job.reference)
+        opened = artifact.open(job.device, torch.get_num_threads())
     meter = job.metric.meter()
     remaining = len(share)
-    with _reference(job) as reference:
+    with opened as reference:
         for batch in job.data.read("val", padded, job.data.batch_size):
             own = slice(remaining)
             remaining = max(0, remaining - len(batch))
@@ -314,15 +319,6 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
         value = meter.compute()
     # Only the first share's processes have the value; the sum gives it to all.
     return job.metric.require_finite(strategy.sum_over_ranks([value])[0], "val")
-
-
-def _reference(job: Job) -> AbstractContextManager[Predictor | None]:
-    if not job.metric.needs_reference:
-        return nullcontext()
-    if job.reference is None:
-        raise StageFailed("metric fidelity needs a reference model")
-    artifact = Artifact.from_directory(job.reference)
-    return artifact.open(job.device, torch.get_num_threads())
 
 
 def is_better(epoch: Epoch, kept: Epoch | None, metric: Metric) -> bool:
