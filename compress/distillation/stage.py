@@ -7,7 +7,7 @@ import logging
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -152,10 +152,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
             )
         return self
 
-    @property
-    def needs_data(self) -> bool:
-        """Always."""
-        return True
+    needs_data: ClassVar[bool] = True
 
     @property
     def uses_loss(self) -> bool:
@@ -238,11 +235,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
     def student_and_objective(
         self, model: EagerModel, context: Context
     ) -> tuple[EagerModel, DistillationObjective, dict[str, JsonValue]]:
-        """Return the student before its training, what it minimizes, and facts about its blocks.
-
-        Raises:
-            CompressError: teacher, student or losses do not fit each other.
-        """
+        """Return the student before its training, what it minimizes, and facts about its blocks."""
         from compress.distillation.distillation_objective import (
             DistillationObjective,
             distance_to,

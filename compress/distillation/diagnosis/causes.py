@@ -14,13 +14,13 @@ from compress.common.errors import CompressError, StageFailed
 from compress.common.forward import flatten_outputs
 from compress.core.diagnosis.cause import Cause, RefusedStage, Repair
 from compress.core.diagnosis.layer_diagnosis import WHY
-from compress.distillation.stage import Distill
 from compress.distillation.teacher import OnnxFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from compress.core.diagnosis.rerun import RerunStage
+    from compress.distillation.stage import Distill
 
     Refused = RefusedStage[Any]
 
@@ -33,27 +33,23 @@ def _cause(
     key: str,
     limit: float,
     text: str,
-    of_stage: Callable[[Distill, RerunStage], float | None],
-    changes: Callable[[Distill, RerunStage], Iterator[dict[str, Any]]],
+    of_stage: Callable[[Any, RerunStage], float | None],
+    changes: Callable[[Any, RerunStage], Iterator[dict[str, Any]]],
 ) -> Cause:
     """Return a cause in what a student learns from, given the likeliest changes first."""
 
-    def tested(refused: Refused) -> tuple[Distill, RerunStage] | None:
-        stage, rerun = refused.stage, refused.rerun
-        return None if rerun is None or not isinstance(stage, Distill) else (stage, rerun)
-
     def measure(refused: Refused, layer: str) -> float | None:
-        both = tested(refused)
-        return of_stage(*both) if both and not layer else None
+        rerun = refused.rerun
+        return of_stage(refused.stage, rerun) if rerun and not layer else None
 
     def recovered_share(refused: Refused, layers: Sequence[str]) -> float | None:
-        both = tested(refused)
-        settings = next(changes(*both), None) if both else None
-        return both[1].recovered_share(settings) if both and settings is not None else None
+        rerun = refused.rerun
+        settings = next(changes(refused.stage, rerun), None) if rerun else None
+        return rerun.recovered_share(settings) if rerun and settings is not None else None
 
     def repairs(refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
-        both = tested(refused)
-        return tuple(Repair(settings, 4) for settings in changes(*both)) if both else ()
+        found = changes(refused.stage, refused.rerun) if refused.rerun else ()
+        return tuple(Repair(settings, 4) for settings in found)
 
     return Cause(
         key=key,

@@ -511,11 +511,7 @@ class Training(Settings):
             yield from unmet_by_data(self, context.data)
 
     def check_targets_loss(self, loss: Loss) -> None:
-        """Refuse class weights and label smoothing where the loss has none.
-
-        Raises:
-            PipelineInvalid: they are set.
-        """
+        """Raise PipelineInvalid for class weights and label smoothing that the loss has not."""
         refuse_class_settings(str(loss.name), self.class_weights, self.label_smoothing)
 
     def hyper_parameters(self) -> Training:

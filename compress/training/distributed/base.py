@@ -138,10 +138,7 @@ class Strategy:
                 optimizer.state.pop(weight, None)
 
     def all_reduce_(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Start to sum a tensor over the shares of the batch, in place, on all ranks.
-
-        Returns a function that waits for the sums.
-        """
+        """Start to sum a tensor over shares, in place, on all ranks; return what waits for it."""
         return lambda: None
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:

@@ -1,7 +1,4 @@
-"""Data parallelism: every process holds the whole model and a share of each batch.
-
-Optimizer state, and with DeepSpeed gradients and weights, may be divided.
-"""
+"""Data parallelism: every process has a share of each batch; DDP, ZeRO stage 1, DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): weights, gradients and optimizer state in shards.
-
-Also combined with tensor and pipeline parallelism, on a mesh of processes.
-"""
+"""Fully sharded data parallelism (FSDP2), and meshes with tensor and pipeline parallelism."""
 
 from __future__ import annotations
 

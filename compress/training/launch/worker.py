@@ -1,7 +1,4 @@
-"""What one rank of a distributed training does, in a process of its own.
-
-Where it fails, it records the root cause, which rank 0 raises.
-"""
+"""What one rank of a training does in a process of its own, and how it says why it failed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Loss, throughput, peak memory, traces and memory snapshots of a training, on every rank.
-
-Records of steps and epochs go to TensorBoard, MLflow and the user's callbacks.
-"""
+"""Loss, throughput, memory and traces of a training; TensorBoard, MLflow and user callbacks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`Job`: a training as a value. `TrainState`: everything that one optimizer step updates.
-
-`CheckpointManager` writes that state while training goes on, and restores it.
-"""
+"""A training as a value, what its optimizer steps update, and how that is saved and restored."""
 
 from __future__ import annotations
 
@@ -298,8 +295,9 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensors]:
         """Return this process's part of a checkpoint's tensors, not copied."""
-        optimizer = self.strategy.optimizer_tensors(self.module, self.optimizer)
-        return self._weights() | {"optimizer": optimizer}
+        tensors = self._weights()
+        tensors["optimizer"] = self.strategy.optimizer_tensors(self.module, self.optimizer)
+        return tensors
 
     def restore(self, checkpoint: Path, progress: TrainProgress) -> None:
         """Load weights, average, optimizer state and loss scale from a checkpoint, in place."""

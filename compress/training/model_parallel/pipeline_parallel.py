@@ -235,10 +235,7 @@ class PipelineRunner:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Remove the weights of all other parts from a module, and replace its ``forward``.
-
-        Its weights may still be on the meta device.
-        """
+        """Replace a module's ``forward``, and remove other parts' weights, on meta devices too."""
         stages_of = {
             name: {settings.stage_of(part) for part in partition.weights[name]}
             for name, weight in module.named_parameters()

@@ -110,10 +110,7 @@ def clip_norm_(
     largest: float | None,
     global_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Scale all gradients, in place, so that their global norm is at most a limit, if there is one.
-
-    Returns the norm from before.
-    """
+    """Scale gradients, in place, to a largest global norm, if given; return that from before."""
     # torch.nn.utils.clip_grad_norm_ raises for gradients on different meshes. Here the norm is
     # computed for each mesh, and the global norm is the norm of these norms.
     meshes = group_by_mesh(weight for weight in weights if weight.grad is not None)

@@ -1,9 +1,8 @@
 """The blocks of a model that are sharded, checkpointed or compiled one at a time.
 
-Activation checkpointing recomputes activations in the backward pass to save memory, after Chen et
-al., "Training Deep Nets with Sublinear Memory Cost" (2016). `selective` saves the results that cost
-most FLOPs within a budget, as the memory budget of torch.compile does for compiled models. Beside
-it, what makes a model compute faster: torch.compile, precision of products and memory format.
+Activation checkpointing is after Chen et al., "Training Deep Nets with Sublinear Memory Cost"
+(2016); `selective` saves the results that cost most FLOPs within a budget, as the memory budget of
+torch.compile does for compiled models.
 """
 
 from __future__ import annotations
