@@ -41,13 +41,11 @@ from compress.training.launch.rank_environment import LocalRanks
 from compress.training.launch.rank_group import joined_group, need_group
 from compress.training.launch.worker import JOB_FILE, RankKilled, one_line
 from compress.training.loop.metrics import (
-    STEP,
     CallbackRunner,
     StepRecord,
     epoch_values,
     flops_per_unit,
     log_records,
-    step_values,
 )
 from compress.training.loop.train_state import Job
 from compress.training.loop.trainer import is_finished, train
@@ -395,7 +393,7 @@ def _record_listener(
         for name, value in (("loss", loss), ("learning rate", rate), ("gradient norm", norm)):
             note += "" if value is None else f" {name} {value:.3g}"
         note += f", {record.format_throughput()}"
-        figures = {name.removeprefix(STEP): value for name, value in step_values(record).items()}
+        figures = record.model_dump(exclude={"step", "epoch"}, exclude_none=True)
         fields = {"event": "step", "task": task, "step": record.step, "epoch": record.epoch}
         log.info("%s: %s", task, note, extra={"log_fields": {**fields, "figures": figures}})
         write(record)

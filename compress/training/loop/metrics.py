@@ -483,8 +483,8 @@ def epoch_values(epoch: EpochMetrics, metric: str) -> dict[str, float]:
 
 def step_values(record: StepRecord) -> dict[str, float]:
     """Return a step's known values by the names under which they are logged."""
-    values = record.model_dump(exclude={"step", "epoch"})
-    return {f"{STEP}{name}": value for name, value in values.items() if value is not None}
+    values = record.model_dump(exclude={"step", "epoch"}, exclude_none=True)
+    return {f"{STEP}{name}": value for name, value in values.items()}
 
 
 @contextmanager

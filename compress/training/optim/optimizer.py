@@ -221,7 +221,7 @@ def build_scheduler(
     All but `onecycle` and the user's own, which have a warm-up of their own, start with a linear
     warm-up from peak / steps to the peak.
     """
-    steps, peak = training.epochs * steps_per_epoch, training.peak_learning_rate
+    steps, lowest = training.epochs * steps_per_epoch, training.min_learning_rate
     if training.has_custom_schedule:
         return _custom(optimizer, training.schedule, steps, folder)
     if training.schedule == "onecycle":
@@ -238,13 +238,11 @@ def build_scheduler(
             after = lr_scheduler.StepLR(optimizer, step_size=period, gamma=factor)
             return lr_scheduler.ChainedScheduler([ramp, after], optimizer)
         case "cosine":
-            lowest = training.min_learning_rate
             after = lr_scheduler.CosineAnnealingLR(optimizer, T_max=rest, eta_min=lowest)
         case "cosine_restarts":
-            lowest = training.min_learning_rate
             after = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=period, eta_min=lowest)
         case "linear":
-            end = training.min_learning_rate / peak
+            end = lowest / training.peak_learning_rate
             after = lr_scheduler.LinearLR(optimizer, 1.0, end_factor=end, total_iters=rest)
         case "polynomial":
             power = training.schedule_power
