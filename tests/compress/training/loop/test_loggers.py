@@ -72,8 +72,7 @@ def test_tensorboard_shows_each_epoch_once_though_the_training_was_interrupted(t
     assert "tokens_per_second" not in found
 
 
-def test_values_of_epochs_that_are_trained_again_are_replaced(tmp_path):
-    pytest.importorskip("tensorboard", reason="needs tensorboard")
+def test_values_of_epochs_that_are_trained_again_are_replaced(tmp_path, ordered_files):
     for done, epochs in ((0, (1, 2, 3)), (1, (2,))):
         logger = TensorBoardLogger(tmp_path / "run", first_step=done + 1)
         for number in epochs:
