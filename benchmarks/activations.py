@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from compress.training.config.training import Training
-from compress.training.optim.activation_checkpoint import checkpoint_activations_
+from compress.training.optim.transformer_blocks import checkpoint_activations_
 
 DEPTH, WIDTH, MEBIBYTE = 16, 256, 2**20
 SETTINGS = ("none", 2, "selective", {"segments": "auto"}, "full")

@@ -28,17 +28,15 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
-from compress.training.checkpoint.metadata import TrainProgress
+from compress.training.checkpoint import TrainProgress
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess
-from compress.training.distributed.factory import create_strategy
-from compress.training.loop.checkpoint_manager import CheckpointManager
-from compress.training.loop.job import Job
-from compress.training.loop.step_metrics import recording_metrics
-from compress.training.loop.train_state import TrainState
+from compress.training.launch.worker import create_strategy
+from compress.training.loop.metrics import recording_metrics
+from compress.training.loop.train_state import CheckpointManager, Job, TrainState
 from compress.training.loop.trainer import _train_epoch
 from compress.training.objectives.objective import TargetLoss
-from compress.training.optim.lr_scheduler import Schedule
+from compress.training.optim.optimizer import Schedule
 from trainer.nets import ConvNet, Transformer
 from trainer.ranks import on_ranks
 

@@ -9,7 +9,7 @@ from torch import nn
 from compress.data.batch import Batch
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess
-from compress.training.distributed.factory import create_strategy
+from compress.training.launch.worker import create_strategy
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 

@@ -20,11 +20,11 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import Metric
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
-from compress.training.checkpoint.metadata import checkpoints
+from compress.training.checkpoint import checkpoints
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess
-from compress.training.distributed.factory import create_strategy
-from compress.training.loop.job import Job
+from compress.training.launch.worker import create_strategy
+from compress.training.loop.train_state import Job
 from compress.training.loop.trainer import train
 from compress.training.objectives.objective import TargetLoss
 from trainer.ranks import on_ranks

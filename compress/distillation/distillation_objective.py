@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, seeded
 from compress.core.objectives.task import need_tensor
-from compress.distillation.feature_hooks import FeatureRecorder, Pairs, channel_axis, projected
-from compress.distillation.terms import (
-    AnyTerm,
-    FeatureTerm,
-    OutputPair,
-)
+from compress.distillation.teacher import FeatureRecorder
+from compress.distillation.terms import AnyTerm, FeatureTerm, OutputPair
 from compress.training.objectives.objective import (
     AUXILIARY_PREFIX,
     TargetLoss,
@@ -31,12 +30,17 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.distillation.teacher import LoadedTeacher, Teacher
+    from compress.distillation.terms import Modules
 
 SEARCH_SAMPLES = 256
 """Samples of `train` on which choices of blocks are compared."""
 
 Features = dict[str, torch.Tensor]
 """Outputs of modules by name; "" for the model's first output."""
+
+
+Pairs = tuple[tuple[str, str], ...]
+"""Names of student and teacher modules that are compared; "" for the models' outputs."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,10 @@ class FeatureSlot:
         if not self.projects:
             return own[self.student]
         weight, bias = (getattr(module, f"{self.name}_{part}") for part in ("weight", "bias"))
-        return projected(own[self.student], weight, bias)
+        features = own[self.student]
+        # Over the channels; for images this is a 1x1 convolution.
+        axis = channel_axis(features)
+        return F.linear(features.movedim(axis, -1), weight, bias).movedim(-1, axis)
 
 
 class DistillationLoss:
@@ -182,13 +189,53 @@ class DistillationLoss:
         module.register_forward_hook(return_features)
 
     def _teacher_features(self, batch: Batch) -> Features:
-        """Return the teacher's outputs for a batch, from the cache or from the teacher itself."""
         outputs, modules = batch.teacher_outputs, self.objective.teacher_modules
         if not outputs:
             if self.teacher is None:
                 self.teacher = self.objective.teacher.load(self.device, modules)
             outputs = self.teacher(batch.inputs)
         return dict(zip(("", *modules), outputs, strict=True))
+
+
+def pairs_of(terms: Sequence[AnyTerm], student: nn.Module, teacher: nn.Module) -> tuple[Pairs, ...]:
+    """Match the student's and the teacher's modules for each term of the loss."""
+    pairs: list[Pairs] = []
+    for i, term in enumerate(terms):
+        if term.modules is None:
+            pairs.append((("", ""),))
+            continue
+        own = _matching_modules(term.modules[0], student, f"losses[{i}]: the student")
+        taught = _matching_modules(term.modules[1], teacher, f"losses[{i}]: the teacher")
+        if len(taught) < len(own):
+            raise StageFailed(
+                f"losses[{i}]: {len(own)} modules of the student and {len(taught)} of the teacher; "
+                "name as many, or more of the teacher"
+            )
+        # TinyBERT's uniform map: the m-th of M goes with the (m N / M)-th of N.
+        places = [(m + 1) * len(taught) // len(own) - 1 for m in range(len(own))]
+        pairs.append(tuple((name, taught[p]) for name, p in zip(own, places, strict=True)))
+    return tuple(pairs)
+
+
+def _matching_modules(wanted: Modules, module: nn.Module, where: str) -> list[str]:
+    known = [name for name, _ in module.named_modules() if name]
+    names: list[str] = []
+    for name in (wanted,) if isinstance(wanted, str) else wanted:
+        pattern = re.compile(re.escape(name).replace(r"\*", r"[^.]+"))
+        matches = [other for other in known if pattern.fullmatch(other)]
+        if not matches:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"it has {', '.join(known[:8])}{' …' if len(known) > 8 else ''}"
+            if near:
+                hint = f"did you mean {' or '.join(map(repr, near))}?"
+            raise StageFailed(f"{where} has no module {name!r}; {hint}")
+        names += matches
+    return names
+
+
+def channel_axis(features: torch.Tensor) -> int:
+    """Return the channel axis: the second of images (N, C, H, W) and volumes, else the last."""
+    return 1 if features.dim() in (4, 5) else -1
 
 
 def _add_projection_(

@@ -2,37 +2,101 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.model_source import Origin
+from compress.artifacts.recipe import KeepBlocks
+from compress.common.config import Count, Settings
 from compress.common.errors import CompressError, StageFailed
 from compress.common.signature import Signature
 from compress.core.stage import Stage
-from compress.distillation.student import SomeBlocks
 from compress.distillation.teacher import OnnxFile, Teacher
 from compress.distillation.terms import AnyTerm, Cosine, Kl, Labels, Mse, Term
 from compress.training.config.training import Training
-from compress.training.objectives.objective import Teaching
+from compress.training.objectives.objective import TargetLoss, Teaching, need_task_of_classes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    import torch
     from pydantic import JsonValue
 
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
     from compress.data.splits import Splits
-    from compress.distillation.distillation_objective import DistillationObjective
-    from compress.distillation.feature_hooks import Pairs
+    from compress.distillation.distillation_objective import DistillationObjective, Pairs
+
+    Distance = Callable[[torch.nn.Module], float]
 
 log = logging.getLogger(__name__)
+
+
+LARGEST_SEARCH = 300
+"""Up to as many choices of blocks are all measured; of more, blocks are removed one by one."""
+REPORTED = 5
+"""Best choices that are listed in the artifact's facts."""
+
+
+class SomeBlocks(Settings):
+    """The input with some of its blocks, such as a transformer's layers."""
+
+    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | Count
+    """Blocks that stay, counted from 0; or how many: those are searched with which the model,
+    before any training, answers most nearly as its teacher."""
+    blocks: str | None = None
+    """Name of the list of blocks; by default the one with the most."""
+
+    @field_validator("layers")
+    @classmethod
+    def _ascending(cls, layers: tuple[int, ...] | int) -> tuple[int, ...] | int:
+        if isinstance(layers, tuple) and list(layers) != sorted(set(layers)):
+            raise ValueError(f"layers ascend, each once, found {list(layers)}")
+        return layers
+
+    def container(self, module: torch.nn.Module) -> tuple[str, int]:
+        """Return the name of the list of blocks, and how many it has: at least those that stay."""
+        from compress.artifacts.edits.removal import blocks_of
+
+        known = blocks_of(module)
+        if not known or (self.blocks is not None and self.blocks not in known):
+            names = ", ".join(map(repr, known)) or "none"
+            wanted = f" named {self.blocks!r}" if self.blocks else ""
+            raise StageFailed(
+                f"student.blocks: the model has no list of blocks{wanted}; those there are: {names}"
+            )
+        name = self.blocks or max(known, key=lambda container: known[container])
+        needed = max(self.layers) + 1 if isinstance(self.layers, tuple) else self.layers
+        if needed > known[name]:
+            raise StageFailed(
+                f"student.layers: {name!r} has {known[name]} blocks, found {self.layers}"
+            )
+        return name, known[name]
+
+    def cut(
+        self, model: EagerModel, path: Path, distance: Callable[[], Distance]
+    ) -> tuple[EagerModel, dict[str, JsonValue]]:
+        """Write the model with some of its blocks, and return facts about their choice."""
+        module = model.load()
+        name, count = self.container(module)
+        facts: dict[str, JsonValue] = {}
+        kept = self.layers
+        if isinstance(kept, int):  # only a search needs the distance, for which the teacher runs
+            kept, facts = choose_blocks(model, name, count, kept, distance())
+        edit = KeepBlocks(kept={name: kept})
+        edit.apply_(module)
+        log.info("blocks %s of %d in %s stay", list(kept), count, name)
+        cut = model.derive(path, module, edits=[edit])
+        return cut, {"blocks": {"in": name, "kept": list(kept), "of": count, **facts}}
 
 
 class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
@@ -88,10 +152,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
             )
         return self
 
-    @property
-    def needs_data(self) -> bool:
-        """Always."""
-        return True
+    needs_data: ClassVar[bool] = True
 
     @property
     def uses_loss(self) -> bool:
@@ -100,8 +161,6 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     def check_loss(self, loss: Loss) -> None:
         """Refuse settings that do not go with the task's loss."""
-        from compress.training.objectives.objective import need_task_of_classes
-
         if self.uses_loss:
             self.check_targets_loss(loss)
         for term in self.terms:
@@ -176,14 +235,12 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
     def student_and_objective(
         self, model: EagerModel, context: Context
     ) -> tuple[EagerModel, DistillationObjective, dict[str, JsonValue]]:
-        """Return the student before its training, what it minimizes, and facts about its blocks.
-
-        Raises:
-            CompressError: teacher, student or losses do not fit each other.
-        """
-        from compress.distillation.distillation_objective import DistillationObjective, distance_to
-        from compress.distillation.feature_hooks import pairs_of
-        from compress.training.objectives.objective import TargetLoss
+        """Return the student before its training, what it minimizes, and facts about its blocks."""
+        from compress.distillation.distillation_objective import (
+            DistillationObjective,
+            distance_to,
+            pairs_of,
+        )
 
         taught_by = self.teacher_model(model, context)
         teacher = Teacher.from_model(taught_by)
@@ -218,7 +275,6 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         return any(term.modules is not None for term in self.losses)
 
     def _with_teacher_outputs(self, objective: DistillationObjective, context: Context) -> Splits:
-        """Return the data with cached teacher outputs, if they can and should be cached."""
         from compress.distillation.teacher_cache import CannotCache, with_teacher_outputs
 
         data = context.need_data(self.title)
@@ -232,3 +288,35 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
                 raise StageFailed(f"cache_teacher: {error}; set cache_teacher: false") from error
             log.warning("%s: the teacher has to run in each epoch: %s", self.title, error)
             return data
+
+
+def choose_blocks(
+    model: EagerModel, container: str, count: int, keep: int, distance: Distance
+) -> tuple[tuple[int, ...], dict[str, JsonValue]]:
+    """Return the blocks with which a model is nearest to its teacher, and facts about the search.
+
+    ``keep`` of the ``count`` blocks in the list ``container`` stay.
+    """
+    known: dict[tuple[int, ...], float] = {}
+
+    def measure(kept: tuple[int, ...]) -> float:
+        module = model.load()  # anew, because the edit removes blocks in place
+        KeepBlocks(kept={container: kept}).apply_(module)
+        known[kept] = distance(module)
+        log.info("blocks %s: %.4g from the teacher", list(kept), known[kept])
+        return known[kept]
+
+    # All choices are measured if they are few, else the least harmful block is removed repeatedly.
+    if math.comb(count, keep) <= LARGEST_SEARCH:
+        best = min(itertools.combinations(range(count), keep), key=measure)
+    else:
+        best = tuple(range(count))
+        while len(best) > keep:
+            best = min((best[:i] + best[i + 1 :] for i in range(len(best))), key=measure)
+    final = {kept: value for kept, value in known.items() if len(kept) == keep}
+    nearest = sorted(final, key=lambda kept: final[kept])[:REPORTED]
+    facts: dict[str, JsonValue] = {
+        "measured": len(known),
+        "nearest": [{"kept": list(kept), "distance": final[kept]} for kept in nearest],
+    }
+    return best, facts

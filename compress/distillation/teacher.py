@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+    from torch import nn
 
     from compress.common.forward import Predictor
 
@@ -44,6 +46,32 @@ class OnnxFile(Settings):
 
 LoadedTeacher: TypeAlias = "Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]"
 """The inputs → the first output, then the features of the requested modules."""
+
+
+class FeatureRecorder:
+    """Forward hooks that keep the outputs of named modules in the last forward pass."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        self.names = tuple(dict.fromkeys(names))
+        self.features: dict[str, torch.Tensor] = {}
+        for name in self.names:
+            module.get_submodule(name).register_forward_hook(partial(self._record, name))
+
+    def take(self) -> list[torch.Tensor]:
+        """Return and clear the recorded features, in the order of the names."""
+        # Cleared, or activations and the graph behind them would live until the next call.
+        features, self.features = self.features, {}
+        unused = next((name for name in self.names if name not in features), None)
+        if unused is not None:
+            raise StageFailed(f"module {unused!r} takes no part in the model's forward pass")
+        return [features[name] for name in self.names]
+
+    def with_output(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return and clear the features by name, with the model's output under ""."""
+        return dict(zip(self.names, self.take(), strict=True)) | {"": output}
+
+    def _record(self, name: str, module: nn.Module, inputs: object, output: Any) -> None:
+        self.features[name] = flatten_outputs(output)[0]
 
 
 @dataclass(frozen=True)
@@ -78,8 +106,6 @@ class Teacher:
         import torch
 
         if self.kind is not None and issubclass(self.kind, EagerModel):
-            from compress.distillation.feature_hooks import FeatureRecorder
-
             module = self.module.to(device)
             recorder = FeatureRecorder(module, modules)
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.utils.data import Dataset
 
 from compress.common.errors import StageFailed
 from compress.common.process import threads_to_use
 from compress.data.batch import SampleWithTeacher, adapt
-from compress.data.sample_cache import RecordLog, probe, read_samples
-from compress.training.loop.train_state import AUTOCAST
+from compress.data.sample_cache import CachedDataset, RecordLog, Sample, probe, read_samples
+from compress.training.loop.train_state import autocast
 from compress.training.loop.trainer import cpu_threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
+
+    from torch.utils.data import Dataset
 
     from compress.core.context import Context
     from compress.data.splits import Splits
@@ -39,29 +36,8 @@ class CannotCache(StageFailed):
     """The outputs cannot be cached; the teacher has to run in each epoch."""
 
 
-@dataclass(frozen=True)
-class WithTeacherOutputs:
-    """View of `train` with the teacher's outputs for each sample; it can be pickled."""
-
-    folder: Path
-
-    def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-        """Return the dataset with teacher outputs."""
-        return DatasetWithTeacher(dataset, self.folder)
-
-
-class DatasetWithTeacher(Dataset[Any]):
+class DatasetWithTeacher(CachedDataset):
     """A dataset's samples, each with the teacher's outputs from a folder."""
-
-    def __init__(self, dataset: Dataset[Any], folder: Path) -> None:
-        self.dataset = dataset
-        self.records = RecordLog(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> SampleWithTeacher:
-        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[SampleWithTeacher]:
         wanted = [range(len(self))[index] for index in indices]
@@ -73,8 +49,13 @@ class DatasetWithTeacher(Dataset[Any]):
                     f"cache_teacher: the answer to sample {index} in {self.records.folder} is gone "
                     "or damaged; run again, and the teacher is asked again"
                 )
-            samples.append(SampleWithTeacher(sample, _from_bytes(content)))
+            outputs = Sample.from_bytes(content).inputs
+            samples.append(SampleWithTeacher(sample, outputs))
         return samples
+
+
+def _view(folder: Path, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
+    return DatasetWithTeacher(dataset, folder)
 
 
 def with_teacher_outputs(
@@ -117,7 +98,7 @@ def with_teacher_outputs(
         threads = max(1, threads_to_use() // training.parallel.ranks_per_node)
         with cpu_threads(threads):
             _fill(records, missing, objective, training, context, task)
-    return data.with_view(WithTeacherOutputs(folder.absolute()))
+    return data.with_view(partial(_view, folder.absolute()))
 
 
 def _fill(
@@ -128,15 +109,11 @@ def _fill(
     context: Context,
     task: str,
 ) -> None:
-    """Run the teacher on the samples whose outputs are missing, and store them."""
     teacher = objective.teacher.load(context.device, objective.teacher_modules)
     # The batch size of a training step, so that the outputs are equal to the last bit.
     size = training.batch_size // (training.parallel.replicas * training.accumulate)
     data, done = context.need_data(task), 0
-    precision: AbstractContextManager[Any] = nullcontext()
-    if training.precision in AUTOCAST:
-        kind = torch.device(context.device).type
-        precision = torch.autocast(kind, AUTOCAST[training.precision])
+    precision = autocast(training, context.device)
     # The last batch is filled up with copies of its last sample.
     copies = [missing[-1]] * (-len(missing) % size)
     for batch in data.read("train", [*missing, *copies], size):
@@ -158,7 +135,8 @@ def _fill(
                 )
         for row, index in enumerate(missing[done : done + size]):
             try:
-                records.append(index, _to_bytes(tuple(y[row] for y in outputs)))
+                answer = Sample(tuple(y[row] for y in outputs), target=None, names=None)
+                records.append(index, answer.to_bytes())
             except OSError as error:
                 raise CannotCache(
                     f"{records.folder} cannot be written ({error.strerror}); make room"
@@ -166,17 +144,3 @@ def _fill(
         done = min(done + size, len(missing))
         context.progress(f"{task}: teacher", done, len(missing))
     log.info("%s: the teacher's outputs for %d samples are cached", task, len(missing))
-
-
-def _to_bytes(outputs: tuple[torch.Tensor, ...]) -> bytes:
-    from safetensors.torch import save
-
-    # Cloned, because safetensors refuses tensors that share memory.
-    return save({str(i): y.detach().cpu().contiguous().clone() for i, y in enumerate(outputs)})
-
-
-def _from_bytes(content: bytes) -> tuple[torch.Tensor, ...]:
-    from safetensors.torch import load
-
-    tensors = load(content)
-    return tuple(tensors[str(i)] for i in range(len(tensors)))

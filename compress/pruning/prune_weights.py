@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
     from compress.pruning.unstructured.masks import PrunableWeights
-    from compress.training.objectives.weight_constraint import Constraint
+    from compress.training.objectives.objective import Constraint
 
 UNSTRUCTURED = "unstructured"
 
@@ -174,7 +174,7 @@ class PruneWeights(PruningStage):
             set_uncalibrated_zeros_,
             sparsity_facts,
         )
-        from compress.training.objectives.weight_constraint import KeepZeros
+        from compress.training.objectives.objective import KeepZeros
 
         module, amount = model.load(), self.amount or 0.0
         prunable = prunable_weights(

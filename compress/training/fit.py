@@ -4,61 +4,116 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import replace
+import pickle
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import read_safetensors
+from compress.checkpoint.state_dict import StoredTensor, load_state_
+from compress.common.atomic_files import write_atomically
+from compress.common.dependency_recorder import Recording, add_to_recordings
 from compress.common.errors import CompressError, StageFailed
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.common.process import threads_to_use
 from compress.common.requirements import refuse_unmet, requirements_of, unmet_in
 from compress.common.sealed_json import canonical_json
 from compress.profiling.operator_table import OPERATORS_FILE
-from compress.training.checkpoint.metadata import (
+from compress.training.checkpoint import (
     FOLDER,
+    Epoch,
     TrainProgress,
     newest_intact,
     read_progress,
     require_intact,
 )
-from compress.training.distributed.base import SingleProcess
-from compress.training.distributed.data_parallel import (
+from compress.training.distributed.base import (
     DataParallelStrategy,
+    SingleProcess,
     check_replicable,
     visible_devices,
 )
-from compress.training.launch.launcher import train_on_ranks
+from compress.training.launch.local_ranks import run_ranks
+from compress.training.launch.rank_environment import LocalRanks
 from compress.training.launch.rank_group import joined_group, need_group
-from compress.training.launch.worker_errors import one_line
-from compress.training.loop.evaluation import is_finished
-from compress.training.loop.job import Job
-from compress.training.loop.loggers import (
-    STEP,
+from compress.training.launch.worker import JOB_FILE, RankKilled, one_line
+from compress.training.loop.metrics import (
     CallbackRunner,
+    StepRecord,
     epoch_values,
+    flops_per_unit,
     log_records,
-    step_values,
 )
-from compress.training.loop.step_metrics import StepRecord, flops_per_unit
-from compress.training.loop.trainer import train
-from compress.training.objectives.weight_constraint import KeepZeros
-from compress.training.result import Fit, read_result
+from compress.training.loop.train_state import Job
+from compress.training.loop.trainer import is_finished, train
+from compress.training.objectives.objective import AUXILIARY_PREFIX, KeepZeros
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from pydantic import JsonValue
+    from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
+    from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.training.config.training import Training
-    from compress.training.loop.step_metrics import EpochMetrics, TrainingRecord
-    from compress.training.objectives.objective import Objective
-    from compress.training.objectives.weight_constraint import Constraint
+    from compress.training.loop.metrics import EpochMetrics, TrainingRecord
+    from compress.training.objectives.objective import Constraint, Objective
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Result of a training."""
+
+    start: EagerModel
+    """The input model."""
+    weights: Weights
+    """The best, or last, weights and buffers; read from disk when they are used."""
+    history: tuple[Epoch, ...]
+    kept: Epoch
+    """The epoch of these weights; 0 is the input model."""
+    layouts: tuple[str, ...]
+    """Layout of the processes, and each other one after a resumption."""
+
+    @property
+    def module(self) -> nn.Module:
+        """A new module with these weights, in eval mode, on the CPU."""
+        module = self.start.load()
+        load_state_(module, self.weights, "the training")
+        return module
+
+    def facts(self) -> dict[str, JsonValue]:
+        """Return what the manifest records of the training; equal trainings give equal facts."""
+        facts: dict[str, JsonValue] = {
+            "history": [epoch.model_dump() for epoch in self.history],
+            "kept_epoch": self.kept.epoch,
+        }
+        if len(self.layouts) > 1:
+            facts["resumed_across"] = list(self.layouts)
+        if self.warning:
+            facts["warnings"] = [self.warning]
+        return facts
+
+    @property
+    def warning(self) -> str:
+        """Warning about epochs in which the loss never varied; empty if there are none."""
+        constant = [epoch for epoch in self.history if epoch.constant_loss]
+        if not constant:
+            return ""
+        numbers = ", ".join(str(epoch.epoch) for epoch in constant)
+        value = abs(constant[0].loss or 0.0)
+        return (
+            f"the training loss was {value:g} in every step of epoch {numbers}: "
+            "it does not depend on the model's outputs, so that nothing was learnt; see whether "
+            "`loss`, targets and outputs fit"
+        )
 
 
 def fit(
@@ -80,12 +135,12 @@ def fit(
     Raises:
         StageFailed: a process failed or the loss is not finite; the message names the root cause.
     """
-    training = training.hyper_parameters()
     data = context.need_data(task)
-    training = _for_started_nodes(training, task)
+    training = _for_started_nodes(training.hyper_parameters(), task)
     refuse_unmet(unmet_in(training, requirements_of(training), context), task)
+    strategy = SingleProcess()
     if training.parallel.strategy == "dp":
-        _check_data_parallel(training, context.device, task)
+        strategy = _data_parallel(training, context.device, task)
     _log_separate_statistics(start, training, task)
     results = (context.results or context.root.parent).absolute()
     try:
@@ -110,7 +165,7 @@ def fit(
             ) as write:
                 on_record = _record_listener(job, context, task, write, callbacks)
                 if training.parallel.in_process:
-                    train(job, _in_process_strategy(job), on_record)
+                    train(job, strategy, on_record)
                 else:
                     train_on_ranks(job, on_record)
         result = read_result(start, job)
@@ -131,45 +186,31 @@ def _for_started_nodes(training: Training, task: str) -> Training:
     started = group.nodes if group else 1
     adapted = training.for_nodes(started)
     if adapted is not training:
-        log.warning(
-            "%s: trains on %d of %d started machines; the settings are for up to %d",
-            task,
-            adapted.parallel.nodes,
-            started,
-            training.parallel.nodes,
-        )
+        nodes = f"{adapted.parallel.nodes} of {started} started machines"
+        most = training.parallel.nodes
+        log.warning("%s: trains on %s; the settings are for up to %d", task, nodes, most)
     return adapted
 
 
-def _check_data_parallel(training: Training, device: str, task: str) -> None:
-    """Refuse what DataParallel cannot do, and say where there is nothing to divide."""
-    devices = len(visible_devices(device))
-    check_replicable(training, devices)
-    if devices > 1:
+def _data_parallel(training: Training, device: str, task: str) -> SingleProcess:
+    """Return DataParallel over several devices, else the process alone; log what is faster."""
+    devices = visible_devices(device)
+    check_replicable(training, len(devices))
+    if len(devices) < 2:
         log.warning(
-            "%s: strategy dp: DataParallel's threads share one interpreter and copy the model to "
-            "%d devices in each step; strategy: ddp with processes: %d is faster",
+            f"%s: strategy dp runs on {device} alone: DataParallel divides batches over CUDA "
+            "devices, and with one or none it calls the model itself, so the result is the same; "
+            "strategy: ddp with processes: n is faster",
             task,
-            devices,
-            devices,
         )
-    else:
-        log.warning(
-            "%s: strategy dp runs on %s alone: DataParallel divides batches over CUDA devices, and "
-            "with one or none it calls the model itself, so the result is the same; strategy: ddp "
-            "with processes: n is faster",
-            task,
-            device,
-        )
-
-
-def _in_process_strategy(job: Job) -> SingleProcess:
-    """Return DataParallel over several devices for `dp`, else the process alone."""
-    if job.training.parallel.strategy == "dp":
-        devices = visible_devices(job.device)
-        if len(devices) > 1:
-            return DataParallelStrategy(devices)
-    return SingleProcess()
+        return SingleProcess()
+    log.warning(
+        "%s: strategy dp: DataParallel's threads share one interpreter and copy the model to "
+        f"{len(devices)} devices in each step; strategy: ddp with processes: {len(devices)} is "
+        "faster",
+        task,
+    )
+    return DataParallelStrategy(devices)
 
 
 def _log_separate_statistics(start: EagerModel, training: Training, task: str) -> None:
@@ -179,13 +220,11 @@ def _log_separate_statistics(start: EagerModel, training: Training, task: str) -
         return
     if any(name.endswith("running_mean") for name in read_safetensors(start.payload_path)):
         together = training.batch_size // training.accumulate
+        own = f"the {together // shares} samples of each of {shares} processes"
         log.info(
-            "%s: BatchNorm normalizes by the %d samples of each of %d processes, not by all %d, "
-            "so that the result is not that of one process; parallel.sync_batchnorm: true uses all",
+            f"%s: BatchNorm normalizes by {own}, not by all {together}, so that the result is not "
+            "that of one process; parallel.sync_batchnorm: true uses all",
             task,
-            together // shares,
-            shares,
-            together,
         )
 
 
@@ -207,7 +246,6 @@ def _create_job(
         "training": training.model_dump(mode="json", exclude={"parallel"}),
         "objective": repr(objective),
         "loss": context.loss.identity(),
-        **_schedule_identity(training, context.loss.folder),
         "start": start.digest,
         "data": data.fingerprint(),
         "metric": context.metric.identity(),
@@ -216,6 +254,10 @@ def _create_job(
         "accept_start": accept_start,
         "constraint": repr(constraint) if constraint else None,
     }
+    if training.has_custom_schedule:
+        resolve(training.schedule, context.loss.folder)  # before any other process does
+        sources = local_sources(training.schedule, context.loss.folder)
+        identity["schedule"] = sources_digest(sources)
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
     folder = context.work / f"fit-{digest[:32]}"
     folder.mkdir(exist_ok=True)
@@ -237,16 +279,7 @@ def _create_job(
     )
 
 
-def _schedule_identity(training: Training, folder: Path | None) -> dict[str, JsonValue]:
-    """Import the user's scheduler in the main process, and return a hash of its code."""
-    if not training.has_custom_schedule:
-        return {}
-    resolve(training.schedule, folder)
-    return {"schedule": sources_digest(local_sources(training.schedule, folder))}
-
-
 def _find_checkpoint(job: Job, task: str) -> tuple[Job, TrainProgress]:
-    """Return the job with its newest intact checkpoint, and the progress recorded in it."""
     checkpoint = newest_intact(job.folder)
     if checkpoint is None:
         return job, TrainProgress()
@@ -256,13 +289,92 @@ def _find_checkpoint(job: Job, task: str) -> tuple[Job, TrainProgress]:
     log.info("%s: resumed after epoch %d and %d steps", task, earlier.trained_epochs, earlier.steps)
     if earlier.layouts[-1] != layout:
         log.warning(
-            "%s: resumed with %s from a checkpoint of %s; the result may differ by rounding "
-            "from that of an uninterrupted training",
+            f"%s: resumed with {layout} from a checkpoint of {earlier.layouts[-1]}; the result may "
+            "differ by rounding from that of an uninterrupted training",
             task,
-            layout,
-            earlier.layouts[-1],
         )
     return replace(job, trusted=checkpoint.name), earlier
+
+
+def train_on_ranks(job: Job, on_record: Callable[[TrainingRecord], None]) -> None:
+    """Train on several processes, and return when all of them have ended.
+
+    ``on_record`` is called in this process after steps and epochs. A rank's error is raised here.
+    """
+    parallel = job.training.parallel
+    group = joined_group()
+    file = job.folder / JOB_FILE
+    try:
+        content = pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise StageFailed(
+            f"the data cannot be sent to {parallel.ranks} processes ({error}); "
+            "name it by a data factory, or set parallel.processes to 1"
+        ) from error
+    # In a file: through a pipe it would hang this process where a rank dies before it has read it.
+    write_atomically(file, content)
+    try:
+        for restarts_left in reversed(range(parallel.restarts + 1)):
+            try:
+                # Several machines were started, or fit would have refused the settings.
+                if group and (parallel.nodes > 1 or group.fits(parallel)):
+                    recorded = group.train(job.folder, parallel, on_record)
+                else:
+                    # Port 0: the system chooses a free one.
+                    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                    ranks = LocalRanks(
+                        first=0,
+                        count=parallel.ranks,
+                        world_size=parallel.ranks,
+                        local_first=0,
+                        local_world_size=parallel.ranks,
+                        host="127.0.0.1",
+                        port=store.port,
+                        attempt="training",
+                    )
+                    recorded = run_ranks(job.folder, ranks, store, on_record)
+            except RankKilled as error:
+                if not restarts_left:
+                    raise
+                log.warning("%s; all are started again from the last checkpoint", error)
+            else:
+                add_to_recordings(Recording.from_json(recorded))
+                return
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def read_result(start: EagerModel, job: Job) -> Fit:
+    """Read a finished training's last checkpoint, and the weights of its best one."""
+    last = newest_intact(job.folder)
+    progress = read_progress(last) if last else TrainProgress()
+    if progress.kept is None or not is_finished(job.training, progress.history, job.metric):
+        raise StageFailed(
+            f"{job.folder} has no checkpoint of the end of the training; run again to resume it"
+        )
+    weights: Weights = read_safetensors(start.payload_path)
+    if progress.kept_in:
+        checkpoint = job.folder / FOLDER / progress.kept_in
+        require_intact(checkpoint)
+        trained = read_state_dict(checkpoint)
+        dtypes = {name: weight.dtype for name, weight in weights.items()}
+        weights = {
+            # With `bf16-true` they are narrower than those of the input model.
+            name: widened(weight, dtypes.get(name, weight.dtype))
+            for name, weight in trained.items()
+            if not name.startswith(AUXILIARY_PREFIX)
+        }
+    return Fit(start, weights, progress.history, progress.kept, progress.layouts)
+
+
+def widened(weight: torch.Tensor | StoredTensor, dtype: torch.dtype) -> torch.Tensor | StoredTensor:
+    """Return a weight in another type, still to be read if it is on disk."""
+    if weight.dtype == dtype:
+        return weight
+    if isinstance(weight, torch.Tensor):
+        return weight.to(dtype)
+    read = weight.read
+    return replace(weight, dtype=dtype, read=lambda: read().to(dtype))
 
 
 def _record_listener(
@@ -281,7 +393,7 @@ def _record_listener(
         for name, value in (("loss", loss), ("learning rate", rate), ("gradient norm", norm)):
             note += "" if value is None else f" {name} {value:.3g}"
         note += f", {record.format_throughput()}"
-        figures = {name.removeprefix(STEP): value for name, value in step_values(record).items()}
+        figures = record.model_dump(exclude={"step", "epoch"}, exclude_none=True)
         fields = {"event": "step", "task": task, "step": record.step, "epoch": record.epoch}
         log.info("%s: %s", task, note, extra={"log_fields": {**fields, "figures": figures}})
         write(record)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compress.artifacts.eager_model import EagerModel
 from compress.core.stage import Stage
 from compress.training.config.training import Training
+from compress.training.objectives.objective import TargetLoss
 
 if TYPE_CHECKING:
     from compress.core.context import Context
@@ -27,15 +28,8 @@ class Train(Stage[EagerModel, EagerModel], Training):
 
     stage: Literal["train"] = "train"
 
-    @property
-    def needs_data(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def uses_loss(self) -> bool:
-        """Always."""
-        return True
+    needs_data: ClassVar[bool] = True
+    uses_loss: ClassVar[bool] = True
 
     def check_loss(self, loss: Loss) -> None:
         """Refuse settings that the loss does not have."""
@@ -44,7 +38,6 @@ class Train(Stage[EagerModel, EagerModel], Training):
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Train with the task's loss and save the best, or last, weights."""
         from compress.training.fit import fit
-        from compress.training.objectives.objective import TargetLoss
 
         objective = TargetLoss.for_training(self, context, model.signature)
         trained = fit(model, self, objective, context, self.title)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import first_line
 from compress.pipelines.system.jsonl_log import log_handler
-from compress.training.loop.loggers import STEP, open_logger
+from compress.training.loop.metrics import STEP, open_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.pipelines.config.pipeline import Tracker
-    from compress.training.loop.loggers import ExperimentLogger
+    from compress.training.loop.metrics import ExperimentLogger
 
 TRACKED_REPORT = "report.html"
 

@@ -28,8 +28,7 @@ import torch, torch._dynamo
 import torch.distributed.checkpoint.state_dict, torch.distributed.optim
 import torch.distributed.pipelining, torch.distributed.tensor.parallel
 import compress.training.loop.trainer
-import compress.training.distributed.ddp, compress.training.distributed.device_mesh
-import compress.training.distributed.zero1
+import compress.training.distributed.ddp, compress.training.distributed.fsdp
 torch.set_num_threads(1)
 """
 

@@ -14,21 +14,17 @@ from compress.common.errors import CompressError, StageFailed
 from compress.common.forward import flatten_outputs
 from compress.core.diagnosis.cause import Cause, RefusedStage, Repair
 from compress.core.diagnosis.layer_diagnosis import WHY
-from compress.distillation.stage import Distill
 from compress.distillation.teacher import OnnxFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from compress.core.diagnosis.layer_diagnosis import RerunStage
+    from compress.distillation.stage import Distill
 
     Refused = RefusedStage[Any]
 
-FROM_LABELS = {"soft_weight": 0.01, "hard_weight": 1.0}
-"""Settings of a distillation that learns from labels alone, or nearly so."""
 GRADIENT_SAMPLES = 64
-
-
 POINTS_OF_TEACHER = 1.0
 """By which a teacher may miss what is asked of its student."""
 
@@ -37,27 +33,23 @@ def _cause(
     key: str,
     limit: float,
     text: str,
-    of_stage: Callable[[Distill, RerunStage], float | None],
-    changes: Callable[[Distill, RerunStage], Iterator[dict[str, Any]]],
+    of_stage: Callable[[Any, RerunStage], float | None],
+    changes: Callable[[Any, RerunStage], Iterator[dict[str, Any]]],
 ) -> Cause:
     """Return a cause in what a student learns from, given the likeliest changes first."""
 
-    def tested(refused: Refused) -> tuple[Distill, RerunStage] | None:
-        stage, rerun = refused.stage, refused.rerun
-        return None if rerun is None or not isinstance(stage, Distill) else (stage, rerun)
-
     def measure(refused: Refused, layer: str) -> float | None:
-        both = tested(refused)
-        return of_stage(*both) if both and not layer else None
+        rerun = refused.rerun
+        return of_stage(refused.stage, rerun) if rerun and not layer else None
 
     def recovered_share(refused: Refused, layers: Sequence[str]) -> float | None:
-        both = tested(refused)
-        settings = next(changes(*both), None) if both else None
-        return both[1].recovered_share(settings) if both and settings is not None else None
+        rerun = refused.rerun
+        settings = next(changes(refused.stage, rerun), None) if rerun else None
+        return rerun.recovered_share(settings) if rerun and settings is not None else None
 
     def repairs(refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
-        both = tested(refused)
-        return tuple(Repair(settings, 4) for settings in changes(*both)) if both else ()
+        found = changes(refused.stage, refused.rerun) if refused.rerun else ()
+        return tuple(Repair(settings, 4) for settings in found)
 
     return Cause(
         key=key,
@@ -71,10 +63,15 @@ def _cause(
 
 
 def _missed_by_teacher(stage: Distill, rerun: RerunStage) -> float | None:
-    """Return the points by which the teacher misses what the gate asks for."""
-    score = teacher_score(stage, rerun)
-    if score is None:
-        return None
+    """Return the points by which the teacher misses what the gate asks for on `val`."""
+    with rerun.context.in_temporary_folder() as context:
+        try:
+            teacher = stage.teacher_model(rerun.before, context)  # type: ignore[arg-type]
+            if isinstance(teacher, OnnxFile):  # which has no metric here
+                return None
+            score = context.score(teacher)
+        except CompressError:
+            return None
     return rerun.context.metric.drop_points(rerun.score, score) + rerun.missing
 
 
@@ -92,8 +89,8 @@ def _better_teachers(stage: Distill, rerun: RerunStage) -> Iterator[dict[str, An
             found.append((missing, name))
     for _, name in sorted(found):
         yield {"teacher": name}
-    if not stage.losses:
-        yield dict(FROM_LABELS)
+    if not stage.losses:  # from labels alone, or nearly so
+        yield {"soft_weight": 0.01, "hard_weight": 1.0}
 
 
 def _lengthened(stage: Distill, rerun: RerunStage) -> float | None:
@@ -108,16 +105,6 @@ def _lengthened(stage: Distill, rerun: RerunStage) -> float | None:
 def _default_weights(stage: Distill, rerun: RerunStage) -> Iterator[dict[str, Any]]:
     if not stage.losses:
         yield {"soft_weight": None, "hard_weight": None, "temperature": None}
-
-
-def teacher_score(stage: Distill, rerun: RerunStage) -> float | None:
-    """Return the teacher's metric on `val`; None of an ONNX file, or where it has none."""
-    with rerun.context.in_temporary_folder() as context:
-        try:
-            teacher = stage.teacher_model(rerun.before, context)  # type: ignore[arg-type]
-            return None if isinstance(teacher, OnnxFile) else context.score(teacher)
-        except CompressError:
-            return None
 
 
 def gradient_ratio(stage: Distill, rerun: RerunStage) -> float:

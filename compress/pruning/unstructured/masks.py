@@ -18,7 +18,7 @@ from compress.pruning.allocation.ranking import names_matching
 from compress.pruning.depth.block_search import all_blocks
 from compress.pruning.importance.layer_calls import observe_layer_calls, record_layer_calls
 from compress.pruning.importance.scores import MAX_COLUMNS, Moments
-from compress.training.objectives.weight_constraint import KeepZeros, set_zeros_, weights_of
+from compress.training.objectives.objective import KeepZeros, set_zeros_, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

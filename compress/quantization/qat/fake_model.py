@@ -35,7 +35,7 @@ from compress.quantization.qat.fake_quantize import (
     FreezeFlag,
     WeightFakeQuantize,
 )
-from compress.training.objectives.weight_constraint import KeepZeros
+from compress.training.objectives.objective import KeepZeros
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
     from compress.quantization.qat.fake_model import FreezeSchedule
+    from compress.training.fit import Fit
     from compress.training.objectives.objective import Objective
-    from compress.training.result import Fit
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ TORCHRUN = (
 ZERO = {"zero2": "shard_grad_op", "zero3": "full_shard"}
 REPLICATED = ("ddp", "zero1")
 SHARDED = ("fsdp", *ZERO)
-ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
 IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 """Schedules that take as many micro-batches at a time as there are stages."""
 ONLY_FOR = {
@@ -128,7 +127,7 @@ class PipelineParallel(Settings):
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are computed apart from those of activations."""
-        return self.schedule in ZERO_BUBBLE
+        return self.schedule.endswith("zero_bubble")
 
 
 class Parallel(Settings):
@@ -275,9 +274,8 @@ class Parallel(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_sharding(self) -> Self:
-        group = self.shard_processes
-        if self.sharding_mode != "hybrid_shard" and group:
+    def _check_groups(self) -> Self:
+        if self.sharding_mode != "hybrid_shard" and self.shard_processes:
             raise ValueError("shard_processes is for strategy: fsdp with sharding: hybrid_shard")
         if self.sharding_mode == "hybrid_shard" and self.ranks % self.shard_group:
             raise ValueError(
@@ -286,6 +284,14 @@ class Parallel(Settings):
             )
         if self.strategy in ZERO and self.sharding:
             raise ValueError(f"{self.strategy} says what is sharded; leave out sharding")
+        group = self.communication_group
+        divides = group not in (1, self.ranks) and self.ranks % group == 0
+        if self.communication == "hierarchical" and not divides:
+            raise ValueError(
+                f"communication: hierarchical needs groups of 2 processes or more, two or more of "
+                f"them, and found {self.ranks} processes in groups of {group}; "
+                "set nodes, or group_processes to a divisor"
+            )
         return self
 
     @model_validator(mode="before")
@@ -297,18 +303,6 @@ class Parallel(Settings):
                 f"out and run on every machine: {TORCHRUN.format(nodes='N', processes='G')}"
             )
         return settings
-
-    @model_validator(mode="after")
-    def _check_hierarchical(self) -> Self:
-        group = self.communication_group
-        divides = group not in (1, self.ranks) and self.ranks % group == 0
-        if self.communication == "hierarchical" and not divides:
-            raise ValueError(
-                f"communication: hierarchical needs groups of 2 processes or more, two or more of "
-                f"them, and found {self.ranks} processes in groups of {group}; "
-                "set nodes, or group_processes to a divisor"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:
@@ -336,21 +330,15 @@ class Parallel(Settings):
                 f"pipeline.schedule {self.pipeline.schedule} computes gradients of weights that "
                 f"strategy: {self.strategy} has freed by then; use ddp or another schedule"
             )
-        for name in ("static_graph", "cpu_offload"):
-            if getattr(self, name):
+        for name in ("static_graph", "cpu_offload", "communication"):
+            if not self.has_default(name):
                 raise ValueError(f"{name} does not go with tensor or pipeline; leave it out")
-        if self.communication != "none":
-            raise ValueError("communication does not go with tensor or pipeline; leave it out")
         return self
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
         """Packages that these settings need."""
         return (DEEPSPEED,) if self.strategy == "deepspeed" else ()
-
-    def with_nodes(self, nodes: int) -> Parallel:
-        """Return the settings for another number of machines; ValueError if they do not fit it."""
-        return Parallel.model_validate({**dict(self), "nodes": nodes, "min_nodes": None})
 
     @property
     def undisturbed(self) -> bool:

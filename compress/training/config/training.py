@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -13,6 +12,7 @@ from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.factories import NameOrReference, Reference
 from compress.common.requirements import COMPILER, Requirement, pip_install
 from compress.core.objectives.loss import refuse_class_settings
+from compress.core.validation_errors import did_you_mean
 from compress.training.config.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from compress.core.objectives.loss import Loss
     from compress.data.splits import Splits
 
-DEFAULT_TRACED_STEPS = 3
 TRACKER_REQUIREMENTS = {
     "tensorboard": Requirement(what="tensorboard", install=pip_install("tensorboard")),
     "mlflow": Requirement(what="mlflow", install=pip_install("mlflow")),
@@ -36,7 +35,7 @@ class Trace(Settings):
     """Steps at the start that are not recorded."""
     warmup: Count = 1
     """Steps after them in which the profiler runs and its records are dropped."""
-    active: Count = DEFAULT_TRACED_STEPS
+    active: Count = 3
     """Steps that are recorded."""
     memory: bool = False
     """Whether each operator's allocations are recorded."""
@@ -75,13 +74,9 @@ class Profile(Settings):
     the report, `tracking` by default."""
 
     @model_validator(mode="after")
-    def _tracker_is_named(self) -> Self:
+    def _check_partners(self) -> Self:
         if self.tracking_uri is not None and self.tracker == "none":
             raise ValueError("tracking_uri is for tracker: tensorboard or mlflow; set one")
-        return self
-
-    @model_validator(mode="after")
-    def _peak_is_used(self) -> Self:
         if self.peak_flops is not None and self.log_every is None:
             raise ValueError("peak_flops is for the MFU of log_every; set log_every, such as 10")
         return self
@@ -129,10 +124,6 @@ DEFAULT_LEARNING_RATE = {
 DEFAULT_WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
 UNSHARDED_ONLY = ("adafactor", "rprop")
 """Optimizers that cannot step sharded weights (torch 2.13)."""
-# The default `pct_start` of torch's OneCycleLR.
-DEFAULT_WARMUP = {"onecycle": 0.3}
-PLATEAU_EPOCHS = 3
-DEFAULT_MOMENTUM = 0.9
 SCHEDULES = (
     "onecycle",
     "cosine",
@@ -303,15 +294,13 @@ class Training(Settings):
     @field_validator("optimizer", mode="before")
     @classmethod
     def _known_optimizer(cls, name: object) -> object:
-        known = DEFAULT_LEARNING_RATE
-        if not isinstance(name, str) or name.lower() in known:
+        if not isinstance(name, str) or name.lower() in DEFAULT_LEARNING_RATE:
             return name.lower() if isinstance(name, str) else name
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        hint = did_you_mean(name.lower(), DEFAULT_LEARNING_RATE)
         raise ValueError(f"unknown optimizer {name!r}; {hint}")
 
     @model_validator(mode="after")
-    def _check_batch_size(self) -> Self:
+    def _check_parallel(self) -> Self:
         ranks, parts = self.parallel.replicas, self.parallel.replicas * self.accumulate
         if self.batch_size % parts:
             below = self.batch_size - self.batch_size % parts
@@ -320,27 +309,18 @@ class Training(Settings):
                 f"batch_size {self.batch_size} does not divide over {ranks} processes{cut}; "
                 f"use {f'{below} or ' if below else ''}{below + parts}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_error_feedback(self) -> Self:
         communication = self.parallel.communication
-        if communication not in ("powersgd", "topk", "int8"):
-            return self
-        if self.precision == "fp16":
+        has_residuals = communication in ("powersgd", "topk", "int8")
+        if has_residuals and self.precision == "fp16":
             raise ValueError(
                 f"communication: {communication} remembers gradients, which "
                 "precision: fp16 scales differently from step to step; use bf16"
             )
-        if self.on_nan == "skip":
+        if has_residuals and self.on_nan == "skip":
             raise ValueError(
                 f"communication: {communication} remembers gradients, those of a step that "
                 "on_nan: skip leaves out among them; use fp16, bf16 or none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_channels_last(self) -> Self:
         # FSDP refuses weights that are not contiguous (torch 2.13), DeepSpeed copies them to flat
         # buffers, and DTensor and pipeline stages send contiguous tensors.
         if self.channels_last and self.parallel.divides_weights:
@@ -486,8 +466,8 @@ class Training(Settings):
             return self
         for nodes in range(min(started, parallel.nodes), parallel.min_nodes - 1, -1):
             with suppress(ValueError):  # batch_size does not divide, say
-                changed = parallel.with_nodes(nodes)
-                return Training.model_validate({**dict(self), "parallel": changed})
+                fewer = {**dict(parallel), "nodes": nodes, "min_nodes": None}
+                return Training.model_validate({**dict(self), "parallel": fewer})
         raise PipelineInvalid(
             f"parallel: {started} machines were started, and batch_size {self.batch_size} with the "
             f"other settings fits no number of them from min_nodes: {parallel.min_nodes} on"
@@ -501,13 +481,7 @@ class Training(Settings):
     @property
     def momentum_or_default(self) -> float:
         """The momentum of `sgd`."""
-        return DEFAULT_MOMENTUM if self.momentum is None else self.momentum
-
-    @property
-    def gives_momentum(self) -> bool:
-        """Whether the settings give a momentum, which no schedule changes then."""
-        given = {"momentum", "betas"} & self.optimizer_arguments.keys()
-        return bool(given) or (self.optimizer == "sgd" and self.momentum is not None)
+        return 0.9 if self.momentum is None else self.momentum
 
     @property
     def weight_decay_or_default(self) -> float:
@@ -519,12 +493,14 @@ class Training(Settings):
     @property
     def warmup_share(self) -> float:
         """Share of all steps for the warm-up, with the schedule's default."""
-        return DEFAULT_WARMUP.get(self.schedule, 0.0) if self.warmup is None else self.warmup
+        if self.warmup is None:
+            return 0.3 if self.schedule == "onecycle" else 0.0  # as torch's OneCycleLR
+        return self.warmup
 
     @property
     def epochs_per_reduction(self) -> int:
         """Epochs between reductions of the learning rate, or without improvement before one."""
-        default = PLATEAU_EPOCHS if self.schedule == "plateau" else max(1, self.epochs // 3)
+        default = 3 if self.schedule == "plateau" else max(1, self.epochs // 3)
         return self.schedule_epochs or default
 
     def unmet_by(self, context: Context) -> Iterator[Unmet]:
@@ -532,30 +508,10 @@ class Training(Settings):
         yield from super().unmet_by(context)
         yield from unmet_by_machine(self, context.device)
         if context.data is not None:
-            yield from unmet_by_data(
-                context.data,
-                self.needs_val,
-                self.batch_size,
-                self.steps_per_epoch,
-                self.parallel,
-            )
-
-    @property
-    def needs_val(self) -> str | None:
-        """The setting that needs a split `val`; None if no setting does."""
-        needs = {
-            "keep: best": self.keep == "best",
-            "schedule: plateau": self.schedule == "plateau",
-            "early_stopping": self.early_stopping is not None,
-        }
-        return next((name for name, needed in needs.items() if needed), None)
+            yield from unmet_by_data(self, context.data)
 
     def check_targets_loss(self, loss: Loss) -> None:
-        """Refuse class weights and label smoothing where the loss has none.
-
-        Raises:
-            PipelineInvalid: they are set.
-        """
+        """Raise PipelineInvalid for class weights and label smoothing that the loss has not."""
         refuse_class_settings(str(loss.name), self.class_weights, self.label_smoothing)
 
     def hyper_parameters(self) -> Training:
@@ -588,42 +544,43 @@ def unmet_by_machine(training: Training, device: str) -> Iterator[Unmet]:
         yield Unmet(("profile", "memory"), problem, Unavailable)
 
 
-def unmet_by_data(
-    data: Splits, needs_val: str | None, size: int, steps_per_epoch: int | None, parallel: Parallel
-) -> Iterator[Unmet]:
-    """Yield splits that are not there, and settings that do not go with the number of samples.
-
-    ``needs_val`` is the setting that needs a split `val`, ``size`` that of a batch.
-    """
+def unmet_by_data(training: Training, data: Splits) -> Iterator[Unmet]:
+    """Yield splits that are not there, and settings that do not go with the number of samples."""
+    size, steps, parallel = training.batch_size, training.steps_per_epoch, training.parallel
     found = ", ".join(map(repr, data.datasets))
-    if needs_val and "val" not in data.datasets:
-        key, _, value = needs_val.partition(": ")
+    needs_val = {
+        "keep: best": training.keep == "best",
+        "schedule: plateau": training.schedule == "plateau",
+        "early_stopping": training.early_stopping is not None,
+    }
+    setting = next((name for name, needed in needs_val.items() if needed), None)
+    if setting and "val" not in data.datasets:
+        key, _, value = setting.partition(": ")
         mend = "set keep: last" if key == "keep" else f"leave out {key}"
         problem = f"{value} needs a split 'val', and the data has {found}; add one"
         yield Unmet((key,), f"{problem.lstrip()}, or {mend}")
     if "train" not in data.datasets:
         yield Unmet((), f"trains on split 'train', and the data has {found}; add one")
         return
-    stream, ranks = data.stream, parallel.replicas
-    if stream is not None:
-        if not steps_per_epoch and stream.samples is None:
+    if data.stream is not None:
+        samples = data.stream.samples
+        if not steps and samples is None:
             problem = "split 'train' is a stream without __len__; set steps_per_epoch"
             yield Unmet(("steps_per_epoch",), problem)
-        elif not steps_per_epoch and stream.samples is not None and stream.samples < size:
+        elif not steps and samples is not None and samples < size:
             problem = (
-                f"split 'train' is a stream of {stream.samples} samples, expected at least a batch "
+                f"split 'train' is a stream of {samples} samples, expected at least a batch "
                 f"of {size}; lower batch_size or set steps_per_epoch"
             )
             yield Unmet(("batch_size",), problem)
         return
-    if steps_per_epoch:
+    if steps:
         problem = "is for a stream, and split 'train' has a length; leave it out"
         yield Unmet(("steps_per_epoch",), problem)
     samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits sized datasets only
-    if samples < ranks:
-        problem = "lower processes or nodes, or bring more data"
-        counts = f"split 'train' has {samples} samples for {ranks} processes"
-        yield Unmet(("parallel",), f"{counts}; {problem}")
+    if samples < parallel.replicas:
+        counts = f"split 'train' has {samples} samples for {parallel.replicas} processes"
+        yield Unmet(("parallel",), f"{counts}; lower processes or nodes, or bring more data")
     if parallel.pipeline and samples < size:
         counts = f"split 'train' has {samples} samples and a pipeline needs whole batches of {size}"
         yield Unmet(("batch_size",), f"{counts}; lower batch_size")

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from compress.core.stage import Stage
 
     Refused = RefusedStage[Any]
-    Change = tuple[dict[str, Any], float]
-    """Settings, and how many times as long they train."""
 
 
 LAST_PART = 0.25
@@ -107,12 +105,6 @@ def with_training(stage: Stage[Any, Any], settings: dict[str, Any]) -> dict[str,
     return {"finetune": {name: value for name, value in written.items() if value is not None}}
 
 
-def learning_rate(training: Training) -> float:
-    """Return the highest learning rate."""
-    own = training.hyper_parameters()  # a stage may have a default of its own
-    return own.learning_rate or DEFAULT_LEARNING_RATE[training.optimizer]
-
-
 OVERFIT_POINTS = 3.0
 """By which a model must be better on `train` than on `val`."""
 
@@ -122,7 +114,7 @@ def _cause(
     limit: float,
     text: str,
     of_training: Callable[[RerunStage, list[float]], float | None],
-    changes: Callable[[Training], list[Change]] = lambda training: [],
+    changes: Callable[[Training], list[dict[str, Any]]] = lambda training: [],
     recovered_share: Callable[[Refused, Sequence[str]], float | None] | None = None,
 ) -> Cause:
     """Return a cause in how a stage trains, given its value by the loss of each epoch.
@@ -131,17 +123,17 @@ def _cause(
     """
 
     def measure(refused: Refused, layer: str) -> float | None:
-        training, rerun = training_of(refused.stage), refused.rerun
-        if layer or training is None or rerun is None:
+        if layer or training_of(refused.stage) is None or refused.rerun is None:
             return None
         losses = recorded_losses(refused.after)
-        return of_training(rerun, losses) if losses else None
+        return of_training(refused.rerun, losses) if losses else None
 
     def share(refused: Refused, layers: Sequence[str]) -> float | None:
         training, rerun = training_of(refused.stage), refused.rerun
         if training is None or rerun is None:
             return None
-        for settings, times in changes(training)[:1]:
+        for settings in changes(training)[:1]:
+            times = settings.get("epochs", training.epochs) / training.epochs
             return rerun.recovered_share(with_training(refused.stage, settings), times)
         return None
 
@@ -152,7 +144,7 @@ def _cause(
         written = training.model_dump(mode="json")
         return tuple(
             Repair(with_training(refused.stage, settings), 4)
-            for settings, _ in changes(training)
+            for settings in changes(training)
             if any(written.get(name) != value for name, value in settings.items())
         )
 
@@ -174,43 +166,43 @@ def _share_in_range(refused: Refused, layers: Sequence[str]) -> float | None:
 
 
 def _largest_rise(rerun: RerunStage, losses: list[float]) -> float | None:
-    """Return the largest rise; None where the model has learnt `train` well enough."""
-    if not is_underfit(rerun):
+    if not is_underfit(rerun):  # the model has learnt `train` well enough
         return None
     start = loss_before(rerun)
     return largest_rise(losses if start is None else [start, *losses])
 
 
-def _lower_rates(training: Training) -> list[Change]:
-    """Return lower rates, and a limit of the gradient."""
-    rate, usual = learning_rate(training), DEFAULT_LEARNING_RATE[training.optimizer]
-    lower: list[Change] = [
-        ({"learning_rate": rate / by}, 1.0) for by in (LOWER_RATE, LOWER_RATE**2, 3.0)
-    ]
-    default: list[Change] = [({"learning_rate": None}, 1.0)] if rate > LOWER_RATE * usual else []
-    return [*default, *lower, ({"clip_norm": 1.0}, 1.0)]
+def _rates(training: Training) -> tuple[float, float]:
+    """Return the highest learning rate, and the optimizer's default."""
+    usual = DEFAULT_LEARNING_RATE[training.optimizer]
+    # A stage may have a default of its own.
+    return training.hyper_parameters().learning_rate or usual, usual
 
 
-def _longer(training: Training) -> list[Change]:
+def _lower_rates(training: Training) -> list[dict[str, Any]]:
+    rate, usual = _rates(training)
+    default: list[dict[str, Any]] = [{"learning_rate": None}] if rate > LOWER_RATE * usual else []
+    lower = [{"learning_rate": rate / by} for by in (LOWER_RATE, LOWER_RATE**2, 3.0)]
+    return [*default, *lower, {"clip_norm": 1.0}]
+
+
+def _longer(training: Training) -> list[dict[str, Any]]:
     """Return more epochs, and a higher rate where it is low."""
-    found: list[Change] = [
-        ({"epochs": by * training.epochs}, float(by)) for by in (MORE_EPOCHS, MORE_EPOCHS**2)
+    found: list[dict[str, Any]] = [
+        {"epochs": by * training.epochs} for by in (MORE_EPOCHS, MORE_EPOCHS**2)
     ]
-    rate, usual = learning_rate(training), DEFAULT_LEARNING_RATE[training.optimizer]
+    rate, usual = _rates(training)
     if rate < usual / LOWER_RATE:
-        found.insert(0, ({"learning_rate": None}, 1.0))
+        found.insert(0, {"learning_rate": None})
     elif rate < usual:
-        found.append(({"learning_rate": None}, 1.0))
-    return [*found, ({"learning_rate": 3 * rate}, 1.0)]
+        found.append({"learning_rate": None})
+    return [*found, {"learning_rate": 3 * rate}]
 
 
-def _regularized(training: Training) -> list[Change]:
+def _regularized(training: Training) -> list[dict[str, Any]]:
     """Return what regularizes; none of them is sure to help."""
-    return [
-        ({"weight_decay": 10 * (training.weight_decay or 5e-4)}, 1.0),
-        ({"ema_decay": 0.99}, 1.0),
-        ({"early_stopping": 3}, 1.0),
-    ]
+    decay = 10 * (training.weight_decay or 5e-4)
+    return [{"weight_decay": decay}, {"ema_decay": 0.99}, {"early_stopping": 3}]
 
 
 def loss_before(rerun: RerunStage) -> float | None:

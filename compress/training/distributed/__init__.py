@@ -1,1 +1,1 @@
-"""One module for each way to share training between processes."""
+"""How processes share a training: one class for each strategy."""

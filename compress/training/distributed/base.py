@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,24 +19,24 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from compress.common.errors import StageFailed
 from compress.common.process import derive_seed
-from compress.training.checkpoint.state_dict import STATE, read_
-from compress.training.optim.compile import compile_
+from compress.training.checkpoint import STATE, read_
 from compress.training.optim.optimizer import build_optimizer, clip_norm_
+from compress.training.optim.transformer_blocks import compile_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from torch import nn
     from torch._C._distributed_c10d import Store
 
     from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
-    from compress.training.checkpoint.metadata import Tensors
+    from compress.training.checkpoint import Tensors
     from compress.training.config.training import Training
     from compress.training.distributed.gradient_compression import GradientCommunication
-    from compress.training.model_parallel.pipeline_schedule import PipelineRunner
+    from compress.training.model_parallel.pipeline_parallel import PipelineRunner
 
 # Rank 0 may take hours to compute a metric, while the others wait in a collective of gloo; a dead
 # process is noticed at once by its closed connection, not by this timeout.
@@ -137,10 +138,7 @@ class Strategy:
                 optimizer.state.pop(weight, None)
 
     def all_reduce_(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Start to sum a tensor over the shares of the batch, in place, on all ranks.
-
-        Returns a function that waits for the sums.
-        """
+        """Start to sum a tensor over shares, in place, on all ranks; return what waits for it."""
         return lambda: None
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
@@ -195,6 +193,59 @@ class Strategy:
 
 class SingleProcess(Strategy):
     """The calling process alone."""
+
+
+def visible_devices(device: str) -> list[int]:
+    """Return the CUDA devices that DataParallel uses, the given one first; none for a CPU."""
+    if not device.startswith("cuda"):
+        return []
+    own = torch.device(device).index or 0
+    return [own, *(index for index in range(torch.cuda.device_count()) if index != own)]
+
+
+def check_replicable(training: Training, devices: int) -> None:
+    """Refuse settings that do not work in DataParallel's threads, with several devices."""
+    found = {
+        # These call the original module's forward, whose weights are on the first device.
+        f"compile: {training.compile}": training.compile != "none",
+        f"activation_checkpointing: {training.activation_checkpointing}": (
+            training.activation_checkpointing != "none"
+        ),
+        # torch 2.13 passes on that there is autocast, and not its dtype: fp16 in all threads.
+        "precision: bf16": training.precision == "bf16",
+    }
+    for name, is_set in found.items():
+        if is_set and devices > 1:
+            raise StageFailed(
+                f"strategy: dp over {devices} devices does not go with {name}; use strategy: ddp "
+                f"with processes: {devices}, or leave it out"
+            )
+
+
+class DataParallelStrategy(SingleProcess):
+    """One process whose threads compute a share of each batch on every CUDA device."""
+
+    def __init__(self, devices: list[int]) -> None:
+        self.devices = devices
+
+    def wrap(
+        self, module: nn.Module, training: Training, example: Callable[[], Batch]
+    ) -> nn.Module:
+        """Wrap the module in DataParallel, which copies it to all devices in every step."""
+        if any(part._forward_hooks for part in module.modules()):
+            raise StageFailed(
+                f"strategy: dp over {len(self.devices)} devices does not go with losses that read "
+                "a module's outputs by hooks, which threads would overwrite; use strategy: ddp"
+            )
+        return nn.DataParallel(module, device_ids=self.devices)
+
+    @contextmanager
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+        """Seed all devices for a micro-batch; the training loop seeds the first one alone."""
+        seed = int(torch.randint(2**62, ()))
+        for index, generator in enumerate(torch.cuda.default_generators):
+            generator.manual_seed(seed + index)
+        yield
 
 
 def wait_for_hours_on_cpu(group: dist.ProcessGroup | None) -> None:

@@ -1,8 +1,10 @@
-"""Data parallelism: every process holds the whole model and a share of each batch."""
+"""Data parallelism: every process has a share of each batch; DDP, ZeRO stage 1, DeepSpeed."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+import os
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,17 +16,29 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from compress.common.errors import StageFailed
+from compress.checkpoint.distributed_checkpoint import read_distributed
+from compress.common.errors import StageFailed, first_line
 from compress.common.forward import preserve_modes
 from compress.common.process import seeded
+from compress.training.checkpoint import STATE
 from compress.training.distributed.base import Strategy
 from compress.training.distributed.gradient_compression import GradientCommunication
-from compress.training.optim.compile import compile_
+from compress.training.model_parallel.pipeline_parallel import leaves_between
+from compress.training.optim.optimizer import (
+    build_optimizer,
+    explain_rejected_arguments,
+    optimizer_arguments,
+    optimizer_class,
+    parameter_groups,
+)
+from compress.training.optim.transformer_blocks import compile_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from compress.data.batch import Batch
+    from compress.training.checkpoint import Tensors
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
 
@@ -254,6 +268,203 @@ class DDPStrategy(Strategy):
         dist.barrier()
 
 
+class Zero1Strategy(DDPStrategy):
+    """Every rank has the whole model, and the optimizer state of some of its weights.
+
+    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models" (2019), section 5.1.
+    """
+
+    def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
+        """Build an optimizer that steps its share of the weights and broadcasts them."""
+        groups = parameter_groups(module, training)
+        self.weight_bytes: int = sum(p.nbytes for group in groups for p in group["params"])
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        with explain_rejected_arguments(training):
+            return ZeroRedundancyOptimizer(
+                groups, optimizer_class=optimizer_class(training), **optimizer_arguments(training)
+            )
+
+    def sent_bytes(self, steps: int) -> int | None:
+        """Return the bytes of gradients, and of the weights that each process broadcasts."""
+        # Each process sends the weights it has stepped; their mean, as shares differ by a weight.
+        return (super().sent_bytes(steps) or 0) + self.weight_bytes * (self.ranks - 1) // self.ranks
+
+    def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+        """Gather the state on rank 0, in the format of all strategies."""
+        # torch.distributed.checkpoint refuses ZeroRedundancyOptimizer's own state.
+        sharded: Any = optimizer
+        sharded.consolidate_state_dict(to=0)
+        if not self.is_main:
+            return {}
+        names = _names(module, optimizer)
+        return {
+            f"{STATE}{names[index]}.{what}": value
+            for index, state in sharded.state_dict()["state"].items()
+            for what, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def load_optimizer_(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
+    ) -> None:
+        """Read the whole state; ``load_state_dict`` keeps this process's share of it."""
+        saved = read_distributed(checkpoint).get("optimizer", {})
+        indices = {name: index for index, name in enumerate(_names(module, optimizer))}
+        weights = dict(module.named_parameters())
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for name, stored in saved.items():
+            weight, _, what = name.removeprefix(STATE).rpartition(".")
+            value = stored.read()
+            # In the weight's memory format: fused optimizers pair elements by their places.
+            if value.shape == weights[weight].shape:
+                layout = torch.empty_like(weights[weight], dtype=value.dtype, device=value.device)
+                value = layout.copy_(value)
+            state.setdefault(indices[weight], {})[what] = value
+        # As in a state dict, where groups have numbers in the place of weights.
+        numbers = count()
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+SHARDS = "deepspeed"
+"""Folder in a checkpoint, in the engine's own format."""
+TAG = "engine"
+
+
+class DeepSpeedStrategy(DDPStrategy):
+    """Every rank drives a DeepSpeed engine, which holds its shards.
+
+    After Rajbhandari et al., "ZeRO" (2019), and Ren et al., "ZeRO-Offload" (2021).
+    """
+
+    engine: Any
+
+    def wrap(
+        self, module: nn.Module, training: Training, example: Callable[[], Batch]
+    ) -> nn.Module:
+        """Return a DeepSpeed engine around the module; stage 3 shards the module in place."""
+        compile_(module, training)
+        device = next(module.parameters()).device.type
+        # DeepSpeed reads this once, when it is first imported.
+        os.environ.setdefault("DS_ACCELERATOR", device)
+        import deepspeed
+
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=build_optimizer(module, training),
+            config=deepspeed_configuration(self.parallel, training, self.ranks),
+            dist_init_required=False,
+        )
+        wrapped: nn.Module = self.engine
+        return wrapped
+
+    def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
+        """Return an optimizer whose ``step()`` is the engine's."""
+        return EngineOptimizer(self.engine)
+
+    @contextmanager
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+        """Mark the last micro-batch, after which the engine reduces gradients."""
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        yield
+
+    def backward(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
+        """Compute gradients by the engine, which in stage 0 would otherwise miss them."""
+        self.engine.backward(loss)
+
+    def clip_grad_norm_(self, module: nn.Module, largest: float | None) -> None:
+        """Do nothing: the engine clips in its step, where it knows the norm over all shards."""
+
+    def model_tensors(self, module: nn.Module) -> Tensors:
+        """Gather copies of the module's weights and buffers."""
+        gathered: AbstractContextManager[None] = nullcontext()
+        if self.parallel.zero_stage == 3:
+            import deepspeed
+
+            gathered = deepspeed.zero.GatheredParameters(list(module.parameters()))
+        with gathered:
+            return {n: t.detach().cpu().clone() for n, t in module.state_dict().items()}
+
+    def load_model_(self, module: nn.Module, tensors: Tensors) -> None:
+        """Do nothing: the engine loads its weights together with the optimizer's state."""
+
+    def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+        """Return nothing: the engine writes its own state, see :meth:`save_local`."""
+        return {}
+
+    def load_optimizer_(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
+    ) -> None:
+        """Load the engine's weights and optimizer state, written by as many processes."""
+        reason = "it has no state of DeepSpeed's"
+        # The engine's state is in DeepSpeed's own format, which only the same number of processes
+        # can load. It is a pickle, and is read from the training's own folder only.
+        try:
+            loaded, _ = self.engine.load_checkpoint(str(checkpoint / SHARDS), tag=TAG)
+        except (AssertionError, RuntimeError, OSError, KeyError) as error:
+            loaded, reason = None, first_line(error)
+        if loaded is None:
+            raise StageFailed(
+                f"checkpoint {checkpoint} cannot be resumed by strategy: deepspeed with "
+                f"{self.ranks} processes ({reason}); resume with the settings it was written "
+                f"with, or remove {checkpoint.parent} to train anew"
+            )
+
+    def save_local(self, checkpoint: Path) -> None:
+        """Write the engine's shards into a checkpoint."""
+        self.engine.save_checkpoint(str(checkpoint / SHARDS), tag=TAG, save_latest=False)
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """An optimizer whose ``step()`` is a DeepSpeed engine's."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the engine's optimizer, to set the learning rate."""
+        groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
+        return groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the engine clears gradients in its step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Clip and step by the engine."""
+        self.engine.step()
+
+
+def deepspeed_configuration(parallel: Parallel, training: Training, ranks: int) -> dict[str, Any]:
+    """Translate our settings into DeepSpeed's configuration."""
+    zero: dict[str, Any] = {"stage": parallel.zero_stage}
+    if parallel.cpu_offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if parallel.zero_stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    more: dict[str, Any] = dict(parallel.deepspeed_config)
+    zero |= more.pop("zero_optimization", {})
+    config: dict[str, Any] = {
+        # The training loop counts micro-batches, marks the last and weighs their losses itself.
+        "train_micro_batch_size_per_gpu": training.batch_size // ranks,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": training.clip_norm or 0.0,
+        "zero_optimization": zero,
+        # torch.optim's own: DeepSpeed's would be compiled with a C++ compiler at the first use.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,  # never: progress is reported by epoch
+    }
+    if training.precision == "bf16":
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    return config | more
+
+
 def unused_weights(module: nn.Module, example: Batch) -> set[str]:
     """Return the trained weights that the outputs do not depend on in one of several calls.
 
@@ -264,29 +475,20 @@ def unused_weights(module: nn.Module, example: Batch) -> set[str]:
     unused: set[str] = set()
     with preserve_modes(module), seeded(0, str(device)), torch.enable_grad():
         for _ in range(DRAWS):
-            reached = _leaves(_call_in_training(module, example))
+            outputs = _call_in_training(module, example)
+            reached = set(leaves_between(None, [output.grad_fn for output in outputs]))
             unused |= {name for name, weight in weights.items() if weight not in reached}
     return unused
 
 
 def _call_in_training(module: nn.Module, example: Batch) -> list[torch.Tensor]:
-    """Return all output tensors in training mode; what buffers become is lost."""
+    # What buffers become is lost.
     module.train()
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     outputs = functional_call(module, buffers, example.inputs)
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
-def _leaves(tensors: Iterable[torch.Tensor]) -> set[torch.Tensor]:
-    """Return the leaves of the autograd graph from which tensors were computed."""
-    leaves: set[torch.Tensor] = set()
-    nodes = {tensor.grad_fn for tensor in tensors} - {None}
-    remaining = list(nodes)
-    while remaining:
-        node: Any = remaining.pop()
-        if hasattr(node, "variable"):  # AccumulateGrad
-            leaves.add(node.variable)
-        following = {function for function, _ in node.next_functions} - nodes - {None}
-        nodes |= following
-        remaining += following
-    return leaves
+def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -1,9 +1,11 @@
-"""Fully sharded data parallelism (FSDP2): weights, gradients and optimizer state in shards."""
+"""Fully sharded data parallelism (FSDP2), and meshes with tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,13 +22,23 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from compress.training.checkpoint.state_dict import DeferredWeights
+from compress.common.errors import StageFailed
+from compress.training.checkpoint import DeferredWeights
+from compress.training.distributed.base import wait_for_hours_on_cpu
 from compress.training.distributed.ddp import DDPStrategy
 from compress.training.distributed.gradient_compression import CommCounter
-from compress.training.optim.compile import compile_
-from compress.training.optim.transformer_blocks import large_blocks, named_blocks
+from compress.training.model_parallel.equivalence_check import (
+    ReferenceRun,
+    compare,
+    first_and_count,
+    forward_and_backward,
+)
+from compress.training.model_parallel.pipeline_parallel import PipelineRunner, split_into_parts
+from compress.training.model_parallel.tensor_parallel import HOW, divided_, split_matrices_
+from compress.training.optim.transformer_blocks import compile_, large_blocks, named_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +47,8 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
+    from compress.training.model_parallel.pipeline_parallel import Partition
+    from compress.training.model_parallel.tensor_parallel import Attributes
 
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Layers that compute in float32 at any precision; `_NormBase` is BatchNorm and InstanceNorm."""
@@ -87,6 +101,153 @@ class FSDPStrategy(DDPStrategy):
                 part.reshard()
 
 
+class DeviceMeshStrategy(FSDPStrategy):
+    """A mesh with the axes pipeline stage, share of the batch and slice of each matrix."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__(parallel)
+        stages = parallel.pipeline.stages if parallel.pipeline else 1
+        shape = (stages, self.ranks // parallel.model_ranks, parallel.tensor)
+        device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+        self.mesh = init_device_mesh(device, shape, mesh_dim_names=("pipeline", "data", "tensor"))
+        self.group = self.mesh["data"].get_group()
+        for group in self.mesh.get_all_groups():
+            wait_for_hours_on_cpu(group)  # new groups have torch's timeouts
+        # All processes of one share of the batch read the same samples. Those of one stage also
+        # draw the same random numbers, so that what each computes, dropout included, is identical.
+        self.rank, self.ranks = self.mesh["data"].get_local_rank(), shape[1]
+        self.rng_stream = self.rank + self.ranks * self.mesh["pipeline"].get_local_rank()
+        self.partial_gradients: list[str] = []
+        """Weights whose gradients must be summed over the processes of `tensor`."""
+
+    def wrap(
+        self, module: nn.Module, training: Training, example: Callable[[], Batch]
+    ) -> nn.Module:
+        """Divide the module in place, and compare outputs and gradients with the whole one's."""
+        own_device = next(module.parameters()).device
+        device = torch.device(self.deferred.device) if self.deferred else own_device
+        reference, partition = self._record_whole(module, example)
+        candidates: list[Attributes] = [[]]
+        if self.parallel.tensor > 1:  # first, so that FSDP then shards each slice
+            candidates = split_matrices_(module, self.parallel, self.mesh["tensor"])
+        if (settings := self.parallel.pipeline) and partition:
+            group = self.mesh["pipeline"].get_group()
+            self.pipeline = PipelineRunner(module, partition, settings, group, device)
+            tied = self.pipeline.tied_stages
+            # Gradients of slices or shards in several stages cannot be summed.
+            if tied and (self.parallel.sharding_mode or self.parallel.tensor > 1):
+                raise StageFailed(
+                    f"parallel.pipeline: several stages use the weight {first_and_count(tied)}, "
+                    "which works with strategy: ddp, and without tensor"
+                )
+        if self.deferred:
+            self.deferred.fill_(module, offloaded=False)
+        self._check_division(module, reference.on(device), candidates)
+        compile_(module, training)
+        if self.parallel.sharding_mode:
+            # A block without weights of this stage's has nothing to shard.
+            blocks = blocks_to_wrap(module, self.parallel)
+            blocks = [b for b in blocks if next(b.parameters(), None) is not None]
+            if self.pipeline:
+                blocks = self.pipeline.without_split_points(blocks)
+            shard_(module, blocks, training, self.mesh["data"])
+        if self.pipeline:
+            self.pipeline.register_hooks()  # prepended, so after FSDP has registered its own
+        return module
+
+    def _record_whole(
+        self, module: nn.Module, example: Callable[[], Batch]
+    ) -> tuple[ReferenceRun, Partition | None]:
+        """Run the whole module in rank 0 alone; all get its outputs and its division into parts."""
+        found: Any = None
+        if self.is_main:
+            inputs, settings = example().inputs, self.parallel.pipeline
+            if self.deferred:
+                inputs = tuple(x.cpu() for x in inputs)
+            with self.deferred.mapped(module) if self.deferred else nullcontext():
+                reference = ReferenceRun.record(module, inputs)
+                try:
+                    partition = split_into_parts(module, settings, inputs) if settings else None
+                    found = reference, partition
+                except StageFailed as error:
+                    found = error
+        found = self.broadcast(found)
+        if isinstance(found, StageFailed):
+            raise found
+        return cast("tuple[ReferenceRun, Partition | None]", found)
+
+    def _check_division(
+        self, module: nn.Module, reference: ReferenceRun, candidates: list[Attributes]
+    ) -> None:
+        """Divide the first set of attributes by which the divided model equals the whole one."""
+        tensor, pipeline, wrong = self.parallel.tensor, self.pipeline, ""
+        compute_gradients_: Any = partial(forward_and_backward, module)
+        if pipeline:
+            compute_gradients_ = pipeline.compute_probing_gradients_
+        group = self.mesh["tensor"].get_group()
+        # Removed at the end: FSDP must register its own hooks first.
+        with pipeline.register_hooks() if pipeline else nullcontext():
+            for attributes in candidates:
+                with divided_(attributes, tensor) as division:
+                    found = compare(module, reference, group, compute_gradients_)
+                    self.partial_gradients, mismatch = found
+                    if not mismatch:
+                        division.pop_all()
+                        return
+                wrong = wrong or mismatch
+        if tensor > 1:
+            raise StageFailed(
+                f"parallel.tensor: split over {tensor} processes the model does not compute what "
+                f"the whole one does: {wrong}; {HOW}, and leave out layers whose outputs are not "
+                "heads or neurons"
+            )
+        raise StageFailed(
+            "parallel.pipeline: divided into stages the model does not compute what the whole one "
+            f"does: {wrong}; name modules in pipeline.split that take the one tensor on which all "
+            "later modules depend"
+        )
+
+    def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
+        """Build the optimizer of this process's stage, which must have something to train."""
+        if self.pipeline and not any(weight.requires_grad for weight in module.parameters()):
+            raise StageFailed(
+                f"parallel.pipeline: stage {self.pipeline.stage} has no weights that require "
+                "gradients; choose pipeline.split so that each stage has some"
+            )
+        return super().optimizer(module, training)
+
+    def reduce_gradients_(self, module: nn.Module) -> None:
+        """Sum gradients over `tensor` and tied weights; average them over the shares of a batch."""
+        weights = dict(module.named_parameters())
+        for name in self.partial_gradients:
+            gradient = weights[name].grad if name in weights else None
+            if gradient is not None:
+                dist.all_reduce(local(gradient), group=self.mesh["tensor"].get_group())
+        if self.pipeline:
+            self.pipeline.sum_tied_gradients_(weights)
+        # With sharded weights, FSDP has averaged them in the backward pass.
+        if self.parallel.sharding_mode is not None or self.ranks == 1:
+            return
+        # A weight without a gradient in any copy keeps none, so that the optimizer leaves it alone;
+        # where only some copies have one, the others count as zero.
+        trained = [weight for weight in weights.values() if weight.requires_grad]
+        used = torch.tensor([int(w.grad is not None) for w in trained], dtype=torch.int32)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
+        gradients = []
+        for weight, is_used in zip(trained, used.tolist(), strict=True):
+            if is_used and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            if weight.grad is not None:
+                gradients.append(local(weight.grad))
+        for bucket in buckets(gradients, self.parallel.bucket_mebibytes or 25):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat, group=self.group)
+            flat.div_(self.ranks)
+            sizes = [gradient.numel() for gradient in bucket]
+            for gradient, mean in zip(bucket, torch.split(flat, sizes), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+
 def shard_(
     module: nn.Module, blocks: Sequence[nn.Module], training: Training, mesh: DeviceMesh
 ) -> None:
@@ -109,7 +270,10 @@ def shard_(
     outer = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=fp32)
     # As FSDP1 does for BatchNorm: torch refuses bf16 weights beside its float32 statistics.
     whole = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=dtype)
-    norms = norms_with_weights(module) if dtype else []
+    norms: list[nn.Module] = []
+    if dtype:
+        normalizing = [part for part in module.modules() if isinstance(part, NORMS)]
+        norms = [part for part in normalizing if next(part.parameters(), None) is not None]
     # The innermost first: the call on a module takes the weights that are left.
     for layer in norms:
         fully_shard(layer, mp_policy=whole, **policy)
@@ -118,9 +282,8 @@ def shard_(
             fully_shard(block, mp_policy=inner, **policy)
     fully_shard(module, mp_policy=outer, **policy)
     if parallel.prefetch:
-        chosen = {id(block) for block in blocks}
-        in_order = [part for part in module.modules() if id(part) in chosen]
-        prefetch_(in_order, parallel.prefetch)
+        chosen = set(blocks)
+        prefetch_([part for part in module.modules() if part in chosen], parallel.prefetch)
 
 
 class CountedAllGather(DefaultAllGather):
@@ -178,15 +341,6 @@ def count_bytes_(module: nn.Module, mesh: DeviceMesh) -> CommCounter:
     return comm
 
 
-def norms_with_weights(module: nn.Module) -> list[nn.Module]:
-    """Return the normalization layers that have a scale or shift."""
-    return [
-        part
-        for part in module.modules()
-        if isinstance(part, NORMS) and next(part.parameters(), None) is not None
-    ]
-
-
 def build_mesh(parallel: Parallel, ranks: int, device: str) -> DeviceMesh:
     """Build the mesh for sharding; with two axes, weights are also replicated over the first."""
     if parallel.sharding_mode in ("full_shard", "shard_grad_op"):
@@ -212,3 +366,23 @@ def prefetch_(blocks: Sequence[Any], count: int) -> None:
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])
         before = blocks[max(0, index - count) : index]
         block.set_modules_to_backward_prefetch(before[::-1])
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def buckets(tensors: Sequence[torch.Tensor], mebibytes: float) -> Iterator[list[torch.Tensor]]:
+    """Group tensors of the same dtype into buckets of about a size."""
+    # torch.cat promotes tensors of several dtypes to one.
+    by_type = sorted(tensors, key=lambda t: str(t.dtype))
+    for _, same in groupby(by_type, key=lambda t: t.dtype):
+        bucket: list[torch.Tensor] = []
+        for tensor in same:
+            bucket.append(tensor)
+            if sum(t.nbytes for t in bucket) >= mebibytes * 2**20:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket

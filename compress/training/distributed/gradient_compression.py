@@ -6,7 +6,6 @@ import io
 import math
 import zlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,8 +32,11 @@ if TYPE_CHECKING:
     Exchange: TypeAlias = Generator[Any, None, tuple[Any, Callable[[], torch.Tensor]]]
     """Yields the work of each collective of a bucket but the last, and goes on when that is done.
     Returns the last one's work, and what then computes the averaged bucket."""
-
-Tensors = dict[str, torch.Tensor]
+    Compressed: TypeAlias = Generator[
+        Any, None, tuple[Any, list[torch.Tensor], Callable[[], list[torch.Tensor]]]
+    ]
+    """Yields as `Exchange`. Returns the last work, what this process's gradients are after
+    compression, and what then computes the averages over all ranks, in any thread."""
 
 
 class CommCounter:
@@ -107,176 +109,6 @@ class CommCounter:
         """Return the bytes sent per step since the last call."""
         sent, self.sent_bytes = self.sent_bytes, 0
         return sent // steps
-
-
-@dataclass(frozen=True)
-class LastCollective:
-    """The last collective of an average, after which nothing more is sent."""
-
-    work: Any
-    sent: list[torch.Tensor]
-    """What this process's gradients are after compression."""
-    means: Callable[[], list[torch.Tensor]]
-    """Computes the averages over all ranks, once the work is done, in any thread."""
-
-
-class GradientCompressor(ABC):
-    """Averages gradients with a loss of precision."""
-
-    @abstractmethod
-    def exchange(
-        self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
-    ) -> Generator[Any, None, LastCollective]:
-        """Start to average these parameters' gradients over all ranks.
-
-        Yields the work of each collective but the last, and goes on when that is done.
-        """
-
-    def state_dict(self) -> Tensors:
-        """Return the state that the next step depends on; by default there is none."""
-        return {}
-
-    def load_state_dict(self, state: Tensors) -> None:  # noqa: B027 - nothing to load by default
-        """Load what :meth:`state_dict` returned."""
-
-
-class TopK(GradientCompressor):
-    """The entries of largest magnitude of each gradient, with their indices.
-
-    Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017); Lin et al.,
-    "Deep Gradient Compression" (2018), without its momentum correction.
-    """
-
-    def __init__(self, fraction: float) -> None:
-        self.fraction = fraction
-
-    def exchange(
-        self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
-    ) -> Generator[Any, None, LastCollective]:
-        """Gather the entries that are sent; all others count as zeros."""
-        yield from ()  # the first collective is the last
-        flat_N = torch.cat([g.flatten() for g in gradients])
-        indices, start = [], 0
-        for gradient in gradients:
-            count = max(1, math.ceil(self.fraction * gradient.numel()))
-            indices.append(start + gradient.flatten().abs().topk(count).indices)
-            start += gradient.numel()
-        indices_K = torch.cat(indices)
-        sent_N = torch.zeros_like(flat_N)
-        sent_N[indices_K] = flat_N[indices_K]
-        work, gathered = comm.start_gather(indices_K.to(torch.int32), flat_N[indices_K])
-
-        def means() -> list[torch.Tensor]:
-            mean_N = torch.zeros_like(flat_N)
-            for their_indices_K, their_values_K in gathered():
-                mean_N.index_add_(0, their_indices_K, their_values_K / comm.ranks)
-            return shaped_like(gradients, mean_N)
-
-        return LastCollective(work, shaped_like(gradients, sent_N), means)
-
-
-class Int8(GradientCompressor):
-    """Each gradient as integers from -127 to 127 and one scale."""
-
-    def __init__(self, rounding: Literal["nearest", "stochastic"]) -> None:
-        self.rounding = rounding
-
-    def exchange(
-        self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
-    ) -> Generator[Any, None, LastCollective]:
-        """Gather the rounded gradients."""
-        yield from ()  # the first collective is the last
-        sizes = torch.tensor([g.numel() for g in gradients], device=gradients[0].device)
-        scales_G = torch.stack([g.abs().max() / 127 for g in gradients])
-        # A gradient of zeros has the scale 0.
-        tiny = torch.finfo(scales_G.dtype).tiny
-        flat_N = torch.cat([g.flatten() for g in gradients])
-        steps_N = flat_N / scales_G.clamp_min(tiny).repeat_interleave(sizes)
-        if self.rounding == "stochastic":
-            # Up with the fraction as probability, so that the expected value is exact (Gupta et
-            # al., "Deep Learning with Limited Numerical Precision", 2015). The training loop seeds
-            # torch's generator for each step and process.
-            steps_N = (steps_N + torch.rand_like(steps_N)).floor()
-        integers_N = steps_N.round().clamp(-127, 127).to(torch.int8)
-        # Gathered, because a sum of int8 would overflow: that saves a factor of 4 of the bytes with
-        # 2 processes, 2 with 4 and nothing with 8.
-        work, gathered = comm.start_gather(scales_G, integers_N)
-
-        def means() -> list[torch.Tensor]:
-            mean_N = torch.zeros_like(flat_N)
-            for theirs_G, theirs_N in gathered():
-                mean_N += theirs_N * theirs_G.repeat_interleave(sizes) / comm.ranks
-            return shaped_like(gradients, mean_N)
-
-        sent_N = integers_N * scales_G.repeat_interleave(sizes)
-        return LastCollective(work, shaped_like(gradients, sent_N), means)
-
-
-class PowerSGD(GradientCompressor):
-    """Each gradient as a product of two thin matrices, by one step of power iteration.
-
-    Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-    (2019), algorithms 1 and 2, warm-started.
-    """
-
-    # torch's own hook keeps its state by bucket, so that a resumed training is not exact.
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.bases: Tensors = {}
-        """The right factor of the previous step, by parameter."""
-
-    def exchange(
-        self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
-    ) -> Generator[Any, None, LastCollective]:
-        """Average the left factors, then, with an orthonormal left factor, the right ones."""
-        # Output channels by all else; a vector is one row.
-        matrices = {
-            n: g.flatten(1) if g.ndim > 1 else g.reshape(1, -1)
-            for n, g in zip(names, gradients, strict=True)
-        }
-        # Vectors, and matrices smaller than their factors, are averaged uncompressed.
-        compressed = {
-            n: m_OI for n, m_OI in matrices.items() if self.rank * sum(m_OI.shape) < m_OI.numel()
-        }
-        exact = {n: m_OI.clone() for n, m_OI in matrices.items() if n not in compressed}
-        for name, matrix_OI in compressed.items():
-            if name not in self.bases:
-                # Seeded by name, so that all processes start from the same basis.
-                generator = torch.Generator().manual_seed(derive_seed(zlib.crc32(name.encode())))
-                random_IR = torch.randn(matrix_OI.shape[1], self.rank, generator=generator)
-                self.bases[name] = random_IR.to(matrix_OI)
-        left = {n: m_OI @ self.bases[n] for n, m_OI in compressed.items()}
-        mean_right: Tensors = {}
-        work, write_means = comm.start_mean_([*left.values(), *exact.values()])
-        sent = {n: matrices[n] for n in exact}
-        if compressed:
-            yield work
-            write_means()
-            left = {n: torch.linalg.qr(p_OR).Q for n, p_OR in left.items()}
-            right = {n: compressed[n].T @ p_OR for n, p_OR in left.items()}
-            sent |= {n: left[n] @ right[n].T for n in compressed}
-            mean_right = {n: q_IR.clone() for n, q_IR in right.items()}
-            work, write_means = comm.start_mean_(list(mean_right.values()))
-        shapes = [(n, g.shape) for n, g in zip(names, gradients, strict=True)]
-
-        def means() -> list[torch.Tensor]:
-            write_means()
-            # A basis of zeros would stay zero for ever: after a gradient of zeros the old one
-            # remains.
-            self.bases |= {n: q_IR for n, q_IR in mean_right.items() if q_IR.any()}
-            mean = {n: left[n] @ mean_right[n].T for n in compressed} | exact
-            return [mean[n].view(s) for n, s in shapes]
-
-        return LastCollective(work, [sent[n].view(s) for n, s in shapes], means)
-
-    def state_dict(self) -> Tensors:
-        """Return the right factors."""
-        return dict(self.bases)
-
-    def load_state_dict(self, state: Tensors) -> None:
-        """Load the right factors."""
-        self.bases = dict(state)
 
 
 def shaped_like(tensors: Sequence[torch.Tensor], flat_N: torch.Tensor) -> list[torch.Tensor]:
@@ -367,14 +199,19 @@ class OverlappedAverage(ABC):
 class ErrorFeedback(OverlappedAverage):
     """Compressed average that adds to each gradient the residual of the one before."""
 
-    def __init__(self, compressor: GradientCompressor, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.compressor = compressor
         self.names = {id(p): name for name, p in module.named_parameters()}
         self.device = next(module.parameters()).device
         # By parameter, because DDP may rebuild its buckets. Every process saves its own, so that a
         # resumed training is exact.
         self.residuals: dict[str, torch.Tensor] = {}
+        self.state: dict[str, torch.Tensor] = {}
+        """What else the next step depends on: of `powersgd` the right factor, by parameter."""
+
+    @abstractmethod
+    def compress(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> Compressed:
+        """Start to average these parameters' gradients over all ranks, with a loss of precision."""
 
     def exchange(self, bucket: GradBucket) -> Exchange:
         """Start to average a bucket in place."""
@@ -384,21 +221,21 @@ class ErrorFeedback(OverlappedAverage):
             gradient.float() + self.residuals.get(name, 0)
             for name, gradient in zip(names, gradients, strict=True)
         ]
-        last = yield from self.compressor.exchange(names, exact, self.comm)
-        self.residuals |= {n: e - s for n, e, s in zip(names, exact, last.sent, strict=True)}
+        work, sent, means = yield from self.compress(names, exact)
+        self.residuals |= {n: e - s for n, e, s in zip(names, exact, sent, strict=True)}
 
         def finish() -> torch.Tensor:
-            for gradient, mean in zip(gradients, last.means(), strict=True):
+            for gradient, mean in zip(gradients, means(), strict=True):
                 gradient.copy_(mean)
             return buffer
 
-        return last.work, finish
+        return work, finish
 
     def save(self, checkpoint: Path) -> None:
         """Write this process's residuals into a checkpoint."""
         # The keys are those of checkpoints already written.
         content = io.BytesIO()
-        torch.save({"lost": self.residuals, "lossy": self.compressor.state_dict()}, content)
+        torch.save({"lost": self.residuals, "lossy": self.state}, content)
         write_atomically(residuals_file(checkpoint), content.getvalue())
 
     def load(self, checkpoint: Path) -> None:
@@ -407,8 +244,133 @@ class ErrorFeedback(OverlappedAverage):
         if not file.exists():  # written with another setting of `communication`
             return
         state = torch.load(file, map_location=self.device, weights_only=True)
-        self.residuals = state["lost"]
-        self.compressor.load_state_dict(state["lossy"])
+        self.residuals, self.state = state["lost"], state["lossy"]
+
+
+class TopK(ErrorFeedback):
+    """The entries of largest magnitude of each gradient, with their indices.
+
+    Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017); Lin et al.,
+    "Deep Gradient Compression" (2018), without its momentum correction.
+    """
+
+    def __init__(self, module: nn.Module, fraction: float) -> None:
+        super().__init__(module)
+        self.fraction = fraction
+
+    def compress(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> Compressed:
+        """Gather the entries that are sent; all others count as zeros."""
+        yield from ()  # the first collective is the last
+        flat_N = torch.cat([g.flatten() for g in gradients])
+        indices, start = [], 0
+        for gradient in gradients:
+            count = max(1, math.ceil(self.fraction * gradient.numel()))
+            indices.append(start + gradient.flatten().abs().topk(count).indices)
+            start += gradient.numel()
+        indices_K = torch.cat(indices)
+        sent_N = torch.zeros_like(flat_N)
+        sent_N[indices_K] = flat_N[indices_K]
+        work, gathered = self.comm.start_gather(indices_K.to(torch.int32), flat_N[indices_K])
+
+        def means() -> list[torch.Tensor]:
+            mean_N = torch.zeros_like(flat_N)
+            for their_indices_K, their_values_K in gathered():
+                mean_N.index_add_(0, their_indices_K, their_values_K / self.comm.ranks)
+            return shaped_like(gradients, mean_N)
+
+        return work, shaped_like(gradients, sent_N), means
+
+
+class Int8(ErrorFeedback):
+    """Each gradient as integers from -127 to 127 and one scale."""
+
+    def __init__(self, module: nn.Module, rounding: Literal["nearest", "stochastic"]) -> None:
+        super().__init__(module)
+        self.rounding = rounding
+
+    def compress(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> Compressed:
+        """Gather the rounded gradients."""
+        yield from ()  # the first collective is the last
+        sizes = torch.tensor([g.numel() for g in gradients], device=gradients[0].device)
+        scales_G = torch.stack([g.abs().max() / 127 for g in gradients])
+        # A gradient of zeros has the scale 0.
+        tiny = torch.finfo(scales_G.dtype).tiny
+        flat_N = torch.cat([g.flatten() for g in gradients])
+        steps_N = flat_N / scales_G.clamp_min(tiny).repeat_interleave(sizes)
+        if self.rounding == "stochastic":
+            # Up with the fraction as probability, so that the expected value is exact (Gupta et
+            # al., "Deep Learning with Limited Numerical Precision", 2015). The training loop seeds
+            # torch's generator for each step and process.
+            steps_N = (steps_N + torch.rand_like(steps_N)).floor()
+        integers_N = steps_N.round().clamp(-127, 127).to(torch.int8)
+        # Gathered, because a sum of int8 would overflow: that saves a factor of 4 of the bytes with
+        # 2 processes, 2 with 4 and nothing with 8.
+        work, gathered = self.comm.start_gather(scales_G, integers_N)
+
+        def means() -> list[torch.Tensor]:
+            mean_N = torch.zeros_like(flat_N)
+            for theirs_G, theirs_N in gathered():
+                mean_N += theirs_N * theirs_G.repeat_interleave(sizes) / self.comm.ranks
+            return shaped_like(gradients, mean_N)
+
+        sent_N = integers_N * scales_G.repeat_interleave(sizes)
+        return work, shaped_like(gradients, sent_N), means
+
+
+class PowerSGD(ErrorFeedback):
+    """Each gradient as a product of two thin matrices, by one step of power iteration.
+
+    Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
+    (2019), algorithms 1 and 2, warm-started.
+    """
+
+    # torch's own hook keeps its state by bucket, so that a resumed training is not exact.
+
+    def __init__(self, module: nn.Module, rank: int) -> None:
+        super().__init__(module)
+        self.rank = rank
+
+    def compress(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> Compressed:
+        """Average the left factors, then, with an orthonormal left factor, the right ones."""
+        # Output channels by all else; a vector is one row.
+        matrices = {
+            n: g.flatten(1) if g.ndim > 1 else g.reshape(1, -1)
+            for n, g in zip(names, gradients, strict=True)
+        }
+        # Vectors, and matrices smaller than their factors, are averaged uncompressed.
+        compressed = {
+            n: m_OI for n, m_OI in matrices.items() if self.rank * sum(m_OI.shape) < m_OI.numel()
+        }
+        exact = {n: m_OI.clone() for n, m_OI in matrices.items() if n not in compressed}
+        for name, matrix_OI in compressed.items():
+            if name not in self.state:
+                # Seeded by name, so that all processes start from the same basis.
+                generator = torch.Generator().manual_seed(derive_seed(zlib.crc32(name.encode())))
+                random_IR = torch.randn(matrix_OI.shape[1], self.rank, generator=generator)
+                self.state[name] = random_IR.to(matrix_OI)
+        left = {n: m_OI @ self.state[n] for n, m_OI in compressed.items()}
+        mean_right: dict[str, torch.Tensor] = {}
+        work, write_means = self.comm.start_mean_([*left.values(), *exact.values()])
+        sent = {n: matrices[n] for n in exact}
+        if compressed:
+            yield work
+            write_means()
+            left = {n: torch.linalg.qr(p_OR).Q for n, p_OR in left.items()}
+            right = {n: compressed[n].T @ p_OR for n, p_OR in left.items()}
+            sent |= {n: left[n] @ right[n].T for n in compressed}
+            mean_right = {n: q_IR.clone() for n, q_IR in right.items()}
+            work, write_means = self.comm.start_mean_(list(mean_right.values()))
+        shapes = [(n, g.shape) for n, g in zip(names, gradients, strict=True)]
+
+        def means() -> list[torch.Tensor]:
+            write_means()
+            # A basis of zeros would stay zero for ever: after a gradient of zeros the old one
+            # remains.
+            self.state |= {n: q_IR for n, q_IR in mean_right.items() if q_IR.any()}
+            mean = {n: left[n] @ mean_right[n].T for n in compressed} | exact
+            return [mean[n].view(s) for n, s in shapes]
+
+        return work, [sent[n].view(s) for n, s in shapes], means
 
 
 class HierarchicalAllReduce(OverlappedAverage):
@@ -458,24 +420,19 @@ class GradientCommunication:
             if parameter.requires_grad:
                 uncompressed.count_all_reduce(parameter.numel(), parameter.element_size())
         self.uncompressed_bytes = uncompressed.sent_bytes
-        self.hook: HalfPrecisionAverage | ErrorFeedback | HierarchicalAllReduce | None
-        match parallel.communication:
-            case "none":
-                self.hook = None
-                return
-            case "fp16":
-                self.hook = HalfPrecisionAverage(torch.float16)
-            case "bf16":
-                self.hook = HalfPrecisionAverage(torch.bfloat16)
-            case "powersgd":
-                self.hook = ErrorFeedback(PowerSGD(parallel.powersgd_rank), model.module)
-            case "topk":
-                self.hook = ErrorFeedback(TopK(parallel.topk_fraction), model.module)
-            case "int8":
-                self.hook = ErrorFeedback(Int8(parallel.int8_rounding), model.module)
-            case "hierarchical":
-                device = next(model.parameters()).device.type
-                self.hook = HierarchicalAllReduce(parallel.communication_group, device)
+        device = next(model.parameters()).device.type
+        hooks: dict[str, Callable[[], HalfPrecisionAverage | OverlappedAverage]] = {
+            "fp16": lambda: HalfPrecisionAverage(torch.float16),
+            "bf16": lambda: HalfPrecisionAverage(torch.bfloat16),
+            "powersgd": lambda: PowerSGD(model.module, parallel.powersgd_rank),
+            "topk": lambda: TopK(model.module, parallel.topk_fraction),
+            "int8": lambda: Int8(model.module, parallel.int8_rounding),
+            "hierarchical": lambda: HierarchicalAllReduce(parallel.communication_group, device),
+        }
+        self.hook = None
+        if parallel.communication == "none":
+            return
+        self.hook = hooks[parallel.communication]()
         # A lambda, because torch checks the hook's annotations and rejects postponed ones.
         model.register_comm_hook(self.hook, lambda state, bucket: state.average(bucket))
 

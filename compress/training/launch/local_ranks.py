@@ -17,9 +17,14 @@ from torch.multiprocessing.spawn import start_processes
 from compress.common.errors import SignalExit, StageFailed
 from compress.training.launch.rank_environment import LOGS
 from compress.training.launch.spawn import start_rank
-from compress.training.launch.worker import DEPENDENCIES, FINISHED
-from compress.training.launch.worker_errors import error_of_exit, record_failure, recorded_failure
-from compress.training.loop.step_metrics import RECORDS
+from compress.training.launch.worker import (
+    DEPENDENCIES,
+    FINISHED,
+    error_of_exit,
+    record_failure,
+    recorded_failure,
+)
+from compress.training.loop.metrics import RECORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
     from compress.training.launch.rank_environment import LocalRanks
-    from compress.training.loop.step_metrics import TrainingRecord
+    from compress.training.loop.metrics import TrainingRecord
 
 SECONDS_BETWEEN_POLLS = 1.0
 """Between looks at the store, where ranks of other machines record that they failed."""

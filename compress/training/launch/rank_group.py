@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from compress.training.config.parallel import Parallel
-    from compress.training.loop.step_metrics import TrainingRecord
+    from compress.training.loop.metrics import TrainingRecord
 
 SECONDS_BETWEEN_BEATS = 2.0
 SECONDS_TO_BE_LOST = 120.0

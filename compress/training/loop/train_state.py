@@ -1,23 +1,39 @@
-"""`TrainState`: everything that one optimizer step updates, and the step itself."""
+"""A training as a value, what its optimizer steps update, and how that is saved and restored."""
 
 from __future__ import annotations
 
 import math
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
+from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, reseed
-from compress.training.checkpoint.state_dict import read_
+from compress.training.checkpoint import (
+    FOLDER,
+    PARTIAL,
+    TrainProgress,
+    commit,
+    create_partial,
+    newest_intact,
+    one_line_errors,
+    read_,
+    read_progress,
+    rotate,
+)
+from compress.training.distributed.base import PATIENCE, steps_per_epoch
 from compress.training.objectives.objective import label_count
-from compress.training.objectives.weight_constraint import unconstrained
-from compress.training.optim.activation_checkpoint import checkpoint_activations_
-from compress.training.optim.compile import use_channels_last_
+from compress.training.optim.transformer_blocks import checkpoint_activations_, use_channels_last_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +42,75 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from compress.core.metrics import Metric
     from compress.data.batch import Batch
-    from compress.training.checkpoint.metadata import Tensors, TrainProgress
-    from compress.training.config.training import Training
+    from compress.data.splits import Splits
+    from compress.training.checkpoint import Tensors
+    from compress.training.config.training import Checkpoints, Training
     from compress.training.distributed.base import Strategy
-    from compress.training.objectives.objective import LossFunction
-    from compress.training.objectives.weight_constraint import StepContext
+    from compress.training.objectives.objective import Constraint, LossFunction, Objective
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run. Models are named by their directories, so that it pickles in a few bytes."""
+
+    start: Path
+    """Directory of the eager model whose weights are trained."""
+    training: Training
+    objective: Objective
+    data: Splits
+    metric: Metric
+    reference: Path | None
+    """Directory of the model that the metric `fidelity` compares with."""
+    device: str
+    threads: int
+    """CPU threads of each process."""
+    seed: int
+    folder: Path
+    """Directory of the checkpoints, one after every epoch."""
+    accept_start: bool
+    """Whether the untrained input model counts as epoch 0 and is kept if no epoch beats it."""
+    code_folder: Path | None = None
+    """Directory of the user's code, such as a scheduler's; None if there is no pipeline file."""
+    constraint: Constraint | None = None
+    """What the weights must satisfy after every step, such as a sparsity mask."""
+    profiles: Path | None = None
+    """Directory for traces and memory snapshots."""
+    record_every: int | None = None
+    """Steps between those that are reported; None if only epochs are."""
+    flops_per_unit: float | None = None
+    """Floating-point operations of forward and backward pass for a token, or for a sample of a
+    model without tokens; None if the MFU is not reported."""
+    trusted: str | None = None
+    """Name of the checkpoint whose hashes the parent process has just verified."""
+
+    @property
+    def train_samples(self) -> int:
+        """Number of samples in `train`; of a stream without `__len__` those that are held."""
+        stream = self.data.stream
+        if stream is not None and stream.samples is not None:
+            return stream.samples
+        return len(self.data.split("train"))  # type: ignore[arg-type]  # Splits admits sized datasets only
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one epoch."""
+        of_pass = steps_per_epoch(self.train_samples, self.training.batch_size)
+        return self.training.steps_per_epoch or of_pass
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in all epochs."""
+        return self.training.epochs * self.steps_per_epoch
+
+    def example_batch(self) -> Batch:
+        """Read a few training samples, the same ones in every process."""
+        # A pipeline needs a sample for each micro-batch.
+        pipeline = self.training.parallel.pipeline
+        samples = min(self.train_samples, pipeline.microbatches if pipeline else 2)
+        batch = next(iter(self.data.read("train", range(samples), samples, self.seed)))
+        return batch.to(self.device)
 
 
 class EMA:
@@ -95,7 +174,7 @@ class TrainState:
         strategy: Strategy,
         device: str,
         example: Callable[[], Batch],
-        step_context: StepContext = unconstrained,
+        step_context: Callable[[int], AbstractContextManager[None]] | None = None,
         seed: int = 0,
     ) -> None:
         """Prepare a module for its first step; the strategy may shard it in place."""
@@ -104,8 +183,10 @@ class TrainState:
             round_weights_(module)
         self.module, self.loss, self.training = module, loss, training
         self.strategy, self.device = strategy, device
+        self.autocast = partial(autocast, training, device)
         self.step_context = step_context
-        """Entered around clipping and ``optimizer.step()`` (keeps pruned weights at zero, say)."""
+        """Of a step's number: entered around clipping and ``optimizer.step()`` (keeps pruned
+        weights at zero, say)."""
         strategy.synchronize_batch_norm_(module)
         if training.channels_last:
             use_channels_last_(module)
@@ -173,7 +254,7 @@ class TrainState:
             if not scales:
                 return loss
             # The scaler finds that gradients are not finite, skips the step and lowers the scale.
-        with self.step_context(step):
+        with self.step_context(step) if self.step_context else nullcontext():
             if training.clip_norm or measure_norm:
                 self.scaler.unscale_(self.optimizer)  # the limit is for gradients as they are
                 self.gradient_norm = strategy.clip_grad_norm_(self.module, training.clip_norm)
@@ -212,10 +293,6 @@ class TrainState:
 
         return shares
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which forward passes run at the precision of the settings."""
-        return autocast(self.training, self.device)
-
     def tensors(self) -> dict[str, Tensors]:
         """Return this process's part of a checkpoint's tensors, not copied."""
         tensors = self._weights()
@@ -235,6 +312,112 @@ class TrainState:
         if self.ema:
             weights["average"] = self.ema.tensors()
         return weights
+
+
+class CheckpointManager:
+    """The checkpoints of a training, of which one may be in the course of being written."""
+
+    def __init__(self, folder: Path, settings: Checkpoints, strategy: Strategy) -> None:
+        """Remove incomplete checkpoints; every process calls this."""
+        self.folder = folder
+        self.settings = settings
+        self.strategy = strategy
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.pending: Future[None] | None = None
+        """Done when this process has written its part of the present checkpoint."""
+        self.on_written: Callable[[], None] | None = None
+        # A group of its own: its collectives run beside those of the training steps, and would
+        # be matched with them in the default group.
+        self.group = (
+            dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
+        )
+        if strategy.is_main:
+            for unfinished in list((folder / FOLDER).glob(f"step-*{PARTIAL}")):
+                shutil.rmtree(unfinished)
+        strategy.barrier()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait until the present checkpoint is written, even if training was interrupted."""
+        self.thread.shutdown()
+        if self.pending is not None and not self.pending.exception():
+            self.notify_if_written()
+
+    def save(
+        self,
+        step: int,
+        progress: TrainProgress,
+        state: TrainState,
+        on_written: Callable[[], None] | None = None,
+    ) -> None:
+        """Write the state after a step, counted over the whole training, at once or in a thread.
+
+        The tensors are copied before this returns. Once all is on disk, the main process calls
+        ``on_written``, in this thread: see :meth:`notify_if_written`. Raises StageFailed if this
+        checkpoint or the one before cannot be written.
+        """
+        self.wait()  # one at a time: they share the group
+        partial = create_partial(self.folder, step)
+        self.strategy.save_local(partial)
+        # Buffers such as BatchNorm's follow each process's own batches; rank 0's are saved.
+        self.strategy.broadcast_buffers_(state.module)
+        with one_line_errors(f"checkpoint {partial} cannot be written"):
+            written: Any = async_save(
+                state.tensors(),
+                checkpoint_id=partial,
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
+        self.pending = self.thread.submit(self._write, partial, progress, written)
+        self.on_written = on_written if self.strategy.is_main else None
+        if not self.settings.asynchronous:
+            self.wait()
+
+    def notify_if_written(self) -> None:
+        """Call ``on_written`` of the present checkpoint if it is on disk; for after each step."""
+        if self.on_written is not None and self.pending is not None and self.pending.done():
+            self.pending.result()
+            on_written, self.on_written = self.on_written, None
+            on_written()
+
+    def resume(self, state: TrainState, trusted: str | None) -> TrainProgress | None:
+        """Restore the newest intact checkpoint in place; return None if there is none."""
+        newest = newest_intact(self.folder, trusted) if self.strategy.is_main else None
+        checkpoint: Path | None = self.strategy.broadcast(newest)
+        if checkpoint is None:
+            return None
+        progress, layout = read_progress(checkpoint), state.training.parallel.layout
+        before = progress.layouts[-1]
+        if ("deepspeed" in before) != ("deepspeed" in layout):
+            raise StageFailed(
+                f"checkpoint {checkpoint} was written with {before} and cannot be resumed with "
+                f"{layout}, because DeepSpeed stores the optimizer's state in a format of its own; "
+                f"resume with the settings it was written with, or remove {checkpoint.parent} to "
+                "train anew"
+            )
+        state.restore(checkpoint, progress)
+        # What each process saves for itself, such as gradient residuals, fits as many processes.
+        if before == layout:
+            self.strategy.load_local(checkpoint)
+        return progress
+
+    def wait(self) -> None:
+        """Wait until all processes have written the present checkpoint, or raise why not."""
+        if self.pending is not None:
+            self.pending.result()
+            self.notify_if_written()
+            self.pending = None
+        self.strategy.barrier()
+
+    def _write(self, partial: Path, progress: TrainProgress, written: Future[Any]) -> None:
+        """Commit the checkpoint; rank 0's future is done when all processes have written."""
+        with one_line_errors(f"checkpoint {partial} cannot be written"):
+            written.result()
+        if self.strategy.is_main:
+            commit(partial, progress)
+            rotate(self.folder, self.settings.keep)
 
 
 def autocast(training: Training, device: str) -> AbstractContextManager[object]:
@@ -263,6 +446,5 @@ def round_weights_(module: torch.nn.Module) -> None:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return floating-point tensors in a type, and anything else as it is."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if is_float else value

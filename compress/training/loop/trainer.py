@@ -1,8 +1,13 @@
-"""The training loop that every process runs: epochs of steps, each with metric and checkpoint."""
+"""The training loop that every process runs: epochs of steps, each with metric and checkpoint.
+
+Early stopping keeps no state, so that a resumed training decides as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
 import math
+import warnings
+from array import array
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
@@ -11,41 +16,48 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.foreign.lock_waits import bounded_lock_waits
+from compress.common.forward import flatten_outputs, plain_attention
 from compress.common.process import derive_seed, reseed, seeded
 from compress.data.dataloader import StreamReader
 from compress.data.fingerprint import hash_of_state
-from compress.data.targets import flatten
-from compress.training.checkpoint.metadata import (
+from compress.data.targets import flatten, select
+from compress.training.checkpoint import (
     NO_LOSSES,
     Epoch,
     TrainProgress,
     checkpoint_name,
     checkpoints,
 )
-from compress.training.checkpoint.state_dict import no_group_expected
 from compress.training.distributed.base import share_of_epoch
-from compress.training.loop.checkpoint_manager import CheckpointManager
-from compress.training.loop.evaluation import evaluate, is_better, is_finished
-from compress.training.loop.step_metrics import LossMeter, is_constant, recording_metrics
-from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState
+from compress.training.loop.metrics import LossMeter, recording_metrics
+from compress.training.loop.train_state import (
+    SMALLEST_LOSS_SCALE,
+    CheckpointManager,
+    TrainState,
+    autocast,
+)
 from compress.training.objectives.objective import attach_
-from compress.training.objectives.weight_constraint import step_context_for
-from compress.training.optim.compile import matmul_precision, memory_budget
-from compress.training.optim.lr_scheduler import Schedule
+from compress.training.optim.optimizer import Schedule
+from compress.training.optim.transformer_blocks import matmul_precision, memory_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    from compress.common.forward import Predictor
+    from compress.core.metrics import Metric
     from compress.data.batch import Batch
     from compress.data.dataloader import Reader
     from compress.data.splits import Splits
-    from compress.training.checkpoint.metadata import LossSum
+    from compress.training.checkpoint import LossSum
+    from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy
-    from compress.training.loop.job import Job
-    from compress.training.loop.step_metrics import StepMetrics, TrainingRecord
+    from compress.training.loop.metrics import StepMetrics, TrainingRecord
+    from compress.training.loop.train_state import Job
 
     Ready = Callable[[], Batch]
     """Waits for a copy, and returns it."""
@@ -68,9 +80,11 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         memory_budget(training),
         job.data.keep_workers(),
         seeded(job.seed, job.device),
-        no_group_expected(),
+        warnings.catch_warnings(),
         recording_metrics(job, strategy) as metrics,
     ):
+        # Checkpoints of one process are intended. Not around each call: threads warn of them too.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # The first read forks the data workers: before NCCL runs, beside which a fork may hang.
         for name in job.data.datasets.keys() & {"train", "val"}:
             list(job.data.read(name, (), 1))
@@ -82,7 +96,9 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         loss = job.objective.prepare(job.device)
         # Its hooks and parameters must be there before the module is compiled and wrapped.
         attach_(loss, module, job.example_batch)
-        step_context = step_context_for(job.constraint, module, job.total_steps)
+        step_context = None
+        if job.constraint:
+            step_context = partial(job.constraint.around, module, steps=job.total_steps)
         state = TrainState(
             module, loss, training, strategy, job.device, job.example_batch, step_context, job.seed
         )
@@ -153,7 +169,8 @@ def _train_epoch(
         # In fp16 a loss that overflows lowers the loss scale first.
         stops = training.on_nan == "stop" and training.precision != "fp16"
         if (stops and not math.isfinite(loss)) or state.loss_scale < SMALLEST_LOSS_SCALE:
-            manager.wait_for_write()  # the message names the last checkpoint on disk
+            if manager.pending:
+                manager.pending.exception()  # the message names the last checkpoint on disk
             raise StageFailed(_explain_loss(job, loss, epoch, index + 1, rate, micro_batches))
         if is_recorded:
             record = metrics.of_step(epoch, step + 1, loss, rate, state.gradient_norm)
@@ -200,6 +217,7 @@ def _finish_epoch(
     ``rate`` is that of its last step; ``taken`` steps are fewer than all where it was resumed.
     """
     number = progress.trained_epochs + 1
+    total, count, values = losses
     try:
         with state.ema.applied() if state.ema else nullcontext():
             metric = evaluate(job, state.module, state.strategy)
@@ -207,8 +225,9 @@ def _finish_epoch(
         raise StageFailed(f"after epoch {number}, at learning rate {rate:.3g}: {error}") from error
     epoch = Epoch(
         epoch=number,
-        loss=float(Fraction(losses[0]) / losses[1]),
-        constant_loss=is_constant(losses),
+        loss=float(Fraction(total) / count),
+        # To the last bit the same in several steps, or 0 in any number of them.
+        constant_loss=len(values) == 1 and (count > 1 or not values[0]),
         metric=metric,
         learning_rate=rate,
         sent_bytes=state.strategy.sent_bytes(taken),
@@ -232,7 +251,6 @@ def _updated(progress: TrainProgress, state: TrainState, **changed: Any) -> Trai
 def _explain_loss(
     job: Job, loss: float, epoch: int, step: int, rate: float, batches: Sequence[Batch]
 ) -> str:
-    """Return the message for a loss that is not finite, with the likely cause."""
     where = f"the loss is {loss} in epoch {epoch}, step {step}"
     targets = [target for batch in batches for target in flatten(batch.target)[0]]
     if not all(bool(target.isfinite().all()) for target in targets):
@@ -251,6 +269,87 @@ def _explain_loss(
         f"{where}, at learning rate {rate:.3g}; "
         f"lower learning_rate, set clip_norm or on_nan: skip{last}"
     )
+
+
+def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | None:
+    """Compute a module's metric on all samples of `val`; None without that split or a metric."""
+    if "val" not in job.data.datasets or not job.metric.is_measured:
+        return None
+    # Buffers such as BatchNorm's follow each process's own batches; all evaluate with rank 0's.
+    strategy.broadcast_buffers_(module)
+    module.eval()
+    samples = len(job.data.split("val"))  # type: ignore[arg-type]  # Splits admits sized datasets only
+    share = range(strategy.rank, samples, strategy.ranks)
+    # Every rank runs the same number of batches, because a sharded model's forward is a collective;
+    # shorter shares are padded with sample 0, whose outputs are dropped.
+    padded = array("q", share)
+    padded.extend([0] * (-(-samples // strategy.ranks) - len(share)))
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Weights that FSDP gathers in bf16 meet float32 buffers under autocast only. Not inference
+        # mode: FSDP reuses the gathered weights in the next training step.
+        rounded = job.training.gathers_rounded
+        precision = autocast(job.training, job.device) if rounded else nullcontext()
+        with torch.no_grad(), precision, plain_attention():
+            return flatten_outputs(module(*(x.to(job.device) for x in inputs)))
+
+    opened: AbstractContextManager[Predictor | None] = nullcontext()
+    if job.reference:
+        artifact = Artifact.from_directory(job.reference)
+        opened = artifact.open(job.device, torch.get_num_threads())
+    meter = job.metric.meter()
+    remaining = len(share)
+    with opened as reference:
+        for batch in job.data.read("val", padded, job.data.batch_size):
+            own = slice(remaining)
+            remaining = max(0, remaining - len(batch))
+            # A function of all outputs gets those of all ranks in order: none may be left out.
+            adds = strategy.ranks == 1 or not meter.keeps_outputs
+            if adds and job.metric.passes_over(batch):
+                predict(*batch.inputs)  # the other ranks' forward may wait for this one
+                continue
+            targets = job.metric.targets_of(batch, "val", reference)
+            for inputs, known in job.metric.parts(batch.inputs, targets):
+                outputs = predict(*inputs)
+                meter.update(job.metric.outputs_read(outputs, own), select(known, own))
+    strategy.release_buffers_(module)
+    shares, value = strategy.gather_shares(meter.state()), 0.0
+    if shares is not None:
+        meter.add_shares_(shares)
+        value = meter.compute()
+    # Only the first share's processes have the value; the sum gives it to all.
+    return job.metric.require_finite(strategy.sum_over_ranks([value])[0], "val")
+
+
+def is_better(epoch: Epoch, kept: Epoch | None, metric: Metric) -> bool:
+    """Whether an epoch's weights replace the best ones so far."""
+    if kept is None or kept.metric is None or epoch.metric is None:
+        return True
+    gain = -metric.drop_points(kept.metric, epoch.metric)
+    # Among trained epochs the later one wins a tie; the input model, epoch 0, must be beaten.
+    return gain > 0 or (gain == 0 and kept.epoch > 0)
+
+
+def epochs_without_gain(history: Sequence[Epoch], metric: Metric) -> list[int]:
+    """Count for each epoch how many have passed since the best one; 0 is a new best."""
+    best: float | None = None
+    counts: list[int] = []
+    for epoch in history:
+        value = epoch.metric
+        improved = best is None or (value is not None and metric.drop_points(best, value) < 0)
+        best = value if improved else best
+        counts.append(0 if improved else counts[-1] + 1)
+    return counts
+
+
+def is_finished(training: Training, history: Sequence[Epoch], metric: Metric) -> bool:
+    """Whether all epochs are trained, or `early_stopping` epochs have brought no gain."""
+    trained = sum(1 for epoch in history if epoch.epoch > 0)
+    if trained >= training.epochs:
+        return True
+    if training.early_stopping is None or not history:
+        return False
+    return epochs_without_gain(history, metric)[-1] >= training.early_stopping
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from compress.common.errors import first_line
 from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import largest_difference, largest_finite
 
@@ -86,10 +87,6 @@ class ReferenceRun:
         if len(outputs) != len(self.outputs):
             return f"{len(outputs)} outputs, not {len(self.outputs)}"
         return ""
-
-    def mismatched_gradients(self, sketches: dict[str, torch.Tensor]) -> list[str]:
-        """Return the names of weights whose gradients differ from the whole model's."""
-        return [name for name, sketch in sketches.items() if not self.agrees(name, sketch)]
 
     def agrees(self, name: str, sketch: torch.Tensor) -> bool:
         """Whether a gradient's sketch agrees with the whole model's."""
@@ -192,7 +189,7 @@ def compare(
             outputs = flatten_outputs(module.eval()(*reference.inputs))
         wrong = reference.output_mismatch(outputs)
     except (RuntimeError, ValueError, TypeError) as error:
-        wrong = str(error).strip().partition("\n")[0]
+        wrong = first_line(error)
     if not true_on_all_ranks(not wrong):
         return [], wrong or "reported by another process"
     compute_gradients_(reference.inputs)
@@ -200,7 +197,8 @@ def compare(
     sketches = take_gradient_sketches_(module)
     # Processes of other pipeline stages have other weights.
     suspects: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(suspects, reference.mismatched_gradients(sketches))
+    own_suspects = [n for n, sketch in sketches.items() if not reference.agrees(n, sketch)]
+    dist.all_gather_object(suspects, own_suspects)
     partial_sums: list[str] = []
     wrong_names: list[str] = []
     for name in sorted(set(chain.from_iterable(suspects))):

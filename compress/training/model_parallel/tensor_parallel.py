@@ -77,10 +77,8 @@ def split_matrices_(module: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> 
     plan = tensor_parallel_plan(module, parallel)
     require_divisible(module, plan, parallel.tensor)
     candidates = _attributes_to_scale(module, plan)
-    styles: dict[str, ParallelStyle] = {
-        name: ColwiseParallel() if how == "column" else RowwiseParallel()
-        for name, how in plan.items()
-    }
+    kinds = {"column": ColwiseParallel, "row": RowwiseParallel}
+    styles: dict[str, ParallelStyle] = {name: kinds[how]() for name, how in plan.items()}
     trained = {name: weight.requires_grad for name, weight in module.named_parameters()}
     parallelize_module(module, mesh, styles)
     # torch's slices are new parameters, all of which require gradients.

@@ -1,11 +1,12 @@
-"""`Objective`: the loss that training minimizes, on labels or beside a teacher's outputs."""
+"""The loss that training minimizes, on labels or beside a teacher's outputs, and constraints."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, runtime_checkable
+from pathlib import Path  # noqa: TC003 - a dataclass field
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
@@ -15,9 +16,11 @@ from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.objectives.task import infer_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
+    from torch import nn
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Outputs
@@ -47,41 +50,26 @@ class Objective(Protocol):
         ...
 
 
-@runtime_checkable
-class AttachesToModule(Protocol):
-    """A loss function that reads intermediate features, or trains auxiliary weights."""
+def label_count(loss: LossFunction, batch: Batch) -> torch.Tensor | None:
+    """Return the number that the mean over a batch is divided by; None for all samples.
 
-    def attach_(self, module: torch.nn.Module, example: Batch) -> None:
-        """Register hooks and auxiliary weights on the whole module, in place.
-
-        Weights are registered under names with :data:`AUXILIARY_PREFIX`, so that gradients,
-        optimizer and checkpoints include them. ``example`` is the same in every process.
-        """
-        ...
+    A loss function has the method ``label_count(batch)`` if its mean is over the labels that are
+    not ignored. It follows from the targets alone, and whether it is None from their dtype: it is
+    needed before the forward pass, in all processes.
+    """
+    counter: Callable[[Batch], torch.Tensor | None] | None = getattr(loss, "label_count", None)
+    return counter(batch) if counter else None
 
 
-@runtime_checkable
-class CountsLabels(Protocol):
-    """A loss function whose mean is not over samples, but over the labels that are not ignored."""
+def attach_(loss: LossFunction, module: torch.nn.Module, example: Callable[[], Batch]) -> None:
+    """Register the hooks and auxiliary weights of a loss function on the whole module, in place.
 
-    def label_count(self, batch: Batch) -> torch.Tensor | None:
-        """Return the number that the mean over a batch is divided by; None for all samples.
-
-        It follows from the targets alone, and whether it is None from their dtype: it is needed
-        before the forward pass, in all processes.
-        """
-        ...
-
-
-def label_count(loss: object, batch: Batch) -> torch.Tensor | None:
-    """Return the number of labels in a batch that count; None if every sample counts alike."""
-    return loss.label_count(batch) if isinstance(loss, CountsLabels) else None
-
-
-def attach_(loss: object, module: torch.nn.Module, example: Callable[[], Batch]) -> None:
-    """Register what a loss function needs on the module, in place, if it needs anything."""
-    if isinstance(loss, AttachesToModule):
-        loss.attach_(module, example())
+    It has the method ``attach_(module, example)`` if it reads intermediate features, or trains
+    weights beside the module's: under names with :data:`AUXILIARY_PREFIX`, so that gradients,
+    optimizer and checkpoints include them. The example is the same in every process.
+    """
+    if attach := getattr(loss, "attach_", None):
+        attach(module, example())
 
 
 @dataclass(frozen=True)
@@ -275,3 +263,59 @@ def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tenso
     # The vectors lie on axis 1 of feature maps [N, C, H, W], and else on the last axis.
     axis = 1 if student.dim() == 4 else -1
     return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()
+
+
+class Constraint(Protocol):
+    """A rule for weights, as immutable data that can be pickled.
+
+    It keeps no state: everything follows from the weights and the step, so that a resumed training,
+    and each of several processes, does the same. Its ``repr`` is part of the training's identity
+    and must name all that changes its effect. It needs unsharded weights.
+    """
+
+    def around(self, module: nn.Module, step: int, steps: int) -> AbstractContextManager[None]:
+        """Return the context around an optimizer step, which corrects the weights at its end.
+
+        ``step`` is counted from 0 over all ``steps`` of the training.
+        """
+        ...
+
+    def is_met(self, share: float) -> bool:
+        """Whether weights after this share of all steps may become the result."""
+        ...
+
+
+@dataclass(frozen=True)
+class KeepZeros:
+    """Keeps zeros of weights, by masked gradients and restored values."""
+
+    tensors: tuple[str, ...] = ()
+    """Names of the weights; all matrices and kernels where empty."""
+
+    @contextmanager
+    def around(self, module: nn.Module, step: int, steps: int) -> Iterator[None]:
+        """Context around the optimizer's step: mask gradients before it, restore zeros after it."""
+        weights = weights_of(module, self.tensors)
+        zeros = {name: weight == 0 for name, weight in weights.items()}
+        for name, weight in weights.items():
+            if weight.grad is not None:
+                weight.grad.masked_fill_(zeros[name], 0)
+        yield
+        set_zeros_(weights, zeros)
+
+    def is_met(self, share: float) -> bool:
+        """Always: the zeros exist from the beginning."""
+        return True
+
+
+def weights_of(module: nn.Module, tensors: tuple[str, ...]) -> dict[str, nn.Parameter]:
+    """Return the named weights of a module; all matrices and kernels where none is named."""
+    parameters = dict(module.named_parameters())
+    names = tensors or [name for name, weight in parameters.items() if weight.ndim > 1]
+    return {name: parameters[name] for name in names}
+
+
+def set_zeros_(weights: Mapping[str, torch.Tensor], zeros: Mapping[str, torch.Tensor]) -> None:
+    """Set entries of weights to zero, in place."""
+    for name, where in zeros.items():
+        weights[name].detach().masked_fill_(where, 0)

@@ -1,4 +1,4 @@
-"""The optimizer and gradient clipping."""
+"""The optimizer, gradient clipping, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
-from compress.common.errors import StageFailed
+from compress.common.errors import CompressError, StageFailed, exits_refused, first_line
+from compress.common.factories import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
+    from compress.core.metrics import Metric
+    from compress.training.checkpoint import Epoch
     from compress.training.config.training import Training
 
 FUSED_SHARDED = ("adam", "adamw")
@@ -104,10 +110,7 @@ def clip_norm_(
     largest: float | None,
     global_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Scale all gradients, in place, so that their global norm is at most a limit, if there is one.
-
-    Returns the norm from before.
-    """
+    """Scale gradients, in place, to a largest global norm, if given; return that from before."""
     # torch.nn.utils.clip_grad_norm_ raises for gradients on different meshes. Here the norm is
     # computed for each mesh, and the global norm is the norm of these norms.
     meshes = group_by_mesh(weight for weight in weights if weight.grad is not None)
@@ -121,3 +124,174 @@ def clip_norm_(
         for members in meshes:
             torch.nn.utils.clip_grads_with_norm_(members, largest, total)
     return total
+
+
+SCHEDULED = ("lr", "momentum", "betas")
+"""Options of a parameter group that schedulers change."""
+
+
+class ScheduledOptions(torch.optim.Optimizer):
+    """The options of an optimizer's parameter groups, without weights: what a scheduler drives."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing; schedulers expect a step of the optimizer before each of theirs."""
+
+
+class Schedule:
+    """Sets learning rate and momentum of an optimizer, step by step, as torch's schedulers do.
+
+    The scheduler drives a parameter group of its own, whose values :meth:`apply_` copies to those
+    of the optimizer. Their number depends on the strategy, ZeroRedundancyOptimizer lacks the
+    momentum in its ``defaults``, and loading a checkpoint may replace them. No state is saved: a
+    resumed training repeats the scheduler's steps, some microseconds each, to the same bits.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        training: Training,
+        steps_per_epoch: int,
+        metric: Metric,
+        folder: Path | None = None,
+    ) -> None:
+        """Start before the first step of a training; the user's scheduler is in a folder."""
+        self.optimizer, self.steps_per_epoch = optimizer, steps_per_epoch
+        options = {name: v for name, v in optimizer.param_groups[0].items() if name != "params"}
+        # A number: torchao's optimizers hold a tensor, in float32.
+        options["lr"] = training.peak_learning_rate
+        self.options = ScheduledOptions([torch.zeros(1)], options)
+        self.by_step = build_scheduler(self.options, training, steps_per_epoch, folder)
+        self.by_epoch: lr_scheduler.ReduceLROnPlateau | None = None
+        if training.schedule == "plateau":
+            self.by_epoch = lr_scheduler.ReduceLROnPlateau(
+                self.options,
+                mode="max" if metric.higher_is_better else "min",
+                factor=training.schedule_factor,
+                # torch counts the epochs that it tolerates; the next one reduces.
+                patience=training.epochs_per_reduction - 1,
+                threshold=0.0,  # any gain counts, as for `early_stopping` and `keep: best`
+                min_lr=training.min_learning_rate,
+                eps=0.0,
+            )
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.options.param_groups[0]["lr"])
+
+    def apply_(self) -> None:
+        """Set the values of the next step in all parameter groups of the optimizer."""
+        (scheduled,) = self.options.param_groups
+        values = {name: scheduled[name] for name in SCHEDULED if name in scheduled}
+        for group in self.optimizer.param_groups:
+            rate = group["lr"]
+            group.update(values)
+            if isinstance(rate, torch.Tensor):
+                group["lr"] = rate.fill_(values["lr"])
+
+    def step(self) -> None:
+        """Go on to the next step."""
+        self.options.step()
+        self.by_step.step()
+
+    def finish_epoch(self, epoch: Epoch) -> None:
+        """Reduce the learning rate of `plateau` if the metric has stopped improving."""
+        if self.by_epoch is not None and epoch.metric is not None:
+            self.by_epoch.step(epoch.metric)
+
+    def fast_forward(self, history: Iterable[Epoch], steps: int) -> None:
+        """Go from the start to the state after these epochs and some steps of the next one."""
+        for epoch in history:
+            if epoch.epoch > 0:  # 0 is the input model, whose metric counts too
+                for _ in range(self.steps_per_epoch):
+                    self.step()
+            self.finish_epoch(epoch)
+        for _ in range(steps):
+            self.step()
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer,
+    training: Training,
+    steps_per_epoch: int,
+    folder: Path | None = None,
+) -> LRScheduler:
+    """Build the scheduler to step after every optimizer step.
+
+    All but `onecycle` and the user's own, which have a warm-up of their own, start with a linear
+    warm-up from peak / steps to the peak.
+    """
+    steps, lowest = training.epochs * steps_per_epoch, training.min_learning_rate
+    if training.has_custom_schedule:
+        return _custom(optimizer, training.schedule, steps, folder)
+    if training.schedule == "onecycle":
+        return _one_cycle(optimizer, training, steps)
+    warmup = min(round(training.warmup_share * steps), steps - 1)
+    ramp = lr_scheduler.LinearLR(
+        optimizer, start_factor=1 / max(1, warmup), total_iters=max(1, warmup - 1)
+    )
+    rest, period = steps - warmup, training.epochs_per_reduction * steps_per_epoch
+    after: LRScheduler
+    match training.schedule:
+        case "step":  # at the end of an epoch also during the warm-up, so not after it
+            factor = training.schedule_factor
+            after = lr_scheduler.StepLR(optimizer, step_size=period, gamma=factor)
+            return lr_scheduler.ChainedScheduler([ramp, after], optimizer)
+        case "cosine":
+            after = lr_scheduler.CosineAnnealingLR(optimizer, T_max=rest, eta_min=lowest)
+        case "cosine_restarts":
+            after = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=period, eta_min=lowest)
+        case "linear":
+            end = lowest / training.peak_learning_rate
+            after = lr_scheduler.LinearLR(optimizer, 1.0, end_factor=end, total_iters=rest)
+        case "polynomial":
+            power = training.schedule_power
+            after = lr_scheduler.PolynomialLR(optimizer, total_iters=rest, power=power)
+        case _:  # `constant`, and `plateau` between its reductions
+            return ramp
+    if not warmup:  # torch 2.11's SequentialLR would start with the scheduler of no steps
+        return after
+    return lr_scheduler.SequentialLR(optimizer, [ramp, after], milestones=[warmup])
+
+
+def _custom(
+    optimizer: torch.optim.Optimizer, name: str, steps: int, folder: Path | None
+) -> LRScheduler:
+    try:
+        with exits_refused():
+            scheduler = resolve(name, folder)(optimizer, steps)
+    except CompressError:
+        raise
+    except Exception as error:
+        raise StageFailed(
+            f"schedule: {name} raised {type(error).__name__}: {first_line(error)}; it is called "
+            "with the optimizer and the number of all steps"
+        ) from error
+    by_metric = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+    if by_metric or not isinstance(scheduler, LRScheduler):
+        raise StageFailed(
+            f"schedule: {name} returned {type(scheduler).__name__}, expected a scheduler of "
+            "torch.optim.lr_scheduler that is stepped without a metric"
+            f"{'; use schedule: plateau' if by_metric else ''}"
+        )
+    return scheduler
+
+
+def _one_cycle(
+    optimizer: torch.optim.Optimizer, training: Training, steps: int
+) -> lr_scheduler.OneCycleLR:
+    """Build a OneCycleLR, which cycles the momentum unless the settings give one."""
+    (group,) = optimizer.param_groups
+    has_momentum = "betas" in group or bool(group.get("momentum"))
+    gives_momentum = bool({"momentum", "betas"} & training.optimizer_arguments.keys())
+    gives_momentum |= training.optimizer == "sgd" and training.momentum is not None
+    share = float(training.warmup_share)
+    if share * steps == 1:
+        share -= 1e-9  # with a rise of exactly one step torch 2.13 divides by zero
+    return lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=training.peak_learning_rate,
+        total_steps=steps,
+        pct_start=share,
+        cycle_momentum=has_momentum and not gives_momentum,
+    )

@@ -8,8 +8,7 @@ from pydantic import ValidationError
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from compress.distillation.distillation_objective import DistillationObjective
-from compress.distillation.feature_hooks import pairs_of
+from compress.distillation.distillation_objective import DistillationObjective, pairs_of
 from compress.distillation.stage import Distill
 from compress.distillation.teacher import Teacher
 from compress.distillation.terms import Hint

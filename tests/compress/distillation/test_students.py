@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.errors import StageFailed
-from compress.distillation.student import SomeBlocks
+from compress.distillation.stage import SomeBlocks
 
 
 def test_named_layers_of_the_input_learn_and_load_again_elsewhere(school, fresh_torch):
@@ -37,7 +37,7 @@ def spoilt(school, harmless: set[int]) -> EagerModel:
 
 @pytest.mark.parametrize("largest", [300, 1])
 def test_the_layers_that_matter_are_found_by_measuring(school, monkeypatch, largest):
-    monkeypatch.setattr("compress.distillation.student.LARGEST_SEARCH", largest)
+    monkeypatch.setattr("compress.distillation.stage.LARGEST_SEARCH", largest)
     model = spoilt(school, {0, 2})
     context = school.context(model=model)
     learnt = school.distil(model, context, teacher="model", student={"layers": 2}, epochs=1)

@@ -9,7 +9,7 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.data.batch import SampleWithTeacher, collate
-from compress.data.sample_cache import RecordLog
+from compress.data.sample_cache import RecordLog, Sample
 from compress.distillation import teacher_cache
 
 
@@ -120,7 +120,8 @@ def test_too_small_a_disk_is_noticed_before_it_is_full(school, monkeypatch, capl
 def test_a_damaged_record_is_refused_and_voided(school, tmp_path):
     dataset = school.data().datasets["train"]
     records = RecordLog(tmp_path, len(dataset))
-    records.append(3, teacher_cache._to_bytes((torch.ones(2), torch.zeros(1, 4))))
+    answer = Sample((torch.ones(2), torch.zeros(1, 4)), target=None, names=None)
+    records.append(3, answer.to_bytes())
     with_outputs = teacher_cache.DatasetWithTeacher(dataset, tmp_path)
     other = SampleWithTeacher(dataset[4], (torch.zeros(2), torch.ones(1, 4)))
     batch = collate([with_outputs[3], other])

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compress.training.config.parallel import Parallel
 from compress.training.distributed.gradient_compression import (
-    CommCounter,
     ErrorFeedback,
     GradientCommunication,
     Int8,
@@ -97,13 +96,13 @@ def mean_of_roundings() -> dict[str, torch.Tensor]:
     """Return a gradient, and the mean of what is sent and averaged in many stochastic roundings."""
     torch.manual_seed(dist.get_rank())
     gradient = torch.linspace(-1, 1, 40) ** 3
-    exchange = Int8("stochastic").exchange((), [gradient] * ROUNDINGS, CommCounter())
+    exchange = Int8(nn.Linear(1, 1), "stochastic").compress((), [gradient] * ROUNDINGS)
     try:
         next(exchange)
     except StopIteration as ended:
-        last = ended.value
-    last.work.wait()
-    sent, means = torch.stack(last.sent), torch.stack(last.means())
+        work, sent, means = ended.value
+    work.wait()
+    sent, means = torch.stack(sent), torch.stack(means())
     return {"gradient": gradient, "one": sent[0], "sent": sent.mean(0), "means": means.mean(0)}
 
 

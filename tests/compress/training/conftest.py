@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compress.checkpoint.distributed_checkpoint import read_distributed
-from compress.training.checkpoint.metadata import FOLDER, Epoch, checkpoints, read_progress
+from compress.training.checkpoint import FOLDER, Epoch, checkpoints, read_progress
 
 
 @dataclass

@@ -17,8 +17,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.data.batch import Batch
 from compress.training.config.training import Training
 from compress.training.distributed.base import process_group
-from compress.training.distributed.device_mesh import local
-from compress.training.distributed.factory import create_strategy
+from compress.training.distributed.fsdp import local
+from compress.training.launch.worker import create_strategy
 
 
 class AllocatedBytes(TorchDispatchMode):

@@ -13,7 +13,7 @@ from compress.data.splits import DataReference
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
-from compress.training.optim.compile import compile_, matmul_precision
+from compress.training.optim.transformer_blocks import compile_, matmul_precision
 from tests.compress.training.builders import import_net
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.core.context import Context
 from compress.core.metrics import Metric
 from compress.core.objectives.loss import Loss
-from compress.training.checkpoint.metadata import (
+from compress.training.checkpoint import (
     Epoch,
     TrainProgress,
     checkpoint_name,
@@ -18,7 +18,7 @@ from compress.training.checkpoint.metadata import (
 )
 from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.loop.evaluation import is_better
+from compress.training.loop.trainer import is_better
 from compress.training.objectives.objective import TargetLoss
 from tests.compress.training.builders import import_net, load_data
 

@@ -13,7 +13,7 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.context import Context
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
-from compress.training.checkpoint.metadata import newest_intact, read_progress
+from compress.training.checkpoint import newest_intact, read_progress
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.launch.spawn import start_rank

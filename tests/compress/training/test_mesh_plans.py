@@ -8,7 +8,7 @@ from torch import nn
 from compress.common.errors import StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training
-from compress.training.model_parallel.pipeline_split import split_into_parts, strip_
+from compress.training.model_parallel.pipeline_parallel import split_into_parts, strip_
 from compress.training.model_parallel.tensor_parallel import (
     require_divisible,
     tensor_parallel_plan,

@@ -12,9 +12,8 @@ from compress.core.context import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference, Splits
 from compress.training.config.training import Training
-from compress.training.fit import fit
+from compress.training.fit import Fit, fit
 from compress.training.objectives.objective import TargetLoss
-from compress.training.result import Fit
 from tests.compress.training.builders import import_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

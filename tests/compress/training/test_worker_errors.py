@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from compress.common.errors import StageFailed
-from compress.training.launch import worker_errors
-from compress.training.launch.worker_errors import (
+from compress.training.launch import worker
+from compress.training.launch.worker import (
     RankKilled,
     error_of_exit,
     record_failure,
@@ -36,7 +36,7 @@ def test_a_lost_connection_gives_way_to_its_cause(monkeypatch, message):
     record_failure(store, 1, error)
     cause.join()
     assert str(recorded_failure(store)) == "rank 0: ValueError: no disk"
-    monkeypatch.setattr(worker_errors, "SECONDS_FOR_THE_CAUSE", 0)
+    monkeypatch.setattr(worker, "SECONDS_FOR_THE_CAUSE", 0)
     alone = dist.HashStore()
     record_failure(alone, 1, error)
     assert str(recorded_failure(alone)).startswith("rank 1 lost the connection to another process")
@@ -46,7 +46,7 @@ def test_other_errors_of_nccl_are_recorded_at_once():
     store, started = dist.HashStore(), time.monotonic()
     message = "NCCL error in: a.cpp:1, invalid usage, NCCL version 2.27.5"
     record_failure(store, 1, dist.DistBackendError(message))
-    assert time.monotonic() - started < worker_errors.SECONDS_FOR_THE_CAUSE
+    assert time.monotonic() - started < worker.SECONDS_FOR_THE_CAUSE
     assert "invalid usage" in str(recorded_failure(store))
 
 

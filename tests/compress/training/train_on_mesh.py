@@ -22,8 +22,8 @@ from compress.common.errors import StageFailed
 from compress.data.batch import Batch
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess, process_group
-from compress.training.distributed.device_mesh import local
-from compress.training.distributed.factory import create_strategy
+from compress.training.distributed.fsdp import local
+from compress.training.launch.worker import create_strategy
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 

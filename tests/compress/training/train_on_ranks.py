@@ -12,11 +12,11 @@ import torch
 
 from compress.core.metrics import Metric
 from compress.data.splits import DataReference
-from compress.training.checkpoint.metadata import FOLDER, Epoch, checkpoints
+from compress.training.checkpoint import FOLDER, Epoch, checkpoints
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess, process_group
-from compress.training.distributed.factory import create_strategy
-from compress.training.loop.job import Job
+from compress.training.launch.worker import create_strategy
+from compress.training.loop.train_state import Job
 from compress.training.loop.trainer import train
 from compress.training.objectives.objective import TargetLoss
 

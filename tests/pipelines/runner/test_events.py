@@ -17,7 +17,7 @@ from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.trackers import flatten, tracked
 from compress.pipelines.system import jsonl_log
 from compress.pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
-from compress.training.loop.loggers import mlflow_name
+from compress.training.loop.metrics import mlflow_name
 
 ALWAYS = {"time", "level", "run", "event", "stage", "message"}
 TRACKER = "tracker: {kind: %s}\nstages:"

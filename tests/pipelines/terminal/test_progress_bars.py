@@ -4,7 +4,7 @@ import pytest
 
 from compress.pipelines.terminal.progress_bars import show_progress
 
-OWN = logging.getLogger("compress.training.launch.launcher")
+OWN = logging.getLogger("compress.training.fit")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from compress.pruning.unstructured.masks import (
     unstructured_masks,
     wanda,
 )
-from compress.training.objectives.weight_constraint import KeepZeros, step_context_for
+from compress.training.objectives.objective import KeepZeros
 from tests.compress.pruning.pruning_weight_nets import Many, Text, Transposed, Wide
 
 
@@ -230,11 +230,10 @@ def test_weights_of_a_block_are_pruned_together() -> None:
 def steps(constraint, net, count):
     """Train, and yield the share of zeros after each step."""
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    hold = step_context_for(constraint, net, count)
     for step in range(count):
         optimizer.zero_grad()
         net(torch.randn(8, 4)).square().sum().backward()
-        with hold(step):
+        with constraint.around(net, step, count):
             optimizer.step()
         yield {name: float((p == 0).float().mean()) for name, p in net.named_parameters()}
 

@@ -18,7 +18,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import load_sealed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.training.checkpoint.state_dict import DeferredWeights, _read_shard
+from compress.training.checkpoint import DeferredWeights, _read_shard
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss

@@ -12,7 +12,7 @@ from compress.core.context import Context
 from compress.core.metrics import Metric
 from compress.training import fit as fit_module
 from compress.training.config.training import Training
-from compress.training.distributed.data_parallel import (
+from compress.training.distributed.base import (
     DataParallelStrategy,
     check_replicable,
     visible_devices,

@@ -11,7 +11,7 @@ from compress.common.errors import Unavailable
 from compress.core.context import Context
 from compress.training.config.parallel import DEEPSPEED, Parallel
 from compress.training.config.training import Training
-from compress.training.distributed.deepspeed import configuration
+from compress.training.distributed.ddp import deepspeed_configuration
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train
@@ -134,7 +134,7 @@ def test_further_settings_of_the_engine_are_passed_on():
     more = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
     settings = {"strategy": "deepspeed", "cpu_offload": True, "deepspeed_config": more}
     training = Training(epochs=1, batch_size=32, parallel={**settings, "processes": 2})
-    found = configuration(training.parallel, training, 2)
+    found = deepspeed_configuration(training.parallel, training, 2)
     offload = {"device": "cpu"}
     assert found["zero_optimization"] == {
         "stage": 2,

@@ -12,8 +12,8 @@ from compress.core.metrics import Metric
 from compress.data.splits import Splits
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess, Strategy, process_group
-from compress.training.distributed.factory import create_strategy
-from compress.training.loop.evaluation import evaluate
+from compress.training.launch.worker import create_strategy
+from compress.training.loop.trainer import evaluate
 from tests.compress.training.builders import load_data
 from tests.compress.training.nets import plain
 

@@ -1,7 +1,7 @@
 from compress.core.metrics import Metric
-from compress.training.checkpoint.metadata import Epoch
+from compress.training.checkpoint import Epoch
 from compress.training.config.training import Training
-from compress.training.loop.evaluation import epochs_without_gain, is_finished
+from compress.training.loop.trainer import epochs_without_gain, is_finished
 
 ACCURACY = Metric("accuracy")
 

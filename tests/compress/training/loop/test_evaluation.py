@@ -9,7 +9,7 @@ import torch
 
 from compress.core.metrics import Metric
 from compress.training.distributed.base import SingleProcess
-from compress.training.loop.evaluation import evaluate
+from compress.training.loop.trainer import evaluate
 from tests.compress.training.builders import load_data
 from tests.compress.training.loop.metrics_on_ranks import CASES, job
 from tests.compress.training.nets import plain

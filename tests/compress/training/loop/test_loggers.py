@@ -12,8 +12,7 @@ from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
 from compress.training.config.training import Profile, Training
 from compress.training.fit import fit
-from compress.training.loop.loggers import TensorBoardLogger, log_records
-from compress.training.loop.step_metrics import EpochMetrics
+from compress.training.loop.metrics import EpochMetrics, TensorBoardLogger, log_records
 from compress.training.objectives.objective import TargetLoss
 from tests.compress.training.builders import import_net, load_data
 
@@ -73,8 +72,7 @@ def test_tensorboard_shows_each_epoch_once_though_the_training_was_interrupted(t
     assert "tokens_per_second" not in found
 
 
-def test_values_of_epochs_that_are_trained_again_are_replaced(tmp_path):
-    pytest.importorskip("tensorboard", reason="needs tensorboard")
+def test_values_of_epochs_that_are_trained_again_are_replaced(tmp_path, ordered_files):
     for done, epochs in ((0, (1, 2, 3)), (1, (2,))):
         logger = TensorBoardLogger(tmp_path / "run", first_step=done + 1)
         for number in epochs:

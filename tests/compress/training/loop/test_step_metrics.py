@@ -14,10 +14,10 @@ from compress.core.context import Context
 from compress.data.batch import Batch
 from compress.profiling.operator_table import LISTED_OPERATORS, read_operator_tables
 from compress.pruning.prune_channels import PruneChannels
-from compress.training.checkpoint.metadata import Epoch
+from compress.training.checkpoint import Epoch
 from compress.training.config.training import Trace
 from compress.training.distributed.base import SingleProcess
-from compress.training.loop.step_metrics import (
+from compress.training.loop.metrics import (
     EpochMetrics,
     StepMetrics,
     recording_memory,

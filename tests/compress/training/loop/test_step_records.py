@@ -11,8 +11,7 @@ from compress.core.context import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
 from compress.training.config.training import Profile
-from compress.training.loop.loggers import log_records
-from compress.training.loop.step_metrics import EpochMetrics, StepRecord
+from compress.training.loop.metrics import EpochMetrics, StepRecord, log_records
 from compress.training.optim.optimizer import clip_norm_
 from compress.training.stage import Train
 from tests.compress.training.builders import HERE, import_net, import_transformer, load_data
@@ -119,9 +118,8 @@ def epoch(number: int) -> EpochMetrics:
     return EpochMetrics(epoch=number, loss=float(number), metric=None, learning_rate=0.1)
 
 
-def test_tensorboard_has_each_step_once_though_the_training_was_resumed(tmp_path):
+def test_tensorboard_has_each_step_once_though_the_training_was_resumed(tmp_path, ordered_files):
     """What was logged after the last checkpoint, and is trained again, is replaced."""
-    pytest.importorskip("tensorboard", reason="needs tensorboard")
     about = {"title": "train", "identity": "0123456789", "metric": "accuracy"}
     profile = Profile(tracker="tensorboard", log_every=1)
     for epochs, steps, records in (

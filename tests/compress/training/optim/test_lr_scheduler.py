@@ -12,11 +12,10 @@ from torch.optim import lr_scheduler as torch_schedulers
 
 from compress.common.errors import StageFailed
 from compress.core.metrics import Metric
-from compress.training.checkpoint.metadata import Epoch
+from compress.training.checkpoint import Epoch
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
-from compress.training.distributed.deepspeed import EngineOptimizer
-from compress.training.optim.lr_scheduler import Schedule
-from compress.training.optim.optimizer import build_optimizer
+from compress.training.distributed.ddp import EngineOptimizer
+from compress.training.optim.optimizer import Schedule, build_optimizer
 
 PEAK = 0.5
 EPOCHS, EACH = 4, 10

@@ -10,16 +10,14 @@ from torch.utils._pytree import tree_leaves
 
 from compress.common.errors import StageFailed
 from compress.training.config.training import ActivationSegments, Training
-from compress.training.optim.activation_checkpoint import (
-    checkpoint_activations_,
-    split_into_segments,
-)
 from compress.training.optim.optimizer import clip_norm_
 from compress.training.optim.transformer_blocks import (
+    checkpoint_activations_,
     chosen_blocks,
     large_blocks,
     named_blocks,
     repeated_blocks,
+    split_into_segments,
 )
 
 

@@ -11,45 +11,211 @@ part starts. Nothing is traced: control flow, dropout and names of weights stay 
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, preserve_modes
+from compress.common.process import random_state_kept
+from compress.core.validation_errors import closest
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.training.model_parallel.equivalence_check import full_precision, probing_loss
-from compress.training.model_parallel.pipeline_split import find_tensor, strip_
+from compress.training.optim.transformer_blocks import repeated_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from compress.training.config.parallel import PipelineParallel
-    from compress.training.model_parallel.pipeline_split import Partition
     from compress.training.objectives.objective import LossFunction
 
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "looped_bfs": ScheduleLoopedBFS,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv_zero_bubble": ScheduleZBVZeroBubble,
-}
+NO_BLOCKS = (
+    "parallel.pipeline: the model has no repeated blocks; name the modules with which the parts "
+    "begin in pipeline.split"
+)
+
+
+@dataclass
+class Partition:
+    """Division of a model into parts, numbered in the order in which they compute."""
+
+    split_points: list[str]
+    """Names of the modules with which the parts after the first start."""
+    weights: dict[str, set[int]] = field(default_factory=dict)
+    """The parts that use each weight."""
+    buffers: dict[str, set[int]] = field(default_factory=dict)
+    """The parts that use each buffer."""
+    blocks: dict[str, tuple[int, tuple[Any, ...] | None]] = field(default_factory=dict)
+    """Blocks whose output has the shape of their input, and so can be skipped: their part, and the
+    further values that they return in a tuple (None: they return the tensor alone)."""
+
+
+def split_into_parts(
+    module: nn.Module, pipeline: PipelineParallel, inputs: Sequence[torch.Tensor]
+) -> Partition:
+    """Divide a module as the settings say: at `split`, or evenly between repeated blocks."""
+    names = {id(part): name for name, part in module.named_modules()}
+    try:
+        blocks = [names[id(block)] for block in repeated_blocks(module, NO_BLOCKS)]
+    except StageFailed:
+        if not pipeline.split:
+            raise
+        blocks = []
+    if pipeline.split:
+        for name in pipeline.split:
+            if name not in names.values():
+                near = closest(name, names.values())
+                hint = f"; did you mean {near!r}?" if near else ""
+                raise StageFailed(f"parallel.pipeline: the model has no module {name!r}{hint}")
+    elif len(blocks) < pipeline.parts:
+        raise StageFailed(
+            f"parallel.pipeline: {len(blocks)} repeated blocks do not fill {pipeline.parts} parts; "
+            "lower pipeline.stages, or name modules in pipeline.split"
+        )
+    split_points = list(pipeline.split) or [
+        blocks[len(blocks) * k // pipeline.parts] for k in range(1, pipeline.parts)
+    ]
+    return _TracedRun(module, split_points, blocks).partition(inputs)
+
+
+def strip_(
+    module: nn.Module, partition: Partition, own: Iterable[int], device: torch.device
+) -> None:
+    """Remove the weights and buffers of all other parts, in place.
+
+    Weights may be on the meta device; what takes their place is on the given one.
+    """
+    parts = set(own)
+    for prefix, part in module.named_modules():
+        for name, weight in list(part._parameters.items()):
+            path = f"{prefix}.{name}".lstrip(".")
+            if weight is not None and not partition.weights[path] & parts:
+                del part._parameters[name]
+                # Modules before this process's first block still run, on zeros that take no memory;
+                # their results are not used.
+                value = weight.detach()
+                local = value.to_local() if isinstance(value, DTensor) else value
+                zeros = torch.zeros((), dtype=local.dtype, device=device).expand(local.shape)
+                if isinstance(value, DTensor):
+                    zeros = DTensor(zeros, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+                setattr(part, name, zeros)
+        for name, buffer in list(part._buffers.items()):
+            path = f"{prefix}.{name}".lstrip(".")
+            if buffer is not None and not partition.buffers[path] & parts:
+                del part._buffers[name]
+                setattr(part, name, buffer)
+
+
+def find_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | int, torch.Tensor]:
+    """Return a call's first floating-point tensor, after its position or keyword."""
+    # `hidden_states` is transformers' name of what flows from block to block.
+    places: list[tuple[str | int, Any]] = [
+        *enumerate(args),
+        *sorted(kwargs.items(), key=lambda e: e[0] != "hidden_states"),
+    ]
+    for place, value in places:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return place, value
+    raise StageFailed("parallel.pipeline: a part begins with a module that takes no tensor")
+
+
+class _TracedRun:
+    """One forward pass of the whole model, in which hooks record what each part uses."""
+
+    def __init__(self, module: nn.Module, split_points: list[str], blocks: list[str]) -> None:
+        self.module = module
+        self.result = Partition(split_points)
+        self.blocks = blocks
+        self.split_nodes: list[Any] = []
+        """The autograd node of the tensor at each split point."""
+        self.buffer_users: dict[str, set[int]] = {}
+        """The parts in which each module with buffers is called."""
+
+    def partition(self, inputs: Sequence[torch.Tensor]) -> Partition:
+        # Frozen weights too must be part of the graph, by which weights are assigned to parts.
+        trained = [(w, w.requires_grad) for w in self.module.parameters() if w.is_floating_point()]
+        with ExitStack() as stack:
+            for weight, was in trained:
+                weight.requires_grad_(True)
+                stack.callback(weight.requires_grad_, was)
+            for number, name in enumerate(self.result.split_points):
+                part = self.module.get_submodule(name)
+                before_part = partial(self._at_split_point, number, name)
+                handle = part.register_forward_pre_hook(before_part, with_kwargs=True)
+                stack.callback(handle.remove)
+            for name in self.blocks:
+                block = self.module.get_submodule(name)
+                after_block = partial(self._after_block, name)
+                handle = block.register_forward_hook(after_block, with_kwargs=True)
+                stack.callback(handle.remove)
+            for name, part in self.module.named_modules():
+                if part._buffers:
+                    handle = part.register_forward_pre_hook(partial(self._use_buffers, name))
+                    stack.callback(handle.remove)
+            with torch.enable_grad():
+                outputs = flatten_outputs(self.module.eval()(*inputs))
+            self._assign([o.grad_fn for o in outputs if o.grad_fn is not None])
+        return self.result
+
+    def _at_split_point(self, number: int, name: str, part: nn.Module, args: Any, kw: Any) -> None:
+        if len(self.split_nodes) != number:
+            raise StageFailed(
+                f"parallel.pipeline: {name!r} is called twice or before an earlier part; "
+                "name modules that are called once, in order, in pipeline.split"
+            )
+        self.split_nodes.append(find_tensor(args, kw)[1].grad_fn)
+
+    def _after_block(self, name: str, part: nn.Module, args: Any, kw: Any, out: Any) -> None:
+        hidden = find_tensor(args, kw)[1]
+        first, *rest = out if isinstance(out, tuple) and out else (out,)
+        one_tensor = not any(isinstance(value, torch.Tensor) for value in rest)
+        if isinstance(first, torch.Tensor) and first.shape == hidden.shape and one_tensor:
+            structure = tuple(rest) if isinstance(out, tuple) else None
+            self.result.blocks[name] = (len(self.split_nodes), structure)
+
+    def _use_buffers(self, name: str, part: nn.Module, args: Any) -> None:
+        self.buffer_users.setdefault(name, set()).add(len(self.split_nodes))
+
+    def _assign(self, ends: list[Any]) -> None:
+        """Assign each weight to the parts between whose start and end it is used."""
+        if len(self.split_nodes) != len(self.result.split_points):
+            missing = self.result.split_points[len(self.split_nodes)]
+            raise StageFailed(f"parallel.pipeline: {missing!r} is never called")
+        every, last = range(len(self.split_nodes) + 1), len(self.split_nodes)
+        users: dict[int, set[int]] = {}
+        for part in every:
+            start = self.split_nodes[part - 1] if part else None
+            stops = [self.split_nodes[part]] if part < last else ends
+            for weight in leaves_between(start, stops):
+                users.setdefault(id(weight), set()).add(part)
+        for name, weight in self.module.named_parameters(remove_duplicate=False):
+            self.result.weights[name] = users.get(id(weight), {last})
+        for name, _ in self.module.named_buffers(remove_duplicate=False):
+            self.result.buffers[name] = self.buffer_users.get(name.rpartition(".")[0], set(every))
+
+
+def leaves_between(start: Any, ends: list[Any]) -> list[torch.Tensor]:
+    """Return the leaves of the autograd graph between a node and later ones."""
+    pending, seen, leaves = [end for end in ends if end is not None], {start}, []
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # AccumulateGrad
+            leaves.append(node.variable)
+        pending += [before for before, _ in node.next_functions if before is not None]
+    return leaves
+
 
 ShapeDtype = tuple[torch.Size, torch.dtype]
 
@@ -69,10 +235,7 @@ class PipelineRunner:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Remove the weights of all other parts from a module, and replace its ``forward``.
-
-        Its weights may still be on the meta device.
-        """
+        """Replace a module's ``forward``, and remove other parts' weights, on meta devices too."""
         stages_of = {
             name: {settings.stage_of(part) for part in partition.weights[name]}
             for name, weight in module.named_parameters()
@@ -129,17 +292,6 @@ class PipelineRunner:
         finally:
             self.requested = None
 
-    def infer_shapes(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Run all parts once to record `output_specs`; modes and random numbers stay as before."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        with (
-            preserve_modes(self.module),
-            torch.no_grad(),
-            torch.random.fork_rng(devices=devices),
-        ):
-            self.module.eval()
-            self._run_all(self.run_part, inputs)
-
     def without_split_points(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         """Return the blocks in which no part ends, which FSDP may wrap."""
         # The forward of the others is left by an exception, after which FSDP's hooks do not run.
@@ -188,7 +340,8 @@ class PipelineRunner:
         try:
             outputs = self.model_forward(*inputs)
         except _PartEnd as end:
-            return end.hidden.contiguous()
+            (hidden,) = end.args
+            return hidden.contiguous()
         finally:
             self.running = self.hidden = None
         return tuple(output.contiguous() for output in flatten_outputs(outputs))
@@ -215,8 +368,18 @@ class PipelineRunner:
         return (*args[:place], self.hidden, *args[place + 1 :]), kwargs
 
     def split(self, batch: Batch) -> list[Batch]:
-        """Split a batch into the micro-batches of the schedule."""
-        return split_batch(batch, self.settings.microbatches)
+        """Split a batch into the micro-batches of the schedule, or refuse it."""
+        parts = self.settings.microbatches
+        if len(batch) % parts:
+            raise StageFailed(
+                f"parallel.pipeline: {len(batch)} samples do not divide into {parts} micro-batches"
+            )
+        inputs = zip(*(x.chunk(parts) for x in batch.inputs), strict=True)
+        size = len(batch) // parts
+        shares = [slice(start, start + size) for start in range(0, len(batch), size)]
+        targets = [None if batch.target is None else select(batch.target, i) for i in shares]
+        taught = [tuple(x[share] for x in batch.teacher_outputs) for share in shares]
+        return [Batch(*fields) for fields in zip(inputs, targets, taught, strict=True)]
 
     def step(
         self,
@@ -285,10 +448,11 @@ class PipelineRunner:
                 weight.grad = total
 
     def _build_schedule(self, shapes: list[torch.Size]) -> None:
-        """Build the schedule, unless the present one is for the same input shapes."""
         if shapes == self.shapes:
             return
-        self.infer_shapes(self.batches[0].inputs)
+        with preserve_modes(self.module), torch.no_grad(), random_state_kept(str(self.device)):
+            self.module.eval()
+            self._run_all(self.run_part, self.batches[0].inputs)  # records `output_specs`
         # Given all shapes, torch need not run the model once more to infer them.
         specs: list[list[ShapeDtype]] = [[(torch.Size([1]), torch.int64)], *self.output_specs]
         stages = [
@@ -311,7 +475,8 @@ class PipelineRunner:
                 loss = self.loss(flatten_outputs(outputs), self.batches[index])
             return loss * self.weights[index]
 
-        self.schedule = SCHEDULES[self.settings.schedule](
+        kind: Any = get_schedule_class(self.settings.schedule.replace("_", ""))
+        self.schedule = kind(
             stages if self.settings.parts > self.settings.stages else stages[0],
             self.settings.microbatches,
             loss_fn=micro_batch_loss,
@@ -357,26 +522,7 @@ def _empty(spec: ShapeDtype, device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
 
 
-def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into micro-batches of equal size, or refuse one that does not divide."""
-    if len(batch) % parts:
-        raise StageFailed(
-            f"parallel.pipeline: {len(batch)} samples do not divide into {parts} micro-batches"
-        )
-    inputs = zip(*(x.chunk(parts) for x in batch.inputs), strict=True)
-    size = len(batch) // parts
-    starts = range(0, len(batch), size)
-    targets = [
-        None if batch.target is None else select(batch.target, slice(i, i + size)) for i in starts
-    ]
-    columns = [x.chunk(parts) for x in batch.teacher_outputs]
-    taught = [tuple(column[part] for column in columns) for part in range(parts)]
-    return [Batch(*fields) for fields in zip(inputs, targets, taught, strict=True)]
-
-
 class _PartEnd(Exception):
-    """Ends the model's forward where the next part starts."""
+    """Ends the model's forward where the next part starts, with what flows there."""
 
     # An exception, because nothing else returns from the midst of the model's own code.
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden

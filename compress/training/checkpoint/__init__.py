@@ -1,1 +1,0 @@
-"""What a training checkpoint holds, and how it is checked before training resumes."""
