@@ -35,12 +35,6 @@ if TYPE_CHECKING:
     Answer = Callable[[Sequence[Array]], tuple[Array, ...]]
     Pairs = Iterable[tuple[Sequence[Array], Sequence[Array]]]
 
-NATIVE = (
-    "that it answers: its model is native code, which cannot be inspected, so it was not started; "
-    "give the archive's sha256, from a source that you trust, with --sha256, or --replay for a run "
-    "that you trust"
-)
-
 
 class Replay(Settings):
     """A comparison of served outputs with recorded ones, or with the packaged artifact's."""
@@ -100,9 +94,7 @@ class Evidence:
 def prove_chain(proof: Proof, origin: Provenance, evidence: Evidence | None, where: str) -> Proof:
     """Verify each artifact from the source to the archive; return the extended proof.
 
-    Raises:
-        ArtifactInvalid: an ancestor was changed after sealing, or the source's checkpoint or code
-            has changed.
+    ArtifactInvalid if one was changed after sealing, or the source's checkpoint or code since.
     """
     history = origin.history
     if history is None:
@@ -144,15 +136,17 @@ def prove_answers(
     import yaml
 
     settings = yaml.safe_load(members[CONFIG])["handler"]
-    names = [output.name for output in origin.signature.outputs]
-    with start_serving(mar, members, origin, int(settings["max_rows"])) as (answer, served_by):
+    max_rows = int(settings["max_rows"])
+    with start_serving(mar, members, origin, max_rows) as (answer, served_by):
         probe = from_npz(members[PROBE])
-        inputs = [probe[spec.name] for spec in origin.signature.inputs]
-        pairs: Pairs = [(inputs, [probe[name] for name in names])]
-        replays = [compare_outputs("the recorded probe", pairs, answer)]
+        inputs, outputs = (
+            [probe[each.name] for each in each_side]
+            for each_side in (origin.signature.inputs, origin.signature.outputs)
+        )
+        replays = [compare_outputs("the recorded probe", [(inputs, outputs)], answer)]
         packaged = evidence.artifacts.get(origin.artifact.origin) if evidence else None
         if packaged is not None and evidence is not None and evidence.data is not None:
-            pairs = validation_pairs(packaged, evidence.data, int(settings["max_rows"]))
+            pairs = validation_pairs(packaged, evidence.data, max_rows)
             replays.append(compare_outputs("the validation split", pairs, answer))
     for replay in replays:
         if not replay.largest_difference <= float(settings["probe_atol"]):
@@ -160,11 +154,11 @@ def prove_answers(
                 f"{mar}: {PROBE if replay is replays[0] else replay.what}: the served answers "
                 f"differ by {replay.largest_difference:.3g}"
             )
-    lines = [
+    lines = (
         f"{served_by} answered {replay.what} ({replay.samples} samples); largest difference "
         f"{replay.largest_difference:.3g}"
         for replay in replays
-    ]
+    )
     proof = proof.with_lines(*lines, served_by=served_by, replays=tuple(replays))
     if len(replays) > 1:
         return proof
@@ -177,21 +171,16 @@ def start_serving(
     mar: Path, members: Mapping[str, bytes], origin: Provenance, max_rows: int
 ) -> Iterator[tuple[Answer, str]]:
     """Serve an archive by TorchServe, else by its handler alone; yield predictor and name."""
-    from compress.serve.torchserve.process import (
-        HandlerProcess,
-        TorchServe,
-        find_java,
-        find_torchserve,
-    )
+    from compress.serve.torchserve import process
 
     try:
-        find_java()
-        find_torchserve()
+        process.find_java()
+        process.find_torchserve()
     except Unavailable as missing:
-        with HandlerProcess(members, origin.signature) as harness:
+        with process.HandlerProcess(members, origin.signature) as harness:
             yield harness.predict, f"the archive's handler, without TorchServe ({missing}),"
         return
-    with TorchServe(mar) as server, server.client(origin.signature, max_rows) as client:
+    with process.TorchServe(mar) as server, server.client(origin.signature, max_rows) as client:
         yield client.predict, "TorchServe"
 
 
@@ -271,7 +260,11 @@ def verify(
         run_evidence = evidence()
     proof = prove_chain(proof, origin, run_evidence, str(mar))
     if origin.artifact.kind == "aot" and not trusted and sha256 is None:
-        return proof.lacking(NATIVE)
+        return proof.lacking(
+            "that it answers: its model is native code, which cannot be inspected, so it was not "
+            "started; give the archive's sha256, from a source that you trust, with --sha256, or "
+            "--replay for a run that you trust"
+        )
     return prove_answers(proof, mar, members, origin, run_evidence)
 
 

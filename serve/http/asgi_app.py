@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
@@ -39,7 +40,7 @@ from compress.serve.http.responses import (
     send_response,
 )
 from compress.serve.worker import wire
-from compress.serve.worker.tensors import inference_error, output_fault
+from compress.serve.worker.tensors import describe_error, inference_error, output_fault
 from compress.serve.worker.wire import DATATYPES, LABELS
 
 if TYPE_CHECKING:
@@ -91,12 +92,12 @@ class Inference(SharedState):
 
     async def read(self, headers: Headers, body: bytes | bytearray) -> tuple[list[Array], Named]:
         """Return the inputs in a body, and the outputs that it wants: decoded where it is safe."""
+        read: tuple[list[Array], Named]
         if self._helper and self.needs_helper(headers):
-            reading = self._helper.call("decode", headers, body=body)
+            read = await self._helper.call("decode", headers, body=body)
         else:
             large = len(body) > SMALL_BYTES
-            reading = self.run_in_thread(large, self.decoder.decode, headers, body)
-        read: tuple[list[Array], Named] = await reading
+            read = await self.run_in_thread(large, self.decoder.decode, headers, body)
         return read
 
     def needs_helper(self, headers: Headers) -> bool:
@@ -112,7 +113,7 @@ class Inference(SharedState):
         try:
             body, written = wire.encode(named, accept, wanted, self.model.name, self.model.classes)
         except ValueError as error:
-            raise HttpError.from_exception(error) from error
+            raise HttpError(*describe_error(error)) from error
         if self.model.interface.rows_stay_first:
             written["X-Batch-Axis"] = "0"
         return Response(200, body, written, len(arrays[0]) if arrays[0].ndim else 1)
@@ -136,10 +137,9 @@ class Inference(SharedState):
             except TimeoutError:
                 raise self.late_error(NOT_ANSWERED) from None
             works = not output_fault(example, self.outputs)
-            raise HttpError.from_exception(inference_error(failure, works=works))
-        in_thread = not is_small(outputs)
+            raise HttpError(*describe_error(inference_error(failure, works=works)))
         response: Response = await self.run_in_thread(
-            in_thread, self.encode, headers, wanted, arrays, outputs
+            not is_small(outputs), self.encode, headers, wanted, arrays, outputs
         )
         return response
 
@@ -158,34 +158,22 @@ class Inference(SharedState):
         task.add_done_callback(done)
 
 
+@dataclass(slots=True, eq=False)
 class WholeRequest:
-    """One request, from its head to its response."""
+    """One request, from its head to its response, which `_respond` is called with."""
 
-    __slots__ = (
-        "_arrays",
-        "_finished",
-        "_headers",
-        "_inference",
-        "_job",
-        "_late",
-        "_respond",
-        "_start",
-        "_wanted",
-    )
+    _inference: Inference
+    _headers: Headers
+    _respond: Callable[[Response], None]
+    _start: float = field(default_factory=time.perf_counter)
+    _finished: bool = False
+    _job: Job | None = None
+    _late: tuple[int, str] = NOT_RECEIVED
+    _arrays: list[Array] = field(init=False)
+    _wanted: Named = field(init=False)
 
-    _job: Job | None
-    _arrays: list[Array]
-    _wanted: Named
-
-    def __init__(
-        self, inference: Inference, headers: Headers, respond: Callable[[Response], None]
-    ) -> None:
-        """Count the request as in progress; `respond` is called with its response."""
-        self._inference, self._headers, self._respond = inference, headers, respond
-        self._start = time.perf_counter()
-        self._finished = False
-        self._job, self._late = None, NOT_RECEIVED
-        inference.in_progress += 1
+    def __post_init__(self) -> None:
+        self._inference.in_progress += 1
 
     @property
     def seconds(self) -> float:
@@ -271,9 +259,9 @@ class Application(BaseApplication):
         metadata = described | {"inputs": inputs, "outputs": outputs}
         server: dict[str, Any] = {"name": "compress", "version": __version__}
         server |= {"extensions": ["binary_tensor_data"]}
-        content: dict[str, Any] = {"/v2": server, "/v2/": server, base: metadata}
-        content |= {f"{base}/ready": ready, f"{base}/versions/1": metadata}
-        content |= {f"{base}/versions/1/ready": ready}
+        content: dict[str, Any] = {"/v2": server, "/v2/": server}
+        for path in (base, f"{base}/versions/1"):
+            content |= {path: metadata, f"{path}/ready": ready}
         paths = (f"{base}/infer", f"{base}/versions/1/infer")
         super().__init__(Inference(model, batcher, limits), token, paths, content)
 

@@ -36,10 +36,6 @@ class Job:
     """Set if nobody waits for the outputs: it is not run if its turn is yet to come."""
 
 
-class Stop:
-    """Queued to end the worker that takes it."""
-
-
 class WorkerThreads:
     """Threads that call a model, and the queue that they take jobs from."""
 
@@ -67,13 +63,13 @@ class WorkerThreads:
             while True:
                 self._queue.get_nowait()
         for _ in self._threads:
-            self._queue.put(Stop())
+            self._queue.put(None)
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        """Do jobs until a `Stop`."""
+        """Do jobs until a None."""
         raise NotImplementedError
 
 
@@ -137,7 +133,7 @@ class Batcher(WorkerThreads):
 
     def _work(self) -> None:
         job = self._queue.get()
-        while isinstance(job, Job):
+        while job is not None:
             batch, next_job = self._gather(job)
             self._call_start[threading.get_ident()] = time.monotonic()
             live = [each for each in batch if not each.cancelled]
@@ -149,7 +145,7 @@ class Batcher(WorkerThreads):
                 self._loop.call_soon_threadsafe(self._deliver, len(batch), live, results)
             job = next_job or self._queue.get()
 
-    def _gather(self, first: Job) -> tuple[list[Job], Job | Stop | None]:
+    def _gather(self, first: Job) -> tuple[list[Job], Job | None]:
         """Collect a batch; return it, and what was taken from the queue but does not fit in it."""
         batch, rows = [first], first.rows
         deadline = time.monotonic() + self._delay_seconds
@@ -163,8 +159,9 @@ class Batcher(WorkerThreads):
                 job = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
             except queue.Empty:
                 break
-            if isinstance(job, Stop):
-                return batch, job
+            if job is None:
+                self._queue.put(None)  # which ends this thread, or another, once it has run these
+                break
             if job.row_shapes != first.row_shapes or rows + job.rows > self._max_rows:
                 return batch, job
             batch.append(job)

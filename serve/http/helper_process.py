@@ -45,7 +45,6 @@ BASE_MIB = 8
 READING, WRITING = "r", "w"
 """Lanes, of one letter: an answer that is written never waits for requests that are read."""
 LANES = {READING: ("request", "read"), WRITING: ("answer", "written as text")}
-"""What a lane's calls do, for messages."""
 FRAME = struct.Struct("<QQ")
 """Sizes of a message: those of its pickled part, and of the body behind it."""
 
@@ -60,18 +59,12 @@ class HelperProcess:
     def __init__(
         self, create: Callable[..., Any], *args: Any, what: Path, seconds: float, needed_bytes: int
     ) -> None:
-        """Start the process, and wait until it has called `create(*args)`.
+        """Start the process, and wait until it has called `create(*args)`, a function of a module.
 
-        Args:
-            create: a function of a module.
-            args: its arguments.
-            what: the artifact, for messages.
-            seconds: time limit of a request; a call has a third of it, as others wait meanwhile.
-            needed_bytes: memory that the call of the largest right request takes.
-
-        Raises:
-            ArtifactInvalid: nothing is created within LOAD_SECONDS and LOAD_MIB.
-            CompressError: what `create` raises.
+        `what` is the artifact, for messages; `seconds` the time limit of a request, of which a call
+        has a third, as others wait meanwhile; `needed_bytes` the memory that the call of the
+        largest right request takes. ArtifactInvalid if nothing is created within LOAD_SECONDS and
+        LOAD_MIB, else what `create` raises.
         """
         self._mebibytes = BASE_MIB + needed_bytes // MIB
         self._start_message = pickle.dumps((create, args, self._mebibytes))
@@ -133,11 +126,8 @@ class HelperProcess:
     ) -> Any:
         """Return what a method returns for some values and, behind them, a body.
 
-        Calls of one lane wait for each other.
-
-        Raises:
-            HttpError: as the method does; or it took too long (504) or too much memory (413), or
-                the process has ended and could not be started again (503).
+        Calls of one lane wait for each other. HttpError as the method raises it; or it took too
+        long (504) or too much memory (413), or the process could not be started again (503).
         """
         content = body or b""
         large = self._large if len(content) > SMALL_BYTES else nullcontext()

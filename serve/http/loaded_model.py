@@ -62,11 +62,9 @@ class ServedModel:
     classes: Named | None = None
     """Settings of the first output's class names, if they have names."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of the artifact: the rows of embedding tables, for example."""
     notes: tuple[str, ...] = ()
     """Lines for whoever starts the server."""
     recorded: RecordedMeasurements = field(default_factory=RecordedMeasurements)
-    """What a run's report says of the artifact."""
 
 
 @contextmanager
@@ -76,11 +74,8 @@ def open_model(
     """Load an artifact's model, after its digests were checked, and warm it up.
 
     `report` is report.json of the run that made it; by default the one in its run's folder.
-
-    Raises:
-        ArtifactInvalid: a file is not the one that was sealed or cannot be loaded, or the kind is
-            not served.
-        StageFailed: the model does not answer its own signature.
+    ArtifactInvalid if a file is not the sealed one or cannot be loaded, or the kind is not served;
+    StageFailed if the model does not answer its own signature.
     """
     if artifact.kind not in SERVED_KINDS:
         raise ArtifactInvalid(

@@ -34,9 +34,7 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
 
     Each runs `child`, which calls its argument once it answers requests; `ready` is called here
     once all answer. They end within `stop_seconds` of SIGTERM, or shortly after get SIGKILL.
-
-    Raises:
-        StageFailed: one of them ended by itself; the others are stopped.
+    StageFailed if one of them ends by itself; the others are stopped.
     """
     read_end, write_end = os.pipe()
     pids: set[int] = set()
@@ -61,7 +59,6 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
 
 
 def _fork(child: Callable[[Ready], None], write_end: int) -> int:
-    """Fork, run `child` in the new process, and return its PID in this one."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -100,7 +97,6 @@ def _reap(pids: set[int]) -> bool:
 
 
 def _stop(pids: set[int], stop_seconds: float) -> None:
-    """End processes: SIGTERM, then SIGKILL."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from compress.serve.http.responses import HttpError
 from compress.serve.worker import wire
-from compress.serve.worker.tensors import TOO_LARGE, check
+from compress.serve.worker.tensors import TOO_LARGE, check, describe_error
 from compress.serve.worker.wire import HEADER_LENGTH, MAX_PIXELS, create_readers, requested_outputs
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class RequestDecoder:
     """Reads and checks what requests to one model hold."""
 
     specs: Specs
-    """Descriptions of the model's inputs."""
     outputs: Sequence[str]
     labels: Sequence[str]
     """Outputs that an answer holds if they are requested by name."""
@@ -73,7 +72,7 @@ class RequestDecoder:
         except MemoryError:  # numpy tries to make an array as large as a header says
             raise HttpError(TOO_LARGE, "the body takes too much memory to read") from None
         except Exception as error:
-            raise HttpError.from_exception(error) from error
+            raise HttpError(*describe_error(error)) from error
 
 
 def with_readers(decoder: RequestDecoder, forms: Named, folder: Path) -> RequestDecoder:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from compress.serve.worker.tensors import describe_error
 from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+    from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -52,13 +51,8 @@ class HttpError(Exception):
         """Pickle the response as it is."""
         return type(self).__new__, (type(self), *self.args), vars(self)
 
-    @classmethod
-    def from_exception(cls, error: Exception) -> HttpError:
-        """Convert an exception of the request's codec to the response that describes it."""
-        return cls(*describe_error(error))
 
-
-async def response_of(handler: Coroutine[Any, Any, Response]) -> Response:
+async def response_of(handler: Awaitable[Response]) -> Response:
     """Await a handler's response; turn what it raises into an error response."""
     try:
         return await handler

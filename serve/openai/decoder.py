@@ -190,7 +190,7 @@ class GenerationThreads(WorkerThreads):
         yield Part(part + stops.rest(), count, reason)
 
     def _work(self) -> None:
-        while isinstance(job := self._queue.get(), GenerationJob):
+        while (job := self._queue.get()) is not None:
             try:
                 self._generate(job)
                 self._deliver(job, None)
