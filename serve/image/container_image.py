@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     Attest = Callable[[Path], object]
 
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
 LONGEST_PIP = 1800
 """Seconds for all packages, of which a runtime may have hundreds of MB."""
 SERVING = (
@@ -107,31 +107,25 @@ def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ())
     """Return a requirements file of the installed versions, with a hash each, as pip resolves them.
 
     pip asks the package index that it is configured for, and installs nothing. The wheels are
-    those for this machine's Python and architecture.
-
-    Args:
-        folder: for the file with the versions that pip may choose.
-        runtime: package that runs the model.
-        readers: packages that read texts and images of requests.
-
-    Raises:
-        Unavailable: pip or a package that serving needs is not installed.
-        StageFailed: pip finds no wheel of an installed version, or cannot reach the index.
+    those for this machine's Python and architecture. `runtime` is the package that runs the model,
+    `readers` those that read texts and images of requests; `folder` is for a file of constraints.
+    Unavailable if one of them, or pip, is not installed; StageFailed if pip finds no wheel.
     """
     refuse_missing()
     constraints = folder / "constraints.txt"
-    # Not of the packages that are asked for: pip would only say that something conflicts.
     serving = (*SERVING, runtime, *readers)
     wanted = {name.replace("_", "-") for name in serving}
     installed = {d.name: d.version for d in distributions() if d.name}
     # Not by a search for the module, of which setuptools warns where distutils was imported.
     if "pip" not in installed:
         raise Unavailable("compress package needs pip to find hashes: python -m ensurepip")
-    installed = {n: v for n, v in installed.items() if n.lower().replace("_", "-") not in wanted}
-    constraints.write_text(
-        "".join(f"{name}=={version}\n" for name, version in sorted(installed.items())),
-        encoding="utf-8",
-    )
+    lines = [
+        f"{name}=={version}\n"
+        for name, version in sorted(installed.items())
+        # Not the packages that are asked for: pip would only say that something conflicts.
+        if name.lower().replace("_", "-") not in wanted
+    ]
+    constraints.write_text("".join(lines), encoding="utf-8")
     pinned = [f"{name}=={distribution_version(name)}" for name in serving]
     options = ["--dry-run", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
     report = run_pip("install", *options, "--constraint", str(constraints), *pinned)
@@ -148,10 +142,7 @@ def run_pip(*arguments: str) -> str:
     """Run pip and return its standard output; StageFailed with its first error line."""
     try:
         done = subprocess.run(
-            [*PIP, *arguments, "--quiet", "--no-input"],
-            capture_output=True,
-            text=True,
-            timeout=LONGEST_PIP,
+            [*PIP, *arguments], capture_output=True, text=True, timeout=LONGEST_PIP
         )
     except subprocess.TimeoutExpired as error:
         raise StageFailed(
@@ -175,7 +166,6 @@ class ImageFiles:
     digest: str
     """Of the artifact."""
     bytes: int
-    """Size of all files."""
     image_digest: str = ""
     """Digest of an OCI image's manifest; empty for a folder with a Dockerfile."""
 
@@ -194,15 +184,9 @@ class ImageFiles:
 def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
     """Write a Dockerfile, pinned requirements, the artifact, its probe and its attestation.
 
-    Args:
-        path: directory of an artifact that a runtime other than torch runs.
-        out: the folder to write, which must not exist or be empty.
-        attest: writes an attestation of the artifact to a file.
-
-    Raises:
-        ArtifactInvalid: the artifact is of another kind, or not what was sealed.
-        PipelineInvalid: `out` holds files.
-        StageFailed: the model does not answer its own signature, or pip finds no hashes.
+    `path` is the artifact's directory, of a kind that a runtime other than torch runs; `attest`
+    writes an attestation of it to a file. StageFailed if the model does not answer its own
+    signature, or pip finds no hashes.
     """
     with new_folder(out) as partial:
         artifact = write_image_files(path, partial, attest)
@@ -271,15 +255,7 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
 
 def entrypoint(folder: Path, artifact: Artifact) -> list[str]:
     """Return the command of an image, which refuses another model than this artifact."""
-    command: list[Any] = [
-        "python3",
-        "-m",
-        "compress.cli",
-        "serve",
-        f"{HOME}/model",
-        "--host",
-        "0.0.0.0",
-    ]
+    command = f"python3 -m compress.cli serve {HOME}/model --host 0.0.0.0".split()
     command += ["--sha256", artifact.digest]
     return [*command, "--report", f"{HOME}/{REPORT}"] if (folder / REPORT).is_file() else command
 
@@ -297,70 +273,47 @@ class _Object(TypedDict):
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's
 
 
-class LayoutFile(_Object):
-    """Content of `oci-layout`."""
-
+class _LayoutFile(_Object):
     imageLayoutVersion: Literal["1.0.0"]
 
 
-class Descriptor(_Object):
-    """Names a blob."""
-
+class _Descriptor(_Object):
     mediaType: str
     digest: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
 
 
-class Index(_Object):
-    """Names images, or further indexes."""
-
-    manifests: list[Descriptor]
+class _Index(_Object):
+    manifests: list[_Descriptor]
 
 
-class Manifest(_Object):
-    """Names the configuration and the layers of an image."""
-
-    config: Descriptor
-    layers: list[Descriptor]
+class _Manifest(_Object):
+    config: _Descriptor
+    layers: list[_Descriptor]
 
 
-class Started(_Object):
-    """How a container is started."""
-
+class _Started(_Object):
     Env: NotRequired[list[Annotated[str, Field(pattern="=")]] | None]
     Labels: NotRequired[dict[str, str] | None]
 
 
-class RootFS(_Object):
-    """The hashes of the layers, unpacked."""
-
+class _RootFS(_Object):
     diff_ids: list[str]
 
 
-class Config(_Object):
-    """Configuration of an image."""
-
+class _Config(_Object):
     os: str
     architecture: str
-    rootfs: RootFS
-    config: NotRequired[Started | None]
+    rootfs: _RootFS
+    config: NotRequired[_Started | None]
     history: NotRequired[list[Json]]
 
 
 def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> ImageFiles:
     """Write an OCI layout: the image of `base`, and a layer with server, packages and artifact.
 
-    The same artifact, base, versions and zlib give the same digest.
-
-    Args:
-        path: directory of an artifact that a runtime other than torch runs.
-        out: the layout to write, which must not exist or be empty.
-        base: a layout of one image with this Python, as `skopeo copy docker://… oci:DIR` writes it.
-        attest: writes an attestation of the artifact to a file.
-
-    Raises:
-        ArtifactInvalid: the artifact or the base is not as expected.
-        PipelineInvalid: `out` holds files.
-        StageFailed: the model does not answer its own signature, or pip finds no package.
+    The same artifact, base, versions and zlib give the same digest. `base` is a layout of one image
+    with this Python, as `skopeo copy docker://… oci:DIR` writes it; ArtifactInvalid for another.
+    The rest is as in `write_build_folder`.
     """
     manifest, config = read_base(base)
     with new_folder(out) as partial:
@@ -404,11 +357,8 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
         }
         descriptor = write_blob(blobs, image, MANIFEST_TYPE)
         reference = {"org.opencontainers.image.ref.name": "latest"}
-        index = {
-            "schemaVersion": 2,
-            "mediaType": INDEX,
-            "manifests": [descriptor | {"annotations": reference}],
-        }
+        manifests = [descriptor | {"annotations": reference}]
+        index = {"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}
         (partial / "index.json").write_bytes(as_bytes(index))
         (partial / "oci-layout").write_bytes(as_bytes({"imageLayoutVersion": "1.0.0"}))
         size = make_readable(partial)
@@ -419,53 +369,47 @@ def read_base(base: Path) -> tuple[Json, Json]:
     """Return the manifest and the configuration of a layout's image for this machine.
 
     A child process reads it, within limits of memory and time that the size of its blobs gives.
-
-    Raises:
-        ArtifactInvalid: it is no layout, holds no such image or several, or not this Python.
+    ArtifactInvalid if it is no layout, holds no such image or several, or not this Python.
     """
     return read_in_child(str(base), lambda: _read_base(base), base / "blobs" / "sha256")
 
 
 def _read_base(base: Path) -> tuple[Json, Json]:
-    read_json(base / "oci-layout", TypeAdapter(LayoutFile))
+    read_json(base / "oci-layout", TypeAdapter(_LayoutFile))
     architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
     wanted = ("linux", architecture)
-    descriptors, seen = [*read_json(base / "index.json", TypeAdapter(Index))["manifests"]], set()
+    descriptors, seen = [*read_json(base / "index.json", TypeAdapter(_Index))["manifests"]], set()
     images = []
     for descriptor in descriptors:
         if descriptor["digest"] in seen:
             continue
         seen.add(descriptor["digest"])
         if descriptor["mediaType"] == INDEX:  # images for several platforms
-            descriptors += read_json(blob(base, descriptor), TypeAdapter(Index))["manifests"]
+            descriptors += read_json(blob(base, descriptor), TypeAdapter(_Index))["manifests"]
         elif descriptor["mediaType"] == MANIFEST_TYPE:
-            content = read_json(blob(base, descriptor), TypeAdapter(Manifest))
+            content = read_json(blob(base, descriptor), TypeAdapter(_Manifest))
             if content["config"]["mediaType"] != CONFIG:
                 continue  # an attestation; other types are Docker's own format
-            config = read_json(blob(base, content["config"]), TypeAdapter(Config))
+            config = read_json(blob(base, content["config"]), TypeAdapter(_Config))
             if (config["os"], config["architecture"]) == wanted:
                 images.append((content, config))
     if len(images) != 1:
         raise ArtifactInvalid(
             f"{base}: holds {len(images)} OCI images for {'/'.join(wanted)}, expected one"
         )
-    refuse_other_python(base, images[0][0])
-    return images[0]
-
-
-def refuse_other_python(base: Path, manifest: Json) -> None:
-    """Raise ArtifactInvalid if no layer holds this process's version of Python."""
     # The packages' compiled code is for one version. A file that a later layer deletes counts too.
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    for descriptor in manifest["layers"]:
+    layers = images[0][0]["layers"]
+    for descriptor in layers:
         if descriptor["mediaType"] not in READ_LAYERS:
             raise ArtifactInvalid(
                 f"{base}: a layer is {descriptor['mediaType']}, expected {' or '.join(READ_LAYERS)}"
             )
-    if not any(_holds(blob(base, descriptor), f"bin/{name}") for descriptor in manifest["layers"]):
+    if not any(_holds(blob(base, descriptor), f"bin/{name}") for descriptor in layers):
         raise ArtifactInvalid(
             f"{base}: has no {name} in a folder bin, which the installed packages are for"
         )
+    return images[0]
 
 
 def _holds(layer: Path, name: str) -> bool:
@@ -519,13 +463,11 @@ def write_layer(root: Path, blobs: Path) -> tuple[Json, str]:
     plain = blobs.parent / "layer.tar"
     packed = blobs.parent / "layer.tar.gz"
     parents = [HOME[1:].rsplit("/", depth)[0] for depth in range(HOME.count("/") - 1, 0, -1)]
+    paths = dict.fromkeys(parents, root)
+    for path in (root, *sorted(root.rglob("*"))):
+        paths[f"{HOME[1:]}/{path.relative_to(root).as_posix()}".removesuffix("/.")] = path
     with tarfile.open(plain, "w", format=tarfile.PAX_FORMAT) as archive:
-        for name in parents:
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
-            archive.addfile(entry)
-        for path in (root, *sorted(root.rglob("*"))):
-            name = f"{HOME[1:]}/{path.relative_to(root).as_posix()}".removesuffix("/.")
+        for name, path in paths.items():
             entry = tarfile.TarInfo(name)  # of user 0 and time 0
             if path.is_dir():
                 entry.type, entry.mode = tarfile.DIRTYPE, 0o755
@@ -542,14 +484,9 @@ def write_layer(root: Path, blobs: Path) -> tuple[Json, str]:
     ):
         shutil.copyfileobj(stream, compressed)
     plain.unlink()
-    digest = sha256_of(packed)
-    descriptor = {
-        "mediaType": LAYER,
-        "digest": f"sha256:{digest}",
-        "size": packed.stat().st_size,
-    }
+    digest, size = sha256_of(packed), packed.stat().st_size
     packed.replace(blobs / digest)
-    return descriptor, diff_id
+    return {"mediaType": LAYER, "digest": f"sha256:{digest}", "size": size}, diff_id
 
 
 def write_blob(blobs: Path, content: Json, media_type: str) -> Json:

@@ -22,12 +22,7 @@ from compress.serve.worker.wire import from_npz
 def largest_difference(folder: Path, url: str, token: str | None) -> tuple[float, float]:
     """Return the largest difference from the recorded outputs, and what rounding may change.
 
-    Both are shares of an output's spread.
-
-    Args:
-        folder: holds the artifact `model` and `probe.npz`.
-        url: address of the server.
-        token: its bearer token.
+    Both are shares of an output's spread. `folder` holds the artifact `model` and `probe.npz`.
     """
     artifact = Artifact.from_directory(folder / "model")
     probe = from_npz((folder / "probe.npz").read_bytes())

@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import PurePath
@@ -33,14 +33,22 @@ if TYPE_CHECKING:
     from compress.export.common.runtime import TritonBackend
     from compress.serve.packaging.model_interface import Interface, Tensor
 
+logger = logging.getLogger(__name__)
+
+NOT_RUN = (
+    "Triton itself was not run: the gates measured the packaged file with the runtime of this "
+    "process; config.pbtxt is written for Triton's published schema"
+)
+AUTO_COMPLETES = (
+    "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
+    "joins requests all the same"
+)
 DATA_TYPES = {
     "bool": "TYPE_BOOL",
     "uint8": "TYPE_UINT8",
     **{f"int{bits}": f"TYPE_INT{bits}" for bits in (8, 16, 32, 64)},
     **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
 }
-
-
 CONFIG, VERSION = "config.pbtxt", "1"
 BLOCKS = {
     *("input", "output", "reshape", "instance_group", "parameters", "value"),
@@ -65,70 +73,36 @@ def backends() -> dict[str, TritonBackend]:
     return {kind: runtime.triton for kind, runtime in runtimes.items() if runtime.triton}
 
 
-def _values_of_backends() -> dict[str, str]:
-    """Return the entries that name a backend → the values that are written here."""
-    known = backends().values()
-    names = {
-        "backend": [one.backend for one in known],
-        "platform": [one.platform for one in known if one.platform],
-        "key": [key for one in known for key in one.thread_parameters],
-    }
-    return {entry: f'"(?:{"|".join(map(re.escape, of))})"' for entry, of in names.items()}
-
-
 class EnumName(str):
     """An enumeration's value, which protobuf text format writes without quotes."""
 
 
-@dataclass(frozen=True)
-class DynamicBatching:
-    """Settings of Triton's dynamic batcher."""
-
-    max_delay_ms: float
-    """How long a request may wait for others, milliseconds."""
-    queue_size: int
-    """Requests that may wait."""
-
-
-def model_config(
-    name: str,
-    kind: str,
-    interface: Interface,
-    *,
-    max_batch_size: int,
-    batching: DynamicBatching | None,
-    instances: int,
-    threads: int,
-) -> str:
-    """Write ``config.pbtxt``.
+def model_config(stage: PackageTriton, kind: str, interface: Interface, *, joins: bool) -> str:
+    """Write ``config.pbtxt``; StageFailed where Triton does not support a tensor's data type.
 
     If axis 0 of every tensor is the batch, ``max_batch_size`` is set and the dimensions omit that
-    axis; otherwise all dimensions are written and requests are not joined. Without ``batching``
-    they are not either. ``threads`` are those of each of the ``instances``.
-
-    Raises:
-        StageFailed: Triton does not support a tensor's data type.
+    axis; otherwise all dimensions are written and requests are not joined.
     """
     batched = interface.rows_stay_first
     backend = backends()[kind]
     per_call, other = backend.thread_parameters
     config: dict[str, Any] = {
-        "name": name,
+        "name": stage.model_name,
         "backend": backend.backend,
         **({"platform": backend.platform} if backend.platform else {}),
-        "max_batch_size": max_batch_size if batched else 0,
+        "max_batch_size": stage.max_batch_size if batched else 0,
         "input": _tensors(interface.inputs, backend, "INPUT", batched),
         "output": _tensors(interface.outputs, backend, "OUTPUT", batched),
-        "instance_group": [{"kind": EnumName("KIND_CPU"), "count": instances}],
+        "instance_group": [{"kind": EnumName("KIND_CPU"), "count": stage.instances}],
         "parameters": [
             {"key": key, "value": {"string_value": str(count)}}
-            for key, count in ((per_call, threads), (other, 1))
+            for key, count in ((per_call, stage.threads), (other, 1))
         ],
     }
-    if batched and batching:
+    if batched and joins:
         config["dynamic_batching"] = {
-            "max_queue_delay_microseconds": round(batching.max_delay_ms * 1000),
-            "default_queue_policy": {"max_queue_size": batching.queue_size},
+            "max_queue_delay_microseconds": round(stage.max_batch_delay_ms * 1000),
+            "default_queue_policy": {"max_queue_size": stage.queue_size},
         }
     return "\n".join(_lines(config)) + "\n"
 
@@ -137,13 +111,17 @@ def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> 
     """Raise ArtifactInvalid for a repository with more than one model, or entries of others.
 
     Triton loads each model that it finds, and its Python backend the code beside it.
-
-    Args:
-        folder: the repository.
-        files: names of its files.
-        model: name of its model.
     """
-    config, values = f"{model}/{CONFIG}", VALUES | _values_of_backends()
+    known = backends().values()
+    of_backends = {
+        "backend": [one.backend for one in known],
+        "platform": [one.platform for one in known if one.platform],
+        "key": [key for one in known for key in one.thread_parameters],
+    }
+    values = VALUES | {
+        entry: f'"(?:{"|".join(map(re.escape, names))})"' for entry, names in of_backends.items()
+    }
+    config = f"{model}/{CONFIG}"
     for name in files:
         if name != config and not name.startswith(f"{model}/{VERSION}/"):
             raise ArtifactInvalid(f"{folder}: {name}: is not of model {model}, and Triton reads it")
@@ -161,18 +139,12 @@ def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> 
             )
 
 
-def without_batching(interface: Interface) -> Interface:
-    """Return the interface with all dimensions written, which Triton passes on as they are."""
-    return replace(interface, rows_stay_first=False)
-
-
 def _tensors(
     tensors: tuple[Tensor, ...], backend: TritonBackend, role: str, batched: bool
 ) -> list[dict[str, Any]]:
     entries = []
     for i, tensor in enumerate(tensors):
-        dtype = tensor.dtype
-        name = backend.tensor_name.format(name=tensor.name, role=role, index=i)
+        name, dtype = backend.tensor_name.format(name=tensor.name, role=role, index=i), tensor.dtype
         if dtype not in DATA_TYPES:
             raise StageFailed(f"{tensor.name} is {dtype}, which Triton's requests do not carry")
         dims = [*(tensor.shape[1:] if batched else tensor.shape)]
@@ -197,20 +169,6 @@ def _lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             else:
                 text = item if isinstance(item, EnumName) else json.dumps(item)
                 yield f"{indent}{key}: {text}"
-
-
-logger = logging.getLogger(__name__)
-
-NOT_RUN = (
-    "Triton itself was not run: the gates measured the packaged file with the runtime of this "
-    "process; config.pbtxt is written for Triton's published schema"
-)
-
-
-AUTO_COMPLETES = (
-    "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
-    "joins requests all the same"
-)
 
 
 class TritonRepository(Artifact):
@@ -296,15 +254,20 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         from compress.serve.packaging.model_interface import infer_interface, why_not_joined
 
         backend = backends()[model.kind]
-        refuse_code_for_gpu(model, self.title)
+        built_for: Any = model.manifest.facts.get("built_for", {"device": "cpu"})
+        if built_for["device"] != "cpu":
+            raise StageFailed(
+                f"{self.title}: the package was compiled for {built_for['device']}, and the "
+                "repository's instances are on the CPU; compile it with `device: cpu`"
+            )
         model.verify()
         with model.open("cpu", context.threads) as predict:
             interface = infer_interface(numpy_call(predict, model.signature), model.signature)
         if backend.refuse:
             backend.refuse(model, self.title)
         not_joined = backend.not_batched
-        if not_joined:
-            interface = without_batching(interface)
+        if not_joined:  # all dimensions are written, and Triton passes them on as they are
+            interface = replace(interface, rows_stay_first=False)
         else:
             not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
         warnings = [NOT_RUN, *unchecked_ids(model)]
@@ -330,18 +293,12 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         ) as partial:
             (partial / self.model_name / VERSION).mkdir(parents=True)
             _copy(model, partial / payload)
-            text = model_config(
-                self.model_name,
-                model.kind,
-                interface,
-                max_batch_size=self.max_batch_size,
-                batching=DynamicBatching(self.max_batch_delay_ms, self.queue_size)
-                if joins
-                else None,
-                instances=self.instances,
-                threads=self.threads,
-            )
-            lines = [*unchecked_ids(model), *taken_not_finite(model)]
+            text = model_config(self, model.kind, interface, joins=joins)
+            lines = unchecked_ids(model) + [
+                f"{spec.name} may hold {' and '.join(spec.not_finite)}, as samples of the data do"
+                for spec in model.signature.inputs
+                if spec.not_finite
+            ]
             comments = "".join(f"# {line}\n" for line in lines)
             (partial / self.model_name / CONFIG).write_text(comments + text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
@@ -350,12 +307,7 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
 
 @contextmanager
 def open_predictor(packaged: Artifact, file: Path, threads: int) -> Iterator[Predictor]:
-    """Yield a predictor of a repository's model file, run in this process on the CPU.
-
-    Raises:
-        ArtifactInvalid: no backend reads such a file, or the manifest lacks what opening it needs.
-        Unavailable: it is native code, compiled for another machine.
-    """
+    """Yield a predictor of a repository's model file, run in this process on the CPU."""
     model, facts = EXPORTERS[kind_of(file)].writes(), packaged.manifest.facts
     for name in model.needs_facts:
         packaged.fact(name)
@@ -386,25 +338,6 @@ def unchecked_ids(model: Artifact) -> list[str]:
         "the runtime answers with another row of the table, or ends"
         for name, count in rows.items()
     ]
-
-
-def taken_not_finite(model: Artifact) -> list[str]:
-    """Return a line for each input whose samples hold NaN or infinities, which Triton passes on."""
-    return [
-        f"{spec.name} may hold {' and '.join(spec.not_finite)}, as samples of the data do"
-        for spec in model.signature.inputs
-        if spec.not_finite
-    ]
-
-
-def refuse_code_for_gpu(model: Artifact, title: str) -> None:
-    """Raise StageFailed for native code that was compiled for a GPU."""
-    built_for: Any = model.manifest.facts.get("built_for", {"device": "cpu"})
-    if built_for["device"] != "cpu":
-        raise StageFailed(
-            f"{title}: the package was compiled for {built_for['device']}, and the repository's "
-            "instances are on the CPU; compile it with `device: cpu`"
-        )
 
 
 def _copy(model: Artifact, payload: Path) -> None:
