@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
@@ -92,10 +94,7 @@ class Evidence:
 
 
 def prove_chain(proof: Proof, origin: Provenance, evidence: Evidence | None, where: str) -> Proof:
-    """Verify each artifact from the source to the archive; return the extended proof.
-
-    ArtifactInvalid if one was changed after sealing, or the source's checkpoint or code since.
-    """
+    """Verify each artifact from the source to the archive; return the extended proof."""
     history = origin.history
     if history is None:
         return proof.lacking("the stages' artifacts: the archive was packed outside a run")
@@ -198,8 +197,6 @@ def validation_pairs(packaged: Artifact, data: Splits, max_rows: int) -> Pairs:
 
 def compare_outputs(what: str, pairs: Pairs, answer: Answer) -> Replay:
     """Return the largest difference from the expected outputs; infinite for NaN or other shapes."""
-    import numpy as np
-
     worst, samples = 0.0, 0
     for inputs, expected in pairs:
         samples += len(inputs[0])

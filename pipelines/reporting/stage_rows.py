@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import CompressError
 from compress.core.metrics import Metric, metric_class
+from compress.core.verdict import explain
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.results.schema import FIDELITY, FailureReport, SkippedReport
@@ -74,12 +75,7 @@ class ParetoFronts:
 
 
 def build_rows(report: Report) -> list[StageRow]:
-    """Build a row for each stage that ran, failed or was skipped, in pipeline order.
-
-    The imported model comes first where it is the baseline.
-    """
-    from compress.core.verdict import explain
-
+    """Build a row for each stage in pipeline order, after the imported model as the baseline."""
     rows = []
     if report.baseline and report.baseline_name == SOURCE:
         rows.append(StageRow(0, SOURCE, SOURCE, "–", "measured", measured=report.baseline))
@@ -199,10 +195,7 @@ def _metric_interval(row: StageRow, higher_is_better: bool | None) -> tuple[floa
 def deployable_rows(
     rows: Sequence[StageRow], fronts: ParetoFronts | None, report: Report
 ) -> list[StageRow]:
-    """Return the artifacts worth deploying: those on a front, and passed ones that none reads.
-
-    None of those whose accuracy a warning is about.
-    """
+    """Return artifacts on a front, and passed ones that none reads; none of doubtful accuracy."""
     passed = [row for row in rows if row.report and row.status in ("passed", "measured")]
     made = [
         row for row in passed if row.name not in (report.baseline_name, *report.accuracy_doubts)

@@ -69,10 +69,7 @@ class Axis:
 
 
 def axis_for(values: Sequence[float], start: float, end: float, log: bool = False) -> Axis:
-    """Return an axis that covers all values, with 8 % of padding at both ends.
-
-    `log` makes it logarithmic where the values, then positive, lie far apart.
-    """
+    """Return an axis over all values, with 8 % of padding; `log` where they lie far apart."""
     low, high = min(values), max(values)
     if log and high / low >= LOG_FROM_RATIO:
         padding = (high / low) ** 0.08
@@ -141,10 +138,7 @@ class Plot:
 
 
 def pareto_indices(points: Sequence[Point], higher_is_better: bool) -> set[int]:
-    """Return the indices of the Pareto front: smaller x is better, y in the given direction.
-
-    Points that a gate refused neither belong to the front nor dominate other points.
-    """
+    """Return the Pareto front's indices (smaller x is better), refused points left out."""
     sign = 1 if higher_is_better else -1
     ranked = {i: (-p.x, sign * p.y) for i, p in enumerate(points) if not p.refused}
     return {
@@ -162,10 +156,9 @@ def scatter_plot(
     names: tuple[str, str],
     shown: Callable[[float], str],
 ) -> Plot:
-    """Lay out a scatter plot of at least one point, with its Pareto front as steps.
+    """Lay out a scatter plot, with its Pareto front (its members' indices) as steps.
 
-    `front` has the indices of its members, none where no direction is the better one; `names` are
-    those of the axes; `shown` words a value of the horizontal axis.
+    `names` are those of the axes; `shown` words a value of the horizontal axis.
     """
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
     x_axis = axis_for(ends, LEFT, RIGHT, log=True)
@@ -209,10 +202,7 @@ def scatter_plot(
 def line_plot(
     values: Sequence[tuple[int, float | None]], *, title: str, names: tuple[str, str], kept: int
 ) -> Plot | None:
-    """Lay out a line plot of values by epoch, with the `kept` one marked; None if all are missing.
-
-    A value that is not finite counts as missing, and leaves a gap.
-    """
+    """Lay out a line plot of values by epoch, `kept` one marked; missing values leave a gap."""
     every = -(-len(values) // MAX_DRAWN_POINTS)
     drawn = [v for i, v in enumerate(values) if i % every == 0 or v[0] == kept or v is values[-1]]
     known = [(e, v) for e, v in drawn if v is not None and math.isfinite(v)]

@@ -14,14 +14,10 @@ from compress.common.printable import printable
 from compress.core.gates import rule_in_words, value_in_words
 from compress.core.gates.baselines import EAGER
 from compress.pipelines.config.model_spec import SOURCE
-from compress.pipelines.reporting.stage_rows import (
-    fidelity_of,
-    headline,
-    outcomes_in_order,
-    sameness_of,
-)
+from compress.pipelines.reporting import stage_rows
 from compress.pipelines.results.comparison import row_of
 from compress.pipelines.results.schema import FailureReport, SkippedReport
+from compress.pipelines.system.rich_output import PlainConsole
 from compress.pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
@@ -73,8 +69,6 @@ NOT_MEASURABLE = "n/m"
 
 def wide_console() -> Console:
     """Return the console that tables are printed on: 160 columns where there is no terminal."""
-    from compress.pipelines.system.rich_output import PlainConsole
-
     console = PlainConsole()
     return console if console.is_terminal else PlainConsole(width=160)
 
@@ -118,9 +112,9 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     if report.judged == "quick":
         yield Text(QUICK, style="bold yellow")
     for stage in report.stages:
-        if fidelity := fidelity_of(stage):
+        if fidelity := stage_rows.fidelity_of(stage):
             yield Text(f"{stage.name}: {fidelity.line()}")
-        if sameness := sameness_of(stage):
+        if sameness := stage_rows.sameness_of(stage):
             yield Text(f"{stage.name}: {sameness.line()}")
         if stage.answered_by:
             yield Text(f"{stage.name}: metric and outputs were measured on {stage.answered_by}")
@@ -136,7 +130,7 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     cached = sum(stage.cached for stage in report.stages)
     counted = f"{cached} of {len(report.stages)} stages cached; "
     yield Text(f"{'' if report.failed_stage else counted}report: {out / 'report.html'}")
-    if found := headline(report):
+    if found := stage_rows.headline(report):
         folder = out / found.artifact
         yield Text(f"{found.gains}: deploy {folder / found.file}", style="bold green")
         if found.is_served:
@@ -188,7 +182,7 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
         cells = _measured_cells(report.baseline)
         table.add_row(SOURCE, *(cells.get(column, "–") for column in shown))
     dashes = ["–" for _ in shown[1:]]
-    for stage in outcomes_in_order(report):
+    for stage in stage_rows.outcomes_in_order(report):
         if isinstance(stage, FailureReport):
             table.add_row(stage.name, Text(f"✗ {stage.status}", style="bold red"), *dashes)
         elif isinstance(stage, SkippedReport):

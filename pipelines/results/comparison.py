@@ -62,10 +62,7 @@ def row_of(difference: Difference) -> tuple[str, str, str]:
 
 
 def _parts(report: Report) -> tuple[dict[str, Any], ...]:
-    """Return what was asked, its surroundings, and the results.
-
-    The results are compared apart, as a stage may be called `status` or `test`, too.
-    """
+    """Return what was asked, its surroundings, and the results, apart as names may be equal."""
     settings: Any = report.lock["settings"]
     by_name = {stage["name"] or stage["stage"]: stage for stage in settings["stages"]}
     asked = {"settings": {**settings, "stages": by_name}, "data": report.lock["data"]}

@@ -285,7 +285,6 @@ class Measurements(SpeedupReport):
 
 
 def _macs(artifact: Artifact, context: Context) -> dict[str, Any]:
-    """Return the fields of a :class:`Measurements` on multiply-accumulates."""
     if context.is_quick and artifact.kind in IN_PYTORCH:  # they are counted in a call
         return {"macs": None}
     sizes = context.typical_sizes(artifact.signature)
@@ -312,10 +311,7 @@ def _no_speedup(reason: str) -> dict[str, Any]:
 def _in_same_runtime(
     artifact: Artifact, baseline: Artifact, compared: Comparison, context: Context
 ) -> SameRuntimeReport | None:
-    """Measure an artifact in turn with the uncompressed model in the artifact's runtime.
-
-    `compared` is what the artifact and the baseline have shown before.
-    """
+    """Measure an artifact in turn with the uncompressed model in the artifact's runtime."""
     runtime = runtime_of(artifact.kind)
     if runtime is None:
         return None

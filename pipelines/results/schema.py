@@ -187,11 +187,7 @@ class Report(Settings):
 
     @classmethod
     def read(cls, out: Path) -> Self:
-        """Read a report back.
-
-        Raises:
-            ArtifactInvalid: there is no report, it is not a run's, or it was changed.
-        """
+        """Read a report back; ArtifactInvalid where there is none, or it was changed."""
         try:
             content, lock = read_report(out / REPORT)
             if not lock:
@@ -207,11 +203,7 @@ class Report(Settings):
 
 def remove_report(out: Path) -> None:
     """Remove the report of an earlier run, so that a killed run does not seem to have passed."""
-    for name in (
-        REPORT,
-        REPORT_PAGE,
-        LOCK,
-    ):  # in this order: without the report, no other one is believed
+    for name in (REPORT, REPORT_PAGE, LOCK):  # without the report, no other one is believed
         (out / name).unlink(missing_ok=True)
 
 
@@ -316,7 +308,6 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
 
 
 def _lineage(stage: StageReport, rows: Mapping[str, StageReport]) -> Iterator[StageReport]:
-    """Yield a stage and its ancestors, up to the imported model."""
     current: StageReport | None = stage
     while current is not None:
         yield current

@@ -9,6 +9,7 @@ import http.client
 import json
 import socket
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
 
@@ -33,12 +34,13 @@ REQUEST_BYTES = 4 * 1024**2
 """Larger requests are split: TorchServe accepts 6.5 MB by default."""
 
 
+@dataclass(frozen=True)
 class Npz:
     """Every tensor by name, as ``numpy.savez`` writes them; both servers accept it."""
 
-    def __init__(self, folder: str = "/predictions/", ending: str = "") -> None:
-        """Set the parts of the path before and after the model's name."""
-        self.folder, self.ending = folder, ending
+    folder: str = "/predictions/"
+    """Part of the path before the model's name."""
+    ending: str = ""
 
     def path(self, model_name: str) -> str:
         """Return the path of a model's inference requests."""
@@ -53,12 +55,12 @@ class Npz:
         return from_npz(body)
 
 
+@dataclass(frozen=True, kw_only=True)
 class OpenInference:
     """Open Inference Protocol v2: tensors as raw bytes after a JSON header, or as JSON."""
 
-    def __init__(self, *, binary: bool = True) -> None:
-        """Choose raw bytes (lossless) or JSON."""
-        self.binary = binary
+    binary: bool = True
+    """Raw bytes (lossless) or JSON."""
 
     def path(self, model_name: str) -> str:
         """Return the path of a model's inference requests."""
@@ -113,21 +115,11 @@ class Client:
         timeout_seconds: float = 60.0,
         form: Npz | OpenInference | None = None,
     ) -> None:
-        """Create a client; it connects with the first request.
+        """Create a client of a model at an address such as ``http://127.0.0.1:8080``.
 
-        Args:
-            url: address of the server, such as ``http://127.0.0.1:8080``; of TorchServe, its
-                inference API. A path in it is put before the server's own paths.
-            model_name: the name under which it is served.
-            signature: the model's interface.
-            token: bearer token, if the server requires one.
-            max_rows: most rows of one request.
-            timeout_seconds: how long one answer may take, from the request's first byte to the
-                answer's last.
-            form: wire format of requests; TorchServe's npz by default.
-
-        Raises:
-            StageFailed: the address does not begin with ``http://``.
+        A path in the address is put before the server's own paths. The timeout is that of a whole
+        answer, from the request's first byte to the answer's last; `form` is the wire format of
+        requests, by default TorchServe's npz. StageFailed unless the address is ``http://``.
         """
         parts = urlsplit(url)
         # An https:// address must not send the token unencrypted.
@@ -153,15 +145,10 @@ class Client:
     def predict(self, inputs: Mapping[str, Array] | Sequence[Array]) -> tuple[Array, ...]:
         """Return the outputs in the signature's order; split too many rows into several requests.
 
-        Inputs are arrays by name, or in the signature's order.
-
-        Raises:
-            StageFailed: the server cannot be reached or answered an error, which is quoted; or
-                there are too many rows for one request, and some output has its rows on another
-                axis than the first.
+        Inputs are arrays by name, or in the signature's order. StageFailed if the server cannot be
+        reached or answers an error, which is quoted, or if rows have to be split and some output
+        has them on another axis than the first.
         """
-        import numpy as np
-
         names = [spec.name for spec in self.signature.inputs]
         named = dict(inputs) if hasattr(inputs, "keys") else dict(zip(names, inputs, strict=True))
         first, *rest = self._split(named)
@@ -178,7 +165,6 @@ class Client:
         return tuple(np.concatenate(column) for column in zip(*answers, strict=True))
 
     def _split(self, named: dict[str, Array]) -> list[dict[str, Array]]:
-        """Split the rows into requests, if axis 0 of every input is the batch axis."""
         heads = {spec.shape[:1] for spec in self.signature.inputs}
         if self.signature.batch_axis is None or len(heads) > 1:
             return [named]

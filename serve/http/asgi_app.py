@@ -14,24 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from compress import __version__
 from compress.profiling.probe_rows import seeded_rows
-from compress.serve.http.base_app import (
-    CLIENT_CLOSED,
-    NO_MEMORY,
-    NOT_ANSWERED,
-    NOT_READ,
-    NOT_RECEIVED,
-    SMALL_BYTES,
-    BaseApplication,
-    SharedState,
-    headers_of,
-)
+from compress.serve.http import base_app, request_decoder
+from compress.serve.http.base_app import SMALL_BYTES, BaseApplication, SharedState, headers_of
 from compress.serve.http.helper_process import HelperProcess
-from compress.serve.http.request_decoder import (
-    RequestDecoder,
-    content_type_of,
-    memory_needed,
-    with_readers,
-)
 from compress.serve.http.responses import (
     HttpError,
     Response,
@@ -70,17 +55,17 @@ class Inference(SharedState):
         # The protocol's answer holds what the metadata names, and labels if they are requested.
         labels = LABELS if model.classes else ()
         specs = model.signature.input_descriptions(model.facts)
-        self.decoder = RequestDecoder(specs, self.outputs, labels, limits.rows)
+        self.decoder = request_decoder.RequestDecoder(specs, self.outputs, labels, limits.rows)
         self._helper = None
         if model.forms:
             self._helper = HelperProcess(
-                with_readers,
+                request_decoder.with_readers,
                 self.decoder,
                 model.forms,
                 model.folder,
                 what=model.folder,
                 seconds=limits.seconds,
-                needed_bytes=memory_needed(model.forms, limits),
+                needed_bytes=request_decoder.memory_needed(model.forms, limits),
             )
         self._tasks = set[asyncio.Task[Response]]()
 
@@ -102,7 +87,10 @@ class Inference(SharedState):
 
     def needs_helper(self, headers: Headers) -> bool:
         """Return whether a body may hold texts or an image."""
-        return self._helper is not None and content_type_of(headers) not in wire.TENSORS
+        return (
+            self._helper is not None
+            and request_decoder.content_type_of(headers) not in wire.TENSORS
+        )
 
     def encode(
         self, headers: Headers, wanted: Named, arrays: list[Array], outputs: list[Array]
@@ -125,17 +113,14 @@ class Inference(SharedState):
         arrays: list[Array],
         outputs: list[Array] | Exception,
     ) -> Response:
-        """Return the response with a model's outputs, or the error that they show.
-
-        The request is at fault if the model answers its example.
-        """
+        """Return the response with a model's outputs, or the error that its example shows."""
         failure = output_fault(outputs, self.outputs)
         if failure or isinstance(outputs, Exception):
             try:
                 async with asyncio.timeout(self.limits.seconds):
                     example = await self.workers.outputs(self._example)
             except TimeoutError:
-                raise self.late_error(NOT_ANSWERED) from None
+                raise self.late_error(base_app.NOT_ANSWERED) from None
             works = not output_fault(example, self.outputs)
             raise HttpError(*describe_error(inference_error(failure, works=works)))
         response: Response = await self.run_in_thread(
@@ -168,7 +153,7 @@ class WholeRequest:
     _start: float = field(default_factory=time.perf_counter)
     _finished: bool = False
     _job: Job | None = None
-    _late: tuple[int, str] = NOT_RECEIVED
+    _late: tuple[int, str] = base_app.NOT_RECEIVED
     _arrays: list[Array] = field(init=False)
     _wanted: Named = field(init=False)
 
@@ -182,7 +167,7 @@ class WholeRequest:
 
     def run(self, body: bytes) -> None:
         """Decode the body and call the model."""
-        inference, self._late = self._inference, NOT_ANSWERED
+        inference, self._late = self._inference, base_app.NOT_ANSWERED
         try:
             self._arrays, self._wanted = inference.decoder.decode(self._headers, body)
         except Exception as error:  # noqa: BLE001 - the parser called this
@@ -199,7 +184,7 @@ class WholeRequest:
         """Drop the request: its client has disconnected."""
         self._drop()
         if not self._finished:
-            self._count(CLIENT_CLOSED, 0)
+            self._count(base_app.CLIENT_CLOSED, 0)
 
     def _drop(self) -> None:
         if self._job is not None:
@@ -265,14 +250,10 @@ class Application(BaseApplication):
         paths = (f"{base}/infer", f"{base}/versions/1/infer")
         super().__init__(Inference(model, batcher, limits), token, paths, content)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        headers = headers_of(scope)
-        if scope["path"] not in self._model_paths:
-            await send_response(scope, send, await response_of(self._get(scope, headers)))
-            return
+    async def _ask_model(
+        self, scope: Message, headers: Headers, receive: Receive, send: Send
+    ) -> None:
         start, count = time.perf_counter(), self.state.metrics.count
-        self.state.in_progress += 1
         response = None
         try:
             response = await response_of(self._infer(scope["method"], headers, receive))
@@ -280,10 +261,8 @@ class Application(BaseApplication):
             await send_response(scope, send, response)
         except asyncio.CancelledError:
             if response is None:  # else it is counted, and its client left while it was sent
-                count(CLIENT_CLOSED, 0, time.perf_counter() - start)
+                count(base_app.CLIENT_CLOSED, 0, time.perf_counter() - start)
             raise
-        finally:
-            self.state.in_progress -= 1
 
     def accept_whole(
         self, scope: Message, respond: Callable[[Response], None]
@@ -309,14 +288,14 @@ class Application(BaseApplication):
         # This request is in progress already.
         self._admit(method, headers, inference.in_progress - 1)
         size = inference.body_size(headers)
-        late = NO_MEMORY
+        late = base_app.NO_MEMORY
         try:
             async with asyncio.timeout(inference.limits.seconds), inference.reserved(size):
-                late = NOT_RECEIVED
+                late = base_app.NOT_RECEIVED
                 body = await inference.read_body(receive)
-                late = NOT_READ
+                late = base_app.NOT_READ
                 arrays, wanted = await inference.read(headers, body)
-                late = NOT_ANSWERED
+                late = base_app.NOT_ANSWERED
                 outputs = await inference.workers.outputs(arrays)
         except TimeoutError:
             raise inference.late_error(late) from None

@@ -29,6 +29,7 @@ from compress.serve.http.responses import (
     Response,
     close_if_continue_expected,
     error_response,
+    send_response,
 )
 from compress.serve.worker.tensors import TOO_LARGE, UNREADABLE
 from compress.serve.worker.wire import JSON
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from compress.serve.http.dynamic_batcher import WorkerThreads
     from compress.serve.http.options import Limits
-    from compress.serve.http.responses import Headers, Message, Receive
+    from compress.serve.http.responses import Headers, Message, Receive, Send
     from compress.serve.worker.tensors import Named
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -198,10 +199,7 @@ class BaseApplication:
     def __init__(
         self, state: SharedState, token: str, model_paths: Sequence[str], content: dict[str, Named]
     ) -> None:
-        """Create the application; all but the two health paths require the bearer token.
-
-        `model_paths` take requests to the model; `content` are the answers of other paths.
-        """
+        """Create the application; `model_paths` ask the model, `content` answers other paths."""
         self.state = state
         self._token = token.encode()
         self._model_paths = tuple(model_paths)
@@ -211,6 +209,28 @@ class BaseApplication:
     def error_response(self, error: Exception) -> Response:
         """Return the response to an error; subclasses write it as their clients expect it."""
         return error_response(error)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        headers = headers_of(scope)
+        if scope["path"] in self._model_paths:
+            self.state.in_progress += 1
+            try:
+                await self._ask_model(scope, headers, receive, send)
+            finally:
+                self.state.in_progress -= 1
+            return
+        try:
+            response = await self._get(scope, headers)
+        except Exception as error:  # noqa: BLE001 - a bug must not leave the client without one
+            response = self.error_response(error)
+        await send_response(scope, send, response)
+
+    async def _ask_model(
+        self, scope: Message, headers: Headers, receive: Receive, send: Send
+    ) -> None:
+        """Answer a request to the model, and count it in the metrics."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End what the requests share."""

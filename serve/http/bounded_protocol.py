@@ -328,8 +328,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Run the application as uvicorn does; remember its task so that it can be cancelled."""
-        if cycle is self.cycle and cycle.more_body and self._start_whole_request(cycle):
-            return
+        if cycle is self.cycle and cycle.more_body:
+            application: Any = self.app
+            request = application.accept_whole(cycle.scope, partial(self._respond, cycle))
+            if request is not None:  # a small one, which waits for its body without a task
+                self._whole_request = request
+                self.deadline.set(request.seconds, request.expire)
+                return
         if cycle.scope["http_version"] == "1.0":
             app = partial(run_unchunked, app, cycle)
         self._running_cycle = cycle
@@ -362,15 +367,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.transport.close()
 
         self.loop.call_later(DRAIN_SECONDS, close_if_idle)
-
-    def _start_whole_request(self, cycle: RequestResponseCycle) -> bool:
-        """Let a small request wait for its body, without a task; return whether it is one."""
-        application: Any = self.app
-        request = application.accept_whole(cycle.scope, partial(self._respond, cycle))
-        if request is not None:
-            self._whole_request = request
-            self.deadline.set(request.seconds, request.expire)
-        return request is not None
 
     def _respond(self, cycle: RequestResponseCycle, response: Response) -> None:
         """Send the response of a request that is answered without a task."""

@@ -47,11 +47,7 @@ def refuse_missing() -> None:
 
 
 def token_from(file: Path | None) -> tuple[str, bool]:
-    """Return the token (of a file, else of the environment, else new), and whether it is new.
-
-    Raises:
-        PipelineInvalid: the file cannot be read, or the token is too short or holds spaces.
-    """
+    """Return the token (of a file, else of the environment, else new), and whether it is new."""
     if file is None and TOKEN_VARIABLE not in os.environ:
         return secrets.token_urlsafe(24), True
     try:

@@ -20,9 +20,9 @@ from compress.serve.worker.wire import from_npz
 
 
 def largest_difference(folder: Path, url: str, token: str | None) -> tuple[float, float]:
-    """Return the largest difference from the recorded outputs, and what rounding may change.
+    """Return the largest difference from `probe.npz` in a folder, and what rounding may change.
 
-    Both are shares of an output's spread. `folder` holds the artifact `model` and `probe.npz`.
+    Both are shares of an output's spread.
     """
     artifact = Artifact.from_directory(folder / "model")
     probe = from_npz((folder / "probe.npz").read_bytes())

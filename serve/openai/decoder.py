@@ -73,12 +73,7 @@ class ServedDecoder:
 
 
 def refuse_for_decoders(artifact: Artifact, options: Options) -> None:
-    """Refuse options without a meaning here, and machines without what opens such a folder.
-
-    Raises:
-        PipelineInvalid: an option is about rows of tensors.
-        Unavailable: onnxruntime-genai or tokenizers is not installed.
-    """
+    """Refuse options about rows of tensors, and machines without what opens such a folder."""
     if options.report is not None or options.limits.rows != Limits().rows:
         raise PipelineInvalid(
             f"{artifact.path}: a decoder answers each request alone: leave --report and --max-rows "
@@ -88,12 +83,7 @@ def refuse_for_decoders(artifact: Artifact, options: Options) -> None:
 
 
 def open_decoder(artifact: Artifact, name: str, threads: int) -> ServedDecoder:
-    """Open a folder, after its digests were checked, and generate the text of its proof.
-
-    Raises:
-        ArtifactInvalid: a file is not the one that was sealed.
-        StageFailed: it generates another text than the one that was compared with the source's.
-    """
+    """Open a folder of an artifact that was not changed, and generate the text of its proof."""
     artifact.verify()
     text = GreedyText.read(artifact.path)
     model = open_folder(artifact.path, threads)

@@ -351,11 +351,8 @@ class DecoderTexts:
         # Of texts, too: a tokenizer may have more tokens than the model.
         unknown = next((token for token in prompt if not 0 <= token < self.vocabulary), None)
         if unknown is not None:
-            message = (
-                f"{where}: found token id {abbreviated(unknown)}, expected 0 to "
-                f"{self.vocabulary - 1}"
-            )
-            raise ApiError(UNREADABLE, message, where)
+            found = f"{where}: found token id {abbreviated(unknown)}"
+            raise ApiError(UNREADABLE, f"{found}, expected 0 to {self.vocabulary - 1}", where)
         wanted = body.wanted_tokens
         if wanted is not None and wanted > room:
             message = (
@@ -363,10 +360,12 @@ class DecoderTexts:
                 f"{len(prompt)} tokens, and prompt and answer at most {self.context} together"
             )
             raise ApiError(UNREADABLE, message, "max_tokens", TOO_LONG)
+        temperature = 1.0 if body.temperature is None else body.temperature
+        top_p = 1.0 if body.top_p is None else body.top_p
         return GenerationRequest(
             prompt,
             wanted or (room if is_chat else min(room, COMPLETION_TOKENS)),
-            sampling_of(body),
+            Sampling(temperature if temperature >= LEAST else 0.0, max(top_p, LEAST), body.seed),
             body.stops,
             bool(body.stream),
             bool(body.stream_options and body.stream_options.include_usage),
@@ -412,10 +411,3 @@ class DecoderTexts:
         # A chat's template writes the special tokens.
         ids = self.tokenizer.encode(part, special_tokens=isinstance(body, CompletionBody))
         return ids, f"{len(ids)}" if part is text else f"more than {len(ids)}"
-
-
-def sampling_of(body: Body) -> Sampling:
-    """Return how a body wants tokens to be chosen."""
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
-    return Sampling(temperature if temperature >= LEAST else 0.0, max(top_p, LEAST), body.seed)

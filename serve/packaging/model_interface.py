@@ -73,10 +73,8 @@ def infer_interface(call: Call, signature: Signature) -> Interface:
     """Call a model with two sizes of every named axis; return its inputs and outputs.
 
     An output's axis is fixed if its size is the same in both calls; if the second call fails, every
-    axis counts as varying.
-
-    Raises:
-        StageFailed: the model does not answer its own signature, or a tensor is bfloat16.
+    axis counts as varying. StageFailed if the model does not answer its own signature, or an input
+    is bfloat16.
     """
     refuse_bfloat16(signature)
     arrays: Any = [seeded_rows(signature, n, length=n + EXTRA_LENGTH) for n in PROBE_SIZES]
@@ -160,10 +158,7 @@ class RecordedMeasurements(Settings):
     """Of images and texts."""
 
     def why_not_joined(self, artifact: Artifact, call: Call, *, rows_stay_first: bool) -> str:
-        """Return why requests to an artifact must not be batched, without data to measure on.
-
-        What the report says is checked on seeded random rows.
-        """
+        """Return why requests must not be batched, checked on seeded random rows, too."""
         if not rows_stay_first:
             return NOT_ON_AXIS_0
         if self.batch_dependence is None:
@@ -179,9 +174,6 @@ class RecordedMeasurements(Settings):
         """Return the images, texts and class names that a server takes, and notes for its user.
 
         Images that become other inputs than those that the model was validated on are not taken.
-
-        Raises:
-            ArtifactInvalid: a carried file was changed after sealing.
         """
         forms, notes = forms_of(artifact), []
         measured = {each.form: each for each in self.preparation}
@@ -200,11 +192,7 @@ class RecordedMeasurements(Settings):
 
 
 def read_recorded(artifact: Artifact, report: Path | None) -> RecordedMeasurements:
-    """Return what a report measured of an artifact; by default that in its run's folder, if any.
-
-    Raises:
-        ArtifactInvalid: `report` is no run's report, or does not measure this artifact.
-    """
+    """Return what a report (by default in the run's folder) has measured of an artifact."""
     file = report or artifact.path.resolve().parent.parent / REPORT
     try:
         content, _ = read_report(file)
@@ -238,11 +226,7 @@ class Probe:
 
 
 def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
-    """Run a model on a few rows of `val`, or on random inputs without data.
-
-    Raises:
-        StageFailed: a tensor has elements that numpy does not know.
-    """
+    """Run a model on a few rows of `val`, or on random inputs without data."""
     import torch
 
     signature = model.signature

@@ -14,7 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from compress.common.config import Settings
+from compress.serve.worker.wire import image_reader, text_reader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,10 +97,6 @@ def _compare_images(
     columns: Mapping[str, list[Any]],
 ) -> Preparation | None:
     """Compare images that `val` holds, once prepared, with its samples; None if it holds none."""
-    import numpy as np
-
-    from compress.serve.worker.wire import image_reader
-
     spec = signature.input_descriptions()[0]
     read = image_reader(settings, spec)
     images = [inputs[0] for inputs in samples.values()]
@@ -143,7 +142,6 @@ def _compare_images(
 
 def image_body(entry: Any) -> bytes | None:
     """Return an image as a client sends it: a PNG or JPEG file as it is, others as PNG."""
-    import numpy as np
     from PIL import Image
 
     with suppress(OSError, ValueError, TypeError, SyntaxError, Image.DecompressionBombError):
@@ -169,8 +167,6 @@ def image_body(entry: Any) -> bytes | None:
 
 
 def _correlation(prepared: Array, expected: Array) -> float:
-    import numpy as np
-
     a, b = (x.astype(np.float64).ravel() - x.mean(dtype=np.float64) for x in (prepared, expected))
     norm = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / norm if norm else float(np.array_equal(prepared, expected))
@@ -178,16 +174,12 @@ def _correlation(prepared: Array, expected: Array) -> float:
 
 def _range_of_pixels(settings: Mapping[str, Any]) -> tuple[Array, Array]:
     """Return what black and white pixels become, by channel."""
-    import numpy as np
-
     black, white = ((pixel - np.array(settings["mean"])) / settings["std"] for pixel in (0.0, 1.0))
     return black, white
 
 
 def _compare_ranges(settings: Mapping[str, Any], signature: Signature, data: Splits) -> Preparation:
     """Compare the range that pixels become with the range of samples."""
-    import numpy as np
-
     if signature.inputs[0].dtype == "uint8":
         return Preparation(form="image", samples=0)
     batches = [batch.inputs[0].double() for batch in data.batches("val", limit=SAMPLES)]
@@ -227,8 +219,6 @@ def _compare_texts(
 ) -> Preparation:
     """Compare texts that `val` holds, tokenized, with its samples; else their ids as texts."""
     from tokenizers import Tokenizer
-
-    from compress.serve.worker.wire import text_reader
 
     backend = Tokenizer.from_file(str(tokenizer))
     added = backend.get_added_tokens_decoder()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
@@ -16,15 +15,8 @@ from compress.serve.packaging.provenance import (
     digest_of,
     refuse_broken_chain,
 )
-from compress.serve.torchserve.mar_file import (
-    CONFIG,
-    HANDLER,
-    MAR_MANIFEST,
-    handler_text,
-    mar_manifest,
-    model_name_of,
-    read_mar,
-)
+from compress.serve.torchserve import mar_file
+from compress.serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, read_mar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -98,29 +90,13 @@ class TorchServeArchive(Artifact):
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Start TorchServe; yield a predictor that calls it.
-
-        Raises:
-            ArtifactInvalid: the archive was changed after sealing, or its code is not this
-                version's own, so it is not started.
-            Unavailable: Java or TorchServe is missing.
-            StageFailed: no worker became ready.
-        """
-        if threads in self._predictors:
-            yield self._predictors[threads]
-        else:
-            with self._served(threads) as predict:
-                yield predict
-
-    def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
-        """Return what :meth:`open` does: the model lies in memory of the server's."""
-        return self.open(device, threads)
-
-    @contextmanager
-    def _served(self, threads: int) -> Iterator[Predictor]:
+        """Start TorchServe, once the archive was checked; yield a predictor that calls it."""
         from compress.serve.client.client import as_predictor
         from compress.serve.torchserve.process import TorchServe
 
+        if threads in self._predictors:
+            yield self._predictors[threads]
+            return
         self.check()
         with (
             TorchServe(self.payload_path, threads=threads) as server,
@@ -132,18 +108,17 @@ class TorchServeArchive(Artifact):
             finally:
                 del self._predictors[threads]
 
+    def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
+        """Return what :meth:`open` does: the model lies in memory of the server's."""
+        return self.open(device, threads)
+
     @property
     def max_rows(self) -> int:
         """Most rows of one request."""
         return int(str(self.fact("max_rows")))
 
     def check(self) -> tuple[dict[str, bytes], Provenance]:
-        """Verify the ``.mar`` and return its members and provenance.
-
-        Raises:
-            ArtifactInvalid: a file or member was altered or added, or the code in the archive is
-                not this version's own.
-        """
+        """Verify the ``.mar``, its code too; return its members and provenance."""
         # An archive contains code, so it is checked before it is started. That its hash is the
         # manifest's is not enough: whoever plants a handler can rewrite the manifest too.
         mar = self.payload_path
@@ -204,8 +179,8 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
 
     # Hashes do not show that: whoever writes a handler can record its hash too.
     ours = {
-        HANDLER: handler_text(),
-        MAR_MANIFEST: mar_manifest(model_name_of(mar), origin.artifact.payload),
+        HANDLER: mar_file.handler_text(),
+        MAR_MANIFEST: mar_file.mar_manifest(mar_file.model_name_of(mar), origin.artifact.payload),
     }
     for name, expected in ours.items():
         if members.get(name) != expected:
