@@ -22,9 +22,7 @@ from compress.serve.packaging.request_forms import forms_of
 from compress.serve.torchserve.artifact import (
     TorchServeArchive,
     check_bare_mar,
-    refuse_unknown_file,
     refuse_wrong_artifact_hash,
-    refuse_wrong_hash,
 )
 from compress.serve.worker.wire import DATATYPES
 
@@ -61,7 +59,6 @@ class ServedAt:
     server: str
     """`built-in` or `torchserve`."""
     curl: str
-    """An example request."""
     warnings: tuple[str, ...] = ()
 
     def lines(self) -> tuple[str, ...]:
@@ -81,9 +78,7 @@ def serve_artifact(
     the requests in progress in any case. StageFailed if the model does not answer.
     """
     if path.is_file() and not (path.parent / MANIFEST).is_file():
-        refuse_unknown_file(path, "serve")
-        refuse_wrong_hash(path, options.sha256)
-        _, origin = check_bare_mar(path)
+        _, origin = check_bare_mar(path, options.sha256, "serve")
         if origin.artifact.kind == "aot" and options.sha256 is None:
             raise ArtifactInvalid(
                 f"{path}: its model is native code, which cannot be inspected: give the archive's "
@@ -187,7 +182,7 @@ def _serve_decoder(
 def _serve_torchserve(
     mar: Path, signature: Signature, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
-    from compress.serve.torchserve.process import TorchServe
+    from compress.serve.torchserve import process
 
     supported = Options(options.host, options.port, threads=options.threads, sha256=options.sha256)
     if options != supported or options.host not in LOOPBACK or token_file is not None:
@@ -195,11 +190,11 @@ def _serve_torchserve(
             f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
             "and limits of its own: leave all options but --port, --threads and --sha256 out"
         )
-    with TorchServe(mar, threads=options.threads, port=options.port) as server:
+    with process.TorchServe(mar, threads=options.threads, port=options.port) as server:
         curl = torchserve_line(server.url, server.model_name, signature, server.token)
         on_ready(ServedAt(str(mar), server.url, "torchserve", curl))
         sys.stdout.flush()
-        while not server.has_ended():
+        while not process.has_ended(server.pid):
             time.sleep(POLL_SECONDS)
     raise StageFailed(f"{mar}: TorchServe has ended by itself")
 

@@ -142,7 +142,7 @@ class LayerTable:
 
 
 def layer_sizes(rows: Sequence[StageRow], out: Path | None) -> LayerTable | None:
-    """Compare bytes of weights by layer of eager artifacts; one column for stages with equal ones."""
+    """Compare bytes of weights by layer of eager artifacts; equal stages share a column."""
     names: dict[str, list[str]] = {}
     found: dict[str, dict[str, int]] = {}
     for row in rows:
@@ -339,15 +339,17 @@ def trainings_of(rows: Sequence[StageRow], metric: str) -> list[Training]:
                 values = [(epoch["epoch"], epoch.get(key)) for epoch in history]
                 title, names = f"{row.name}: {words} by epoch", ("epoch", words)
                 plots.append(line_plot(values, title=title, names=names, kept=kept))
-        training = Training(
-            name=row.name,
-            epochs=len(trained),
-            kept=kept,
-            loss=(losses[0], losses[-1]),
-            metric=next((_finite(e.get("metric")) for e in history if e["epoch"] == kept), None),
-            plots=tuple(filter(None, plots)),
+        metric_kept = next((e.get("metric") for e in history if e["epoch"] == kept), None)
+        found.append(
+            Training(
+                name=row.name,
+                epochs=len(trained),
+                kept=kept,
+                loss=(losses[0], losses[-1]),
+                metric=_finite(metric_kept),
+                plots=tuple(filter(None, plots)),
+            )
         )
-        found.append(training)
     return found
 
 

@@ -41,7 +41,6 @@ class StageRow:
     status: str
     """`passed`, `measured` (it has no gates), `refused`, `failed`, `interrupted`, `skipped`."""
     why: str = ""
-    """Why it was refused, failed or skipped."""
     measured: Measurements | None = None
     report: StageReport | None = None
 
@@ -58,7 +57,6 @@ class ParetoFronts:
 
     size: Plot
     time: Plot | None
-    """None where no time could be measured."""
     by_size: list[StageRow]
     """The front's members, the smallest first."""
     by_time: list[StageRow]
@@ -257,7 +255,6 @@ class Headline:
     artifact: str
     """Its folder, relative to that of the results."""
     file: str
-    """Its file in that folder."""
     is_served: bool
     """Whether `compress serve` takes it."""
 

@@ -18,7 +18,6 @@ LEFT, RIGHT, TOP = 60, 390, 26
 FLOOR, LOW_FLOOR = 254, 144
 """Lower edge of a scatter plot, and of a line plot."""
 LABEL_MARGIN = 30
-"""Space right of the plot, for labels."""
 LOG_FROM_RATIO = 5.0
 """An axis of sizes or times is logarithmic if its ends differ by this factor or more."""
 CHARACTER_WIDTH = 7.0
@@ -36,7 +35,6 @@ class Axis:
     low: float
     high: float
     start: float
-    """Coordinate of ``low``."""
     end: float
     log: bool = False
 
@@ -99,9 +97,9 @@ class Mark:
     y: float
     shape: Shape
     title: str
-    whisker: tuple[float, float] | None
+    whisker: tuple[float, ...] | None
     """Ends of the interval of x."""
-    bar: tuple[float, float] | None = None
+    bar: tuple[float, ...] | None = None
     """Ends of the interval of y, the lower value first."""
 
 
@@ -123,7 +121,6 @@ class Plot:
     x_name: str
     y_name: str
     xs: list[tuple[float, str]]
-    """Coordinate and text of each tick."""
     ys: list[tuple[float, str]]
     floor: int = FLOOR
     left: int = LEFT
@@ -169,14 +166,8 @@ def scatter_plot(
     y_axis = axis_for([y for p in choices for y in (p.y, *(p.y_interval or ()))], FLOOR, TOP)
     marks = []
     for i, p in enumerate(points):
-        whisker = p.x_interval and (
-            x_axis.position(p.x_interval[0]),
-            x_axis.position(p.x_interval[1]),
-        )
-        bar = p.y_interval and (
-            y_axis.clamped_position(p.y_interval[0]),
-            y_axis.clamped_position(p.y_interval[1]),
-        )
+        whisker = p.x_interval and tuple(map(x_axis.position, p.x_interval))
+        bar = p.y_interval and tuple(map(y_axis.clamped_position, p.y_interval))
         shape: Shape = "refused" if p.refused else "front" if i in front else "other"
         x, y = x_axis.position(p.x), y_axis.clamped_position(p.y)
         marks.append(Mark(x, y, shape, p.title, whisker, bar))
@@ -253,14 +244,17 @@ def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
         # Right of the mark, above it, left of it, below it.
         for left, base in ((7, 4), (-wide / 2, -8), (-wide - 7, 4), (-wide / 2, 17)):
             box = (x + left, y + base - 10, x + left + wide, y + base + 1)
-            fits = (
-                box[0] >= LEFT
-                and box[2] <= RIGHT + LABEL_MARGIN
+            fits = box[0] >= LEFT and box[2] <= RIGHT + LABEL_MARGIN
+            if (
+                fits
                 and TOP - 12 <= box[1] <= FLOOR - 9
-            )
-            if fits and not any(
-                box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
-                for other in taken
+                and not any(
+                    box[0] < other[2]
+                    and other[0] < box[2]
+                    and box[1] < other[3]
+                    and other[1] < box[3]
+                    for other in taken
+                )
             ):
                 taken.append(box)
                 yield Label(round(x + left, 1), round(y + base, 1), text)

@@ -32,45 +32,29 @@ if TYPE_CHECKING:
 
 VS_EAGER = "vs eager"
 """Speedup over the baseline as it is, and not in the artifact's own runtime."""
-COLUMNS = (
-    "metric",
-    "drop (95 %)",
-    "size",
-    "smaller",
-    "params",
-    "MACs",
-    "p50 ms",
-    "p95 ms",
-    "faster",
-    VS_EAGER,
-    "peak MiB",
-    "gates",
-    "run + evaluation",
-)
-OPTIONAL_COLUMNS = (
-    "run + evaluation",
-    "p95 ms",
-    "MACs",
-    "params",
-    "p50 ms",
-    "peak MiB",
-    "drop (95 %)",
-    VS_EAGER,
-)
-"""Columns that a narrow terminal drops, in this order."""
-
+COLUMNS = {
+    "metric": 0,
+    "drop (95 %)": 7,
+    "size": 0,
+    "smaller": 0,
+    "params": 4,
+    "MACs": 3,
+    "p50 ms": 5,
+    "p95 ms": 2,
+    "faster": 0,
+    VS_EAGER: 8,
+    "peak MiB": 6,
+    "gates": 0,
+    "run + evaluation": 1,
+}
+"""Column → when a narrow terminal drops it: 1 first, 0 never."""
+OPTIONAL_COLUMNS = sorted((c for c in COLUMNS if COLUMNS[c]), key=COLUMNS.__getitem__)
 QUICK = (
     "judged quickly: the metric and a short latency of what is shipped alone, exports compared on "
     "16 samples; run without --quick for a full judgement"
 )
 NOT_MEASURABLE = "n/m"
 """Not measurable: timings on a busy machine were too noisy; a warning says so."""
-
-
-def wide_console() -> Console:
-    """Return the console that tables are printed on: 160 columns where there is no terminal."""
-    console = PlainConsole()
-    return console if console.is_terminal else PlainConsole(width=160)
 
 
 def stage_table(report: Report, console: Console) -> Table:
@@ -83,9 +67,8 @@ def stage_table(report: Report, console: Console) -> Table:
         shown = [c for c in COLUMNS if c not in OPTIONAL_COLUMNS[:left_out]]
         table = _table(report, shown)
         # Without a limit: to fit the console, rich would fold the columns.
-        if Measurement.get(console, console.options.update(width=1000), table).maximum <= (
-            console.width
-        ):
+        unlimited = console.options.update(width=1000)
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
             return table
     return _table(report, shown, tight=True)
 
@@ -96,11 +79,8 @@ def gate_lines(report: Report) -> Iterator[Text]:
     for stage in report.stages:
         for v in stage.verdicts:
             mark, style = ("✓", "green") if v.passed else ("✗", "bold red")
-            against = f" against {v.against}" if v.against else ""
-            rule = rule_in_words(v, metric)
-            yield Text(
-                f"{mark} {stage.name}: {rule}{against}: {value_in_words(v, metric)}", style=style
-            )
+            rule = rule_in_words(v, metric) + (f" against {v.against}" if v.against else "")
+            yield Text(f"{mark} {stage.name}: {rule}: {value_in_words(v, metric)}", style=style)
     for skipped in report.skipped:
         yield Text(f"– {skipped.name}: skipped, as {skipped.because} did not pass")
     for failed in report.failures:
@@ -142,9 +122,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
 
 def difference_table(differences: Differences) -> Table:
     """Return one row for each thing that differs between two runs."""
-    table = Table(
-        title_justify="left", title=printable(f"{differences.before} → {differences.after}")
-    )
+    title = printable(f"{differences.before} → {differences.after}")
+    table = Table(title_justify="left", title=title)
     for column in ("what", "before", "after"):
         table.add_column(column, overflow="fold")
     for part in (differences.asked, differences.surroundings, differences.found):
@@ -163,14 +142,12 @@ def difference_lines(differences: Differences) -> Iterator[Text]:
 
 
 def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
-    about = f"ratios and drops against {report.baseline_name}{_samples(report)}"
+    about = f"ratios and drops against {report.baseline_name}"
+    if report.baseline and (metric := report.baseline.metric) and metric.samples:
+        about += f"; {metric.name} on {metric.samples} samples"
     title = printable(f"{report.pipeline}: {report.status} ({about})")
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=None if tight else box.HEAVY_HEAD,
-        pad_edge=not tight,
-    )
+    frame = None if tight else box.HEAVY_HEAD
+    table = Table(title=title, title_justify="left", box=frame, pad_edge=not tight)
     table.add_column("stage", overflow="fold")
     origin = report.baseline.same_runtime if report.baseline else None
     names = {"metric": f"{_metric(report)}{chr(10) if tight else ' '}(val)"}
@@ -204,12 +181,6 @@ def _metric(report: Report) -> str:
     return next((m.name for m in measured if m), "metric")
 
 
-def _samples(report: Report) -> str:
-    """Return how many samples of `val` the metric was measured on; empty where that is unknown."""
-    metric = report.baseline and report.baseline.metric
-    return f"; {metric.name} on {metric.samples} samples" if metric and metric.samples else ""
-
-
 def _measured_cells(m: Measurements) -> dict[str, str | Text]:
     missing = "–" if m.was_left_out else NOT_MEASURABLE
     return {
@@ -234,8 +205,9 @@ def _ratio(measured: SpeedupReport) -> str:
 
 
 def print_table(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
-    """Print a table as wide as the terminal, and lines below it."""
-    console = wide_console()
+    """Print a table as wide as the terminal (160 columns without one), and lines below it."""
+    console = PlainConsole()
+    console = console if console.is_terminal else PlainConsole(width=160)
     console.print(table(console))
     for line in lines:
         text = line if isinstance(line, Text) else Text(str(line))

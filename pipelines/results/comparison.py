@@ -33,12 +33,9 @@ class Differences(Settings):
     """All values that differ between two runs."""
 
     before: str
-    """Directory of the first run."""
     after: str
     asked: tuple[Difference, ...]
-    """Settings, data and seed."""
     surroundings: tuple[Difference, ...]
-    """Versions and hardware."""
     found: tuple[Difference, ...]
     """Status, and by stage the metric, sizes, latencies, verdicts and the digest."""
 

@@ -85,20 +85,16 @@ class TriedRepair(Settings):
     settings: dict[str, JsonValue]
     """What was changed in the settings of the stage."""
     stage: str = ""
-    """The stage's name."""
     beside: dict[str, dict[str, JsonValue]] = {}
     """Stage → settings that were changed before, to mend another refusal."""
     passed: bool
-    """Whether every gate of the pipeline passed."""
     verdicts: dict[str, tuple[Verdict, ...]] = {}
-    """Stage → what its gates found."""
     value: float | None = None
     """What the refused gate found; None where it was not measured."""
     latency_ms: float | None = None
     bytes: int | None = None
     """Size of the file that the last stage which ran has written."""
     error: str = ""
-    """Which gate refused the result, or why a stage failed."""
     seconds: float = 0.0
 
     @property
@@ -133,9 +129,7 @@ class Explanation(Settings):
     put_back: str = "in float"
     """How these are then, in words."""
     layers: int = 0
-    """How many layers of the culprit could be put back."""
     samples: int = 0
-    """Samples of `val` that decided."""
     points: float | None = None
     """What the culprit loses on these samples; None where its metric is not finite."""
     sets: tuple[LayerSet, ...] = ()
@@ -153,14 +147,12 @@ class Explanation(Settings):
     unit: str = ""
     """Of these: `ms`, `bytes`, `weights` or `float MACs`."""
     causes: tuple[FoundCause, ...] = ()
-    """The likeliest first."""
     repairs: tuple[dict[str, JsonValue], ...] = ()
     """Changes of the culprit's settings that may mend it, in the order in which they are tried."""
     tried: tuple[TriedRepair, ...] = ()
     notice: str = ""
     """Why there is no more to say."""
     judgings: int = 0
-    """How many models were judged."""
     seconds: float = 0.0
 
     def lines(self, rule: str) -> Iterator[str]:

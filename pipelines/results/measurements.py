@@ -43,7 +43,6 @@ class Drop(Settings):
     points: float
     """In hundredths of the metric, negative where it is better."""
     uncertainty: Uncertainty
-    """Of the points."""
 
     def in_words(self, metric: str) -> str:
         """Describe it in points where 1 is best, and else in the metric's own unit."""
@@ -90,7 +89,6 @@ class LatencyReport(Settings):
     """95 % confidence interval of p50; None in reports of older versions."""
     p95_interval: Bounds | None = None
     reason: str = ""
-    """Why p50 or p95 is None."""
     calls: int = 0
     """How many calls were timed; 0 in reports of older versions."""
     outliers: float
@@ -115,9 +113,7 @@ class SpeedupReport(Settings):
     speedup: float | None
     """None where timings on a busy machine were too noisy, or there is nothing to compare with."""
     speedup_interval: Bounds | None
-    """95 % confidence interval of the speedup."""
     speedup_reason: str = ""
-    """Why it is None."""
     speedup_blocks: tuple[float, ...] = ()
     """Ratio of each block of consecutive calls; the speedup is their median."""
 
@@ -150,7 +146,6 @@ class SameRuntimeReport(SpeedupReport):
     """Speedup over the uncompressed model in the artifact's own runtime: what compression gains."""
 
     runtime: str
-    """Such as `ONNX Runtime`."""
     takes_uncompressed: bool = True
     """Whether the uncompressed model could be exported to it; `speedup_reason` says why not."""
 
@@ -178,12 +173,10 @@ class Measurements(SpeedupReport):
     """The speedup over the baseline in the artifact's own runtime; None for packages, and in
     reports of older versions."""
     bytes_ratio: float
-    """The baseline's bytes divided by this artifact's."""
     peak_mebibytes: float | None = None
     """Peak memory of opening and calling the model, without the libraries' own; None where it could
     not be measured and in reports of older versions."""
     peak_reason: str = ""
-    """Why it could not be measured."""
     outputs: tuple[OutputSummary, ...] = ()
     """A summary of each output on `val`; empty without a metric, and in reports of older
     versions."""
@@ -292,7 +285,6 @@ def _macs(artifact: Artifact, context: Context) -> dict[str, Any]:
 
 
 def _speedup(compared: Comparison) -> dict[str, Any]:
-    """Return the fields of a :class:`SpeedupReport`."""
     disturbed = compared.after.disturbed
     reason = disturbed and unmeasurable("the speedup", disturbed)
     return {
@@ -304,7 +296,6 @@ def _speedup(compared: Comparison) -> dict[str, Any]:
 
 
 def _no_speedup(reason: str) -> dict[str, Any]:
-    """Return the fields of a :class:`SpeedupReport` that was not measured."""
     return {"speedup": None, "speedup_interval": None, "speedup_reason": reason}
 
 
@@ -348,5 +339,4 @@ def _drop_unreliable(
 
 
 def _possible(value: float | None) -> bool:
-    """Whether a time or ratio is finite and positive."""
     return value is not None and math.isfinite(value) and value > 0

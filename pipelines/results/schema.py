@@ -41,14 +41,11 @@ class ArtifactReport(Settings):
     path: str
     """Relative to the report."""
     file: str
-    """The file to deploy."""
     bytes: int
     sha256: str
-    """Of the file to deploy."""
     digest: str
     """Of the artifact's manifest, which holds the hash of every file."""
     facts: dict[str, JsonValue]
-    """Facts that the stage recorded in the artifact's manifest."""
 
     @classmethod
     def from_artifact(cls, artifact: Artifact, path: str) -> ArtifactReport:

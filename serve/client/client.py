@@ -21,9 +21,6 @@ from compress.serve.worker.wire import DATATYPES, HEADER_LENGTH, JSON, NPZ, RAW,
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.serve.worker.tensors import Array
 
@@ -39,7 +36,6 @@ class Npz:
     """Every tensor by name, as ``numpy.savez`` writes them; both servers accept it."""
 
     folder: str = "/predictions/"
-    """Part of the path before the model's name."""
     ending: str = ""
 
     def path(self, model_name: str) -> str:
@@ -246,15 +242,3 @@ class DeadlineSocket(socket.socket):
         # A timeout of 0 would make the socket non-blocking, and a negative one is an error.
         self.settimeout(max(0.001, self.deadline - time.monotonic()))
         super().sendall(data, flags)  # type: ignore[arg-type]  # passed through
-
-
-def as_predictor(client: Client) -> Predictor:
-    """Wrap a client as a function of tensors."""
-
-    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        import torch
-
-        outputs = client.predict([tensor.detach().cpu().numpy() for tensor in inputs])
-        return tuple(torch.from_numpy(output) for output in outputs)
-
-    return predict

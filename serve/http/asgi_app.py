@@ -47,7 +47,6 @@ class Inference(SharedState):
     workers: Batcher
 
     def __init__(self, model: ServedModel, batcher: Batcher, limits: Limits) -> None:
-        """Create the steps, inside a running event loop."""
         super().__init__(model.name, batcher, limits)
         self.model = model
         self.outputs = [output.name for output in model.signature.outputs]
@@ -230,7 +229,6 @@ class Application(BaseApplication):
     state: Inference
 
     def __init__(self, model: ServedModel, batcher: Batcher, limits: Limits, token: str) -> None:
-        """Create the application; all but the two health paths require the bearer token."""
         base = f"/v2/models/{model.name}"
         ready = {"name": model.name, "ready": True}
         inputs, outputs = (

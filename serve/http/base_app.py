@@ -62,8 +62,6 @@ CLIENT_CLOSED = 499
 class Metrics:
     """Counters of one process, or of all processes of a server."""
 
-    content_type = CONTENT_TYPE_LATEST
-
     def __init__(self, model: str, depth: Callable[[], float]) -> None:
         """Register every metric; `depth` counts the requests that wait or are being answered."""
         self._registry = CollectorRegistry()
@@ -229,7 +227,6 @@ class BaseApplication:
     async def _ask_model(
         self, scope: Message, headers: Headers, receive: Receive, send: Send
     ) -> None:
-        """Answer a request to the model, and count it in the metrics."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -275,7 +272,7 @@ class BaseApplication:
             raise HttpError(405, message, allow="GET, HEAD", **close_if_continue_expected(headers))
         if path == "/metrics":
             text = await self.state.run_in_thread(True, self.state.metrics.text)
-            return Response(200, text, {"content-type": self.state.metrics.content_type})
+            return Response(200, text, {"content-type": CONTENT_TYPE_LATEST})
         return self._json_response(self._private[path])
 
     def _json_response(self, content: Named) -> Response:
@@ -294,7 +291,6 @@ class ByteSemaphore:
     """Bounds the bytes that requests hold together; the others wait, first in, first out."""
 
     def __init__(self, capacity: int) -> None:
-        """Create a semaphore of so many bytes."""
         self._capacity = self._free = capacity
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 

@@ -36,7 +36,6 @@ HEAD_BYTES = 64 * 1024
 """Largest request head; also the most bytes between two parts of a chunked body (chunk extensions)
 and after its last one (trailers)."""
 HEADERS = 128
-"""Most header fields of one request."""
 READ_BYTES = 4 * 1024
 """Size of one read, except within a body of known length, which costs next to nothing to parse."""
 BODY_READ_BYTES = 64 * 1024
@@ -95,10 +94,9 @@ class HoldableFlowControl(FlowControl):
 
 
 class Deadline:
-    """The one time limit of a connection, which changes several times in each request."""
+    """The one time limit of a connection, none at first, which changes within each request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Create it without a time limit."""
         self._loop = loop
         self._time = 0.0
         self._on_timeout: Callable[[], None] | None = None
@@ -467,7 +465,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _is_idle(self) -> bool:
-        """Return whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def _wait_for_client(self) -> None:
@@ -529,7 +526,6 @@ class BufferedHttpProtocol(asyncio.BufferedProtocol):
     _head_buffer = _buffer[:READ_BYTES]
 
     def __init__(self, **options: Any) -> None:
-        """Create the connection with uvicorn's options."""
         self._connection = connection = BoundedHttpProtocol(**options)
         self.connection_made = connection.connection_made  # type: ignore[method-assign]
         self.connection_lost = connection.connection_lost  # type: ignore[method-assign]

@@ -74,7 +74,6 @@ class HelperProcess:
         self._sockets: dict[str, socket.socket] = {}
         """By lane, to its fork; none where it is yet to be forked."""
         self._used: set[str] = set()
-        """Lanes whose present fork was called."""
         self._restart: asyncio.Future[None] | None = None
         self._start()
 

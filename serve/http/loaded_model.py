@@ -56,11 +56,9 @@ class ServedModel:
     not_joined: str
     """Why requests must not be batched; empty if they may."""
     forms: Named = field(default_factory=dict)
-    """Settings of the preprocessing of texts and images, as the artifact carries it."""
     folder: Path = Path()
     """The artifact's, with the tokenizer."""
     classes: Named | None = None
-    """Settings of the first output's class names, if they have names."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """Lines for whoever starts the server."""
@@ -95,10 +93,8 @@ def open_model(
                 f"{artifact.path}: the model does not answer its own signature: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        recorded = read_recorded(artifact, report)
-        not_joined = recorded.why_not_joined(
-            artifact, call, rows_stay_first=interface.rows_stay_first
-        )
+        recorded, stays = read_recorded(artifact, report), interface.rows_stay_first
+        not_joined = recorded.why_not_joined(artifact, call, rows_stay_first=stays)
         signature, (forms, notes) = artifact.signature, recorded.served_forms(artifact)
         classes = None
         if forms.class_names:

@@ -44,7 +44,6 @@ class RequestDecoder:
     """Outputs that an answer holds if they are requested by name."""
     max_rows: int
     readers: Readers = field(default_factory=dict)
-    """Preprocessing of texts and images by content type."""
 
     def decode(self, headers: Headers, body: bytes | bytearray) -> tuple[list[Array], Named]:
         """Return the model's inputs, and which outputs an Open Inference Protocol request wants."""

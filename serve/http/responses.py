@@ -48,7 +48,6 @@ class HttpError(Exception):
         self.response = Response(status, body, {"content-type": JSON, **names})
 
     def __reduce__(self) -> Any:
-        """Pickle the response as it is."""
         return type(self).__new__, (type(self), *self.args), vars(self)
 
 

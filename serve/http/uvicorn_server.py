@@ -31,7 +31,6 @@ REQUIREMENTS = tuple(
 
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
-"""Shortest token."""
 SILENT_SECONDS = 10
 """How long the kernel keeps new connections on which nothing was sent."""
 KEEP_ALIVE_SECONDS = 75

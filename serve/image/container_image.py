@@ -200,11 +200,11 @@ def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
             user=USER,
             port=PORT,
             health=json.dumps(["python3", "-c", HEALTH]),
-            entrypoint=json.dumps(entrypoint(partial, artifact)),
+            entrypoint=json.dumps(_entrypoint(partial, artifact)),
         )
         (partial / "Dockerfile").write_text(content, encoding="utf-8")
         (partial / ".dockerignore").write_text(DOCKERIGNORE, encoding="utf-8")
-        size = make_readable(partial)
+        size = _make_readable(partial)
     return ImageFiles(str(out), artifact.digest, size)
 
 
@@ -253,15 +253,14 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     return artifact
 
 
-def entrypoint(folder: Path, artifact: Artifact) -> list[str]:
+def _entrypoint(folder: Path, artifact: Artifact) -> list[str]:
     """Return the command of an image, which refuses another model than this artifact."""
     command = f"python3 -m compress.cli serve {HOME}/model --host 0.0.0.0".split()
     command += ["--sha256", artifact.digest]
     return [*command, "--report", f"{HOME}/{REPORT}"] if (folder / REPORT).is_file() else command
 
 
-def make_readable(folder: Path) -> int:
-    """Let every user read a folder, as an image's user must; return its size in bytes."""
+def _make_readable(folder: Path) -> int:
     size = 0
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
@@ -327,14 +326,14 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
         for record in (root / "lib").glob("*.dist-info/RECORD"):
             lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
             record.write_text("".join(line for line in lines if not line.startswith("../")))
-        make_readable(root)
-        command = entrypoint(root, artifact)
+        _make_readable(root)
+        command = _entrypoint(root, artifact)
         blobs = partial / "blobs" / "sha256"
         blobs.mkdir(parents=True)
         layer, diff_id = write_layer(root, blobs)
         shutil.rmtree(root)
         for descriptor in manifest["layers"]:
-            shutil.copyfile(blob(base, descriptor), blobs / descriptor["digest"][7:])
+            shutil.copyfile(_blob(base, descriptor), blobs / descriptor["digest"][7:])
         settings: Json = config.setdefault("config", {}) or {}
         environment = dict(entry.split("=", 1) for entry in settings.get("Env") or ())
         label = {"compress.artifact.digest": artifact.digest}
@@ -352,16 +351,16 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
         image = {
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
-            "config": write_blob(blobs, config, CONFIG),
+            "config": _write_blob(blobs, config, CONFIG),
             "layers": [*manifest["layers"], layer],
         }
-        descriptor = write_blob(blobs, image, MANIFEST_TYPE)
+        descriptor = _write_blob(blobs, image, MANIFEST_TYPE)
         reference = {"org.opencontainers.image.ref.name": "latest"}
         manifests = [descriptor | {"annotations": reference}]
         index = {"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}
-        (partial / "index.json").write_bytes(as_bytes(index))
-        (partial / "oci-layout").write_bytes(as_bytes({"imageLayoutVersion": "1.0.0"}))
-        size = make_readable(partial)
+        (partial / "index.json").write_bytes(_as_bytes(index))
+        (partial / "oci-layout").write_bytes(_as_bytes({"imageLayoutVersion": "1.0.0"}))
+        size = _make_readable(partial)
     return ImageFiles(str(out), artifact.digest, size, descriptor["digest"])
 
 
@@ -375,22 +374,22 @@ def read_base(base: Path) -> tuple[Json, Json]:
 
 
 def _read_base(base: Path) -> tuple[Json, Json]:
-    read_json(base / "oci-layout", TypeAdapter(_LayoutFile))
+    _read_json(base / "oci-layout", TypeAdapter(_LayoutFile))
     architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
     wanted = ("linux", architecture)
-    descriptors, seen = [*read_json(base / "index.json", TypeAdapter(_Index))["manifests"]], set()
+    descriptors, seen = [*_read_json(base / "index.json", TypeAdapter(_Index))["manifests"]], set()
     images = []
     for descriptor in descriptors:
         if descriptor["digest"] in seen:
             continue
         seen.add(descriptor["digest"])
         if descriptor["mediaType"] == INDEX:  # images for several platforms
-            descriptors += read_json(blob(base, descriptor), TypeAdapter(_Index))["manifests"]
+            descriptors += _read_json(_blob(base, descriptor), TypeAdapter(_Index))["manifests"]
         elif descriptor["mediaType"] == MANIFEST_TYPE:
-            content = read_json(blob(base, descriptor), TypeAdapter(_Manifest))
+            content = _read_json(_blob(base, descriptor), TypeAdapter(_Manifest))
             if content["config"]["mediaType"] != CONFIG:
                 continue  # an attestation; other types are Docker's own format
-            config = read_json(blob(base, content["config"]), TypeAdapter(_Config))
+            config = _read_json(_blob(base, content["config"]), TypeAdapter(_Config))
             if (config["os"], config["architecture"]) == wanted:
                 images.append((content, config))
     if len(images) != 1:
@@ -405,7 +404,7 @@ def _read_base(base: Path) -> tuple[Json, Json]:
             raise ArtifactInvalid(
                 f"{base}: a layer is {descriptor['mediaType']}, expected {' or '.join(READ_LAYERS)}"
             )
-    if not any(_holds(blob(base, descriptor), f"bin/{name}") for descriptor in layers):
+    if not any(_holds(_blob(base, descriptor), f"bin/{name}") for descriptor in layers):
         raise ArtifactInvalid(
             f"{base}: has no {name} in a folder bin, which the installed packages are for"
         )
@@ -427,7 +426,7 @@ def _holds(layer: Path, name: str) -> bool:
     return False
 
 
-def blob(base: Path, descriptor: Json) -> Path:
+def _blob(base: Path, descriptor: Json) -> Path:
     """Return a descriptor's file, after its hash was checked; else raise ArtifactInvalid."""
     digest: str = descriptor["digest"].removeprefix("sha256:")
     path: Path = base / "blobs" / "sha256" / digest
@@ -440,8 +439,7 @@ def blob(base: Path, descriptor: Json) -> Path:
     return path
 
 
-def read_json(path: Path, content: TypeAdapter[T]) -> T:
-    """Return the object in a JSON file of a layout; ArtifactInvalid if it is another."""
+def _read_json(path: Path, content: TypeAdapter[T]) -> T:
     try:
         with open_regular(path) as stream:
             raw = stream.read(LARGEST_JSON + 1)
@@ -489,14 +487,12 @@ def write_layer(root: Path, blobs: Path) -> tuple[Json, str]:
     return {"mediaType": LAYER, "digest": f"sha256:{digest}", "size": size}, diff_id
 
 
-def write_blob(blobs: Path, content: Json, media_type: str) -> Json:
-    """Write JSON under its hash; return its descriptor."""
-    raw = as_bytes(content)
+def _write_blob(blobs: Path, content: Json, media_type: str) -> Json:
+    raw = _as_bytes(content)
     digest = hashlib.sha256(raw).hexdigest()
     (blobs / digest).write_bytes(raw)
     return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(raw)}
 
 
-def as_bytes(content: Json) -> bytes:
-    """Return JSON with sorted keys, the same bytes for the same content."""
+def _as_bytes(content: Json) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -112,7 +112,6 @@ class OpenAIApplication(BaseApplication):
     def __init__(
         self, decoder: ServedDecoder, threads: GenerationThreads, limits: Limits, token: str
     ) -> None:
-        """Create the application; all but the two health paths require the bearer token."""
         self._decoder, self._threads = decoder, threads
         self._helper = HelperProcess(
             DecoderTexts.open,
@@ -153,7 +152,6 @@ class OpenAIApplication(BaseApplication):
     async def _complete(
         self, scope: Message, headers: Headers, receive: Receive, send: Send
     ) -> int:
-        """Answer a request to the model; return the status."""
         is_chat, streams = scope["path"] == CHAT, False
         try:
             # This request is in progress already.
@@ -220,7 +218,6 @@ class OpenAIApplication(BaseApplication):
     async def _read(
         self, is_chat: bool, headers: Headers, receive: Receive, deadline: float
     ) -> GenerationRequest:
-        """Receive a request's body, and return what it asks for."""
         state, late = self.state, base_app.NO_MEMORY
         size = state.body_size(headers)
         try:
@@ -249,7 +246,6 @@ class OpenAIApplication(BaseApplication):
         return asyncio.get_running_loop().time() + self.state.limits.seconds
 
     def _usage(self, job: GenerationJob, last: Part) -> dict[str, int]:
-        """Return the numbers of tokens of an answer, and add them to the metrics."""
         prompt, answer = len(job.prompt), last.tokens
         self.state.metrics.count_tokens(prompt, answer)
         usage = {"prompt_tokens": prompt, "completion_tokens": answer}

@@ -48,13 +48,10 @@ class ServedDecoder:
 
     name: str
     digest: str
-    """Digest of the artifact."""
     context: int
     """Tokens of a prompt and its answer together, at most."""
     end_tokens: frozenset[int]
-    """Tokens that end a text."""
     folder: Path
-    """The artifact's."""
     _model: Any
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -107,7 +104,6 @@ class Part(NamedTuple):
 
     text: str
     tokens: int
-    """Tokens generated so far."""
     finish_reason: str | None = None
     """`stop` or `length` in the last part."""
 
@@ -118,7 +114,6 @@ class GenerationJob:
 
     prompt: Sequence[int]
     count: int
-    """Tokens of the answer, at most."""
     sampling: Sampling
     stops: tuple[str, ...]
     tokens: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
@@ -133,7 +128,6 @@ class GenerationThreads(WorkerThreads):
     _queue: queue.Queue[Any]
 
     def __init__(self, decoder: ServedDecoder, workers: int) -> None:
-        """Start the threads, inside a running event loop."""
         self._decoder = decoder
         super().__init__(workers, queue.Queue())
 
@@ -207,10 +201,9 @@ class GenerationThreads(WorkerThreads):
 
 
 class StopTexts:
-    """Finds texts that end an answer, however they are split into tokens."""
+    """Finds texts, none of them empty, that end an answer, however they are split into tokens."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Create it; the texts are not empty."""
         self._stops = stops
         self._held = ""
         self.found = False

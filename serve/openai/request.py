@@ -40,7 +40,6 @@ EXPECTED = {
     "stop": "a text, or up to 4 of them, of 1 to 256 characters",
     "content": "a text, or a list of parts such as {type: text, text: ...}",
 }
-"""Of settings of several types, in messages."""
 
 NAME_CHARACTERS = 64
 """Most characters of a client's name of a setting in a message."""
@@ -65,7 +64,6 @@ class ApiError(HttpError):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
-        """Store what the response's body says."""
         super().__init__(status, message)
         self.param, self.code = param, code
 
@@ -82,7 +80,6 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, content: Any) -> Any:
-        """Refuse what is not supported by name, and leave out what asks for nothing."""
         if not isinstance(content, dict):
             return content
         for name in cls.unsupported.keys() & content.keys():
@@ -300,7 +297,6 @@ class GenerationRequest(NamedTuple):
 
     prompt: Sequence[int]
     most_tokens: int
-    """Of the answer."""
     sampling: Sampling
     stops: tuple[str, ...]
     streams: bool = False
@@ -314,7 +310,6 @@ class DecoderTexts:
 
     name: str
     context: int
-    """Tokens of a prompt and its answer together, at most."""
     vocabulary: int
     tokenizer: TextTokenizer
     chat_template: ChatTemplate | None

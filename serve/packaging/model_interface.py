@@ -78,26 +78,22 @@ def infer_interface(call: Call, signature: Signature) -> Interface:
     """
     refuse_bfloat16(signature)
     arrays: Any = [seeded_rows(signature, n, length=n + EXTRA_LENGTH) for n in PROBE_SIZES]
-    first, other = arrays
-    answers: Any = _call_model(call, first, signature)
-    second: list[Array | None] = [None] * len(signature.outputs)
+    answers: Any = _call_model(call, arrays[0], signature)
+    second: Any = [None] * len(signature.outputs)
     with suppress(Exception):  # a model may refuse other sizes in any way
-        second = [*_call_model(call, other, signature)]
-    outputs = tuple(
-        Tensor(spec.name, str(a.dtype), _varying(a.shape, b))
-        for spec, a, b in zip(signature.outputs, answers, second, strict=True)
-    )
-
-    def predict(*arrays: Any) -> Any:
-        return tuple(call(*arrays))
-
+        second = _call_model(call, arrays[1], signature)
+    outputs = []
+    for spec, a, b in zip(signature.outputs, answers, second, strict=True):
+        other = b.shape if b is not None and b.ndim == a.ndim else (None,) * a.ndim
+        shape = tuple(n if n == m else ANY for n, m in zip(a.shape, other, strict=True))
+        outputs.append(Tensor(spec.name, str(a.dtype), shape))
     # numpy's arrays have all that rows_stay_first uses of tensors.
-    stays = rows_stay_first(predict, signature, first, answers)
+    stays = rows_stay_first(lambda *given: tuple(call(*given)), signature, arrays[0], answers)
     inputs = tuple(
         Tensor(spec.name, spec.dtype, tuple(d if isinstance(d, int) else ANY for d in spec.shape))
         for spec in signature.inputs
     )
-    return Interface(inputs, outputs, stays)
+    return Interface(inputs, tuple(outputs), stays)
 
 
 def rows_stay_first(
@@ -139,12 +135,6 @@ def _call_model(call: Call, arrays: list[Array], signature: Signature) -> list[A
         names = [output.name for output in signature.outputs]
         raise StageFailed(f"the model gives {len(answers)} outputs, its signature names {names}")
     return answers
-
-
-def _varying(shape: tuple[int, ...], other: Array | None) -> tuple[int, ...]:
-    if other is None or len(other.shape) != len(shape):
-        return (ANY,) * len(shape)
-    return tuple(a if a == b else ANY for a, b in zip(shape, other.shape, strict=True))
 
 
 class RecordedMeasurements(Settings):
@@ -216,7 +206,6 @@ class Probe:
     """A few inputs, a model's outputs for them, and whether its requests may be batched."""
 
     arrays: Mapping[str, Array]
-    """Inputs and outputs by name."""
     signature: Signature
     """The model's, with which of NaN and infinities the inputs hold."""
     rows_stay_first: bool

@@ -44,7 +44,6 @@ class Packaged(Settings):
     payload: str
     """Name of its deployed file, and of the archive's member with it."""
     sha256: str
-    """SHA-256 of that file."""
     traced_from: str = ""
     """Digest of the eager artifact that it was traced from, whose code is not packed."""
 
@@ -61,7 +60,6 @@ class Provenance(Settings):
     signature: Signature
     artifact: Packaged
     lineage: tuple[Step, ...]
-    """The packaged artifact's lineage."""
     history: History | None
     """The run's record of its stages; None if the model was packed outside a run."""
     members: dict[str, FileDigest]

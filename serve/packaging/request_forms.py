@@ -169,7 +169,6 @@ class TextInput(Settings):
 def _tokenizer_settings(
     file: str, version: tuple[int, ...], pad_token: str | None
 ) -> tuple[int | None, str | None, int | None]:
-    """Return a tokenizer's longest text, its padding token if it has one, and that token's id."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(Path(file).read_text(encoding="utf-8"))

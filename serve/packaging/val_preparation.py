@@ -55,13 +55,11 @@ class Preparation(Settings):
     """How images or texts of requests, once prepared, compare with the samples of `val`."""
 
     form: str
-    """`image` or `text`."""
     column: str = ""
     """What of `val` was prepared, such as its dataset's attribute `samples`; empty where it holds
     no raw form, and ranges or ids were compared."""
     samples: int
     difference: str = ""
-    """What differs; empty if nothing does."""
     is_wrong: bool = False
     """Whether it differs too much to be served."""
 
@@ -173,13 +171,11 @@ def _correlation(prepared: Array, expected: Array) -> float:
 
 
 def _range_of_pixels(settings: Mapping[str, Any]) -> tuple[Array, Array]:
-    """Return what black and white pixels become, by channel."""
     black, white = ((pixel - np.array(settings["mean"])) / settings["std"] for pixel in (0.0, 1.0))
     return black, white
 
 
 def _compare_ranges(settings: Mapping[str, Any], signature: Signature, data: Splits) -> Preparation:
-    """Compare the range that pixels become with the range of samples."""
     if signature.inputs[0].dtype == "uint8":
         return Preparation(form="image", samples=0)
     batches = [batch.inputs[0].double() for batch in data.batches("val", limit=SAMPLES)]
@@ -191,23 +187,19 @@ def _compare_ranges(settings: Mapping[str, Any], signature: Signature, data: Spl
     width = white - black
     covered = float(np.max((high - low) / width))
     outside = float(np.max(np.maximum(black - low, high - white) / width))
-    is_wrong = outside > OUTSIDE or covered < LEAST_COVERED
-    problem = (
-        f"image: pixels from 0 to 1 become {float(np.min(black)):.4g} to "
-        f"{float(np.max(white)):.4g} (mean {settings['mean']}, std {settings['std']}), and samples "
-        f"of `val` range from {low.min():.4g} to {high.max():.4g}"
-    )
-    if is_wrong:
-        problem += ": give the mean and std that the samples were scaled with"
-    else:
-        problem += f", {100 * covered:.0f} % of that; check that they were scaled in this way"
-    differs = is_wrong or covered < USUALLY_COVERED
-    return Preparation(
-        form="image",
-        samples=sum(map(len, batches)),
-        difference=problem if differs else "",
-        is_wrong=is_wrong,
-    )
+    is_wrong, problem = outside > OUTSIDE or covered < LEAST_COVERED, ""
+    if is_wrong or covered < USUALLY_COVERED:
+        problem = (
+            f"image: pixels from 0 to 1 become {float(np.min(black)):.4g} to "
+            f"{float(np.max(white)):.4g} (mean {settings['mean']}, std {settings['std']}), and "
+            f"samples of `val` range from {low.min():.4g} to {high.max():.4g}"
+        )
+        if is_wrong:
+            problem += ": give the mean and std that the samples were scaled with"
+        else:
+            problem += f", {100 * covered:.0f} % of that; check that they were scaled in this way"
+    samples = sum(map(len, batches))
+    return Preparation(form="image", samples=samples, difference=problem, is_wrong=is_wrong)
 
 
 def _compare_texts(
@@ -266,12 +258,10 @@ def _tokens(inputs: Inputs, settings: Mapping[str, Any]) -> Tokens:
     types = named.get("type_ids", 0 * ids)
     # Without a fixed length, a single text is not padded, and where it begins says nothing.
     is_padded = settings["length"] is not None
-    return [
-        (i if is_padded else 0, int(ids[i]), int(types[i])) for i in map(int, mask.nonzero()[0])
-    ]
+    places = map(int, mask.nonzero()[0])
+    return [(i if is_padded else 0, int(ids[i]), int(types[i])) for i in places]
 
 
 def _share_of_ids(own: Tokens, other: Tokens, special: set[int]) -> float:
-    """Return the share of ids, without special tokens, that two texts have in common."""
     a, b = (Counter(i for _, i, _ in each if i not in special) for each in (own, other))
     return (a & b).total() / max(a.total(), b.total(), 1)

@@ -291,8 +291,11 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
-            (partial / self.model_name / VERSION).mkdir(parents=True)
-            _copy(model, partial / payload)
+            folder = partial / self.model_name / VERSION
+            for name in model.model_files:  # external weights keep their names
+                target = partial / payload if name == model.payload else folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(model.path / name, target)
             text = model_config(self, model.kind, interface, joins=joins)
             lines = unchecked_ids(model) + [
                 f"{spec.name} may hold {' and '.join(spec.not_finite)}, as samples of the data do"
@@ -338,11 +341,3 @@ def unchecked_ids(model: Artifact) -> list[str]:
         "the runtime answers with another row of the table, or ends"
         for name, count in rows.items()
     ]
-
-
-def _copy(model: Artifact, payload: Path) -> None:
-    """Copy the model file under Triton's name for it; external weights keep their names."""
-    for name in model.model_files:
-        target = payload if name == model.payload else payload.parent / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(model.path / name, target)

@@ -38,23 +38,6 @@ HANDLER_SETTINGS = {
 """Entries of its section `handler`."""
 
 
-def refuse_unknown_file(path: Path, command: str) -> None:
-    """Raise ArtifactInvalid for a file that is no ``.mar``, and say what to run instead."""
-    if path.suffix == ".mar":
-        return
-    has_manifest = (path.parent / MANIFEST).is_file()
-    hint = f"run compress {command} {path.parent}" if has_manifest else f"no {MANIFEST} beside it"
-    raise ArtifactInvalid(
-        f"{path}: compress {command} takes an artifact's directory, or a .mar: {hint}"
-    )
-
-
-def refuse_wrong_hash(file: Path, sha256: str | None) -> None:
-    """Raise ArtifactInvalid where a file's SHA-256 is not the expected one, if any."""
-    if sha256 is not None and sha256_of(file) != sha256.lower():
-        raise ArtifactInvalid(f"{file}: sha256 is {sha256_of(file)}, expected {sha256}")
-
-
 def refuse_wrong_artifact_hash(artifact: Artifact, sha256: str | None) -> None:
     """Raise ArtifactInvalid if neither the digest nor the deployed file has the expected SHA-256.
 
@@ -84,15 +67,19 @@ class TorchServeArchive(Artifact):
     )
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
-        """Use :meth:`from_directory` instead."""
         super().__init__(path, manifest, digest)
         self._predictors: dict[int, Predictor] = {}
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Start TorchServe, once the archive was checked; yield a predictor that calls it."""
-        from compress.serve.client.client import as_predictor
+        import torch
+
         from compress.serve.torchserve.process import TorchServe
+
+        def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            outputs = client.predict([tensor.detach().cpu().numpy() for tensor in inputs])
+            return tuple(torch.from_numpy(output) for output in outputs)
 
         if threads in self._predictors:
             yield self._predictors[threads]
@@ -102,9 +89,9 @@ class TorchServeArchive(Artifact):
             TorchServe(self.payload_path, threads=threads) as server,
             server.client(self.signature, self.max_rows) as client,
         ):
-            self._predictors[threads] = as_predictor(client)
+            self._predictors[threads] = predict
             try:
-                yield self._predictors[threads]
+                yield predict
             finally:
                 del self._predictors[threads]
 
@@ -140,8 +127,26 @@ class TorchServeArchive(Artifact):
         return members, origin
 
 
-def check_bare_mar(mar: Path) -> tuple[dict[str, bytes], Provenance]:
-    """Verify a ``.mar`` without its artifact's directory; return its members and provenance."""
+def check_bare_mar(
+    mar: Path, sha256: str | None = None, command: str = "verify"
+) -> tuple[dict[str, bytes], Provenance]:
+    """Verify a ``.mar`` without its artifact's directory; return its members and provenance.
+
+    It must have the expected SHA-256, if any. ArtifactInvalid for a file that is no ``.mar`` says
+    what `command` takes instead.
+    """
+    if mar.suffix != ".mar":
+        hint = f"no {MANIFEST} beside it"
+        if (mar.parent / MANIFEST).is_file():
+            hint = f"run compress {command} {mar.parent}"
+        raise ArtifactInvalid(
+            f"{mar}: compress {command} takes an artifact's directory, or a .mar: {hint}"
+        )
+        raise ArtifactInvalid(
+            f"{mar}: compress {command} takes an artifact's directory, or a .mar: {hint}"
+        )
+    if sha256 is not None and (found := sha256_of(mar)) != sha256.lower():
+        raise ArtifactInvalid(f"{mar}: sha256 is {found}, expected {sha256}")
     members = read_mar(mar)
     origin = check_members(members, str(mar))
     check_code(members, origin, mar)

@@ -109,7 +109,6 @@ class TorchServe:
         self.startup_seconds = startup_seconds
         self.port = port
         self.token = ""
-        """Key of the inference API."""
         self.url = self._management_url = ""
         self._environment = {} if threads is None else {THREADS_VARIABLE: str(threads)}
         self._stack = ExitStack()
@@ -138,10 +137,6 @@ class TorchServe:
     def pid(self) -> int:
         """PID of the server."""
         return self._process.pid
-
-    def has_ended(self) -> bool:
-        """Return whether the server has ended by itself."""
-        return has_ended(self.pid)
 
     def client(self, signature: Signature, max_rows: int) -> Client:
         """Return a client of the served model."""
@@ -338,7 +333,6 @@ class HandlerProcess:
     """Runs the handler as TorchServe's worker does; in the `with` block, its probe has passed."""
 
     def __init__(self, members: Mapping[str, bytes], signature: Signature) -> None:
-        """Set the archive's members; `__enter__` unpacks them."""
         self._members = members
         self._signature = signature
         self._stack = ExitStack()
@@ -352,7 +346,25 @@ class HandlerProcess:
                 file = self._folder / "model" / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
-            self._start()
+            script, model = str(handler_runner_main.__file__), str(self._folder / "model")
+            with (self._folder / "log").open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", script, model],
+                    cwd=self._folder,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                )
+            # Callbacks run in reverse: the pipes are closed, the process killed, then waited for.
+            self._stack.callback(process.wait)
+            self._stack.callback(process.kill)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            self._requests, self._answers = process.stdin, process.stdout
+            # Of buffered bytes that an ended process cannot read.
+            self._stack.enter_context(suppress(BrokenPipeError))
+            self._stack.enter_context(self._requests)
+            self._stack.enter_context(self._answers)
             self._receive()
             self._stack = self._stack.pop_all()
         return self
@@ -371,24 +383,6 @@ class HandlerProcess:
             pass  # _receive raises with the end of the process's log
         answer = from_npz(self._receive())
         return tuple(answer[output.name] for output in self._signature.outputs)
-
-    def _start(self) -> None:
-        script, model = str(handler_runner_main.__file__), str(self._folder / "model")
-        command = [sys.executable, "-I", script, model]
-        with (self._folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                command, cwd=self._folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-            )
-        # Callbacks run in reverse: the pipes are closed, the process killed, then waited for.
-        self._stack.callback(process.wait)
-        self._stack.callback(process.kill)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._requests = process.stdin
-        # Of buffered bytes that an ended process cannot read.
-        self._stack.enter_context(suppress(BrokenPipeError))
-        self._stack.enter_context(process.stdin)
-        self._answers = self._stack.enter_context(process.stdout)
 
     def _receive(self) -> bytes:
         ready, _, _ = select.select([self._answers], [], [], HANDLER_SECONDS)

@@ -116,10 +116,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
     def check_inputs(self, signature: Signature) -> None:
         """Check `image` and `text` against the signature before anything is trained or exported."""
-        if self.image:
-            self.image.handler_settings(signature)
-        if self.text:
-            self.text.handler_settings(signature)
+        RequestForms(image=self.image, text=self.text).handler_settings(signature)
 
     def with_carried(self, model: Servable) -> Self:
         """Return the stage with `image` and `text` of the artifact where they are left out here."""
