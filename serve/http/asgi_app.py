@@ -14,16 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from compress import __version__
 from compress.profiling.probe_rows import seeded_rows
-from compress.serve.http import base_app, request_decoder
+from compress.serve.http import base_app, messages
 from compress.serve.http.base_app import SMALL_BYTES, BaseApplication, SharedState, headers_of
 from compress.serve.http.helper_process import HelperProcess
-from compress.serve.http.responses import (
-    HttpError,
-    Response,
-    error_response,
-    response_of,
-    send_response,
-)
+from compress.serve.http.messages import HttpError, Response, error_response, send_response
 from compress.serve.worker import wire
 from compress.serve.worker.tensors import describe_error, inference_error, output_fault
 from compress.serve.worker.wire import DATATYPES, LABELS
@@ -33,8 +27,8 @@ if TYPE_CHECKING:
 
     from compress.serve.http.dynamic_batcher import Batcher, Job
     from compress.serve.http.loaded_model import ServedModel
+    from compress.serve.http.messages import Headers, Message, Receive, Send
     from compress.serve.http.options import Limits
-    from compress.serve.http.responses import Headers, Message, Receive, Send
     from compress.serve.worker.tensors import Array, Named
 
 SPECIAL_HEADERS = frozenset({"expect", "transfer-encoding", "upgrade"})
@@ -54,17 +48,17 @@ class Inference(SharedState):
         # The protocol's answer holds what the metadata names, and labels if they are requested.
         labels = LABELS if model.classes else ()
         specs = model.signature.input_descriptions(model.facts)
-        self.decoder = request_decoder.RequestDecoder(specs, self.outputs, labels, limits.rows)
+        self.decoder = messages.RequestDecoder(specs, self.outputs, labels, limits.rows)
         self._helper = None
         if model.forms:
             self._helper = HelperProcess(
-                request_decoder.with_readers,
+                messages.with_readers,
                 self.decoder,
                 model.forms,
                 model.folder,
                 what=model.folder,
                 seconds=limits.seconds,
-                needed_bytes=request_decoder.memory_needed(model.forms, limits),
+                needed_bytes=messages.memory_needed(model.forms, limits),
             )
         self._tasks = set[asyncio.Task[Response]]()
 
@@ -86,10 +80,7 @@ class Inference(SharedState):
 
     def needs_helper(self, headers: Headers) -> bool:
         """Return whether a body may hold texts or an image."""
-        return (
-            self._helper is not None
-            and request_decoder.content_type_of(headers) not in wire.TENSORS
-        )
+        return self._helper is not None and messages.content_type_of(headers) not in wire.TENSORS
 
     def encode(
         self, headers: Headers, wanted: Named, arrays: list[Array], outputs: list[Array]
@@ -204,7 +195,7 @@ class WholeRequest:
             self._finish(response)
             return
         respond = inference.respond(self._headers, self._wanted, self._arrays, outputs)
-        inference.start_task(response_of(respond), self._finish)
+        inference.start_task(messages.response_of(respond), self._finish)
 
     def _finish(self, response: Response) -> None:
         if not self._finished:
@@ -254,7 +245,7 @@ class Application(BaseApplication):
         start, count = time.perf_counter(), self.state.metrics.count
         response = None
         try:
-            response = await response_of(self._infer(scope["method"], headers, receive))
+            response = await messages.response_of(self._infer(scope["method"], headers, receive))
             count(response.status, response.rows, time.perf_counter() - start)
             await send_response(scope, send, response)
         except asyncio.CancelledError:

@@ -23,14 +23,9 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from compress.serve.http import messages
+from compress.serve.http.messages import HttpError, Response, close_if_continue_expected
 from compress.serve.http.multiprocess import METRICS_VARIABLE
-from compress.serve.http.responses import (
-    HttpError,
-    Response,
-    close_if_continue_expected,
-    error_response,
-    send_response,
-)
 from compress.serve.worker.tensors import TOO_LARGE, UNREADABLE
 from compress.serve.worker.wire import JSON
 
@@ -38,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from compress.serve.http.dynamic_batcher import WorkerThreads
+    from compress.serve.http.messages import Headers, Message, Receive, Send
     from compress.serve.http.options import Limits
-    from compress.serve.http.responses import Headers, Message, Receive, Send
     from compress.serve.worker.tensors import Named
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -206,7 +201,7 @@ class BaseApplication:
 
     def error_response(self, error: Exception) -> Response:
         """Return the response to an error; subclasses write it as their clients expect it."""
-        return error_response(error)
+        return messages.error_response(error)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -222,7 +217,7 @@ class BaseApplication:
             response = await self._get(scope, headers)
         except Exception as error:  # noqa: BLE001 - a bug must not leave the client without one
             response = self.error_response(error)
-        await send_response(scope, send, response)
+        await messages.send_response(scope, send, response)
 
     async def _ask_model(
         self, scope: Message, headers: Headers, receive: Receive, send: Send

@@ -19,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from compress.serve.http.responses import HttpError, response_bytes, run_unchunked
+from compress.serve.http.messages import HttpError, response_bytes, run_unchunked
 from compress.serve.worker.tensors import UNREADABLE
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from compress.serve.http.asgi_app import WholeRequest
-    from compress.serve.http.responses import Response
+    from compress.serve.http.messages import Response
 
 HEAD_SECONDS = 10.0
 """Time limit for a request's head, and for the silence of a new connection."""

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid, CompressError
+from compress.serve.http.messages import HttpError
 from compress.serve.http.multiprocess import end_with_parent
-from compress.serve.http.responses import HttpError
 from compress.serve.worker.tensors import TOO_LARGE
 
 if TYPE_CHECKING:

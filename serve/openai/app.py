@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any
 from compress.serve.http import base_app
 from compress.serve.http.base_app import BaseApplication, SharedState
 from compress.serve.http.helper_process import HelperProcess
-from compress.serve.http.request_decoder import UNSPECIFIED, content_type_of
-from compress.serve.http.responses import HttpError, Response, send_response
+from compress.serve.http.messages import (
+    UNSPECIFIED,
+    HttpError,
+    Response,
+    content_type_of,
+    send_response,
+)
 from compress.serve.openai.decoder import GenerationJob
 from compress.serve.openai.request import ApiError, DecoderTexts
 from compress.serve.worker.tensors import UNKNOWN_FORM, abbreviated
@@ -26,8 +31,8 @@ from compress.serve.worker.wire import JSON
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from compress.serve.http.messages import Headers, Message, Receive, Send
     from compress.serve.http.options import Limits
-    from compress.serve.http.responses import Headers, Message, Receive, Send
     from compress.serve.openai.decoder import GenerationThreads, Part, ServedDecoder
     from compress.serve.openai.request import GenerationRequest
 

@@ -22,7 +22,7 @@ from compress.artifacts.carried_files import TOKENIZER_CONFIG, chat_template_of
 from compress.common.errors import ArtifactInvalid, first_line
 from compress.export.genai.runtime import Sampling
 from compress.export.genai.text import TextStream, TextTokenizer
-from compress.serve.http.responses import HttpError
+from compress.serve.http.messages import HttpError
 from compress.serve.worker.tensors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
 from compress.serve.worker.wire import clipped, without_mark
 
