@@ -37,7 +37,6 @@ from compress.serve.worker.tensors import (
     UNKNOWN_FORM,
     UNREADABLE,
     abbreviated,
-    describe_error,
     dtype_name,
     in_signature_order,
     to_exact_array,
@@ -269,18 +268,11 @@ def parameters_of(owner: Named) -> Named:
 def decode(
     body: Any, content_type: str, headers: Named, specs: Specs, readers: Readers
 ) -> tuple[list[Array], Named]:
-    """Decode a request body.
+    """Decode a request body: bytes, or JSON that is parsed already; raw bytes without a type.
 
-    Args:
-        body: bytes, or JSON that is parsed already.
-        content_type: without parameters, in lower case; raw bytes if empty.
-        headers: the request's other headers, their names in lower case.
-        specs: name, shape and dtype of each input.
-        readers: preprocessing functions by content type, of an image's bytes or a list of texts.
-
-    Returns:
-        The arrays in the signature's order, and the parsed request if it is one of the Open
-        Inference Protocol, else an empty dictionary.
+    `readers` are the preprocessing functions of images' bytes, or lists of texts, by content type.
+    Returns the arrays in the signature's order, and the parsed request if it is one of the Open
+    Inference Protocol, else an empty dictionary.
     """
     encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
@@ -368,13 +360,11 @@ def parse_json(body: bytes | bytearray) -> Any:
 def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
     """Return the arrays of a parsed JSON body; numbers must fit the inputs' dtypes exactly."""
     inputs = value.get("inputs") if isinstance(value, dict) else value
-    are_texts = (
-        isinstance(inputs, list) and bool(inputs) and all(isinstance(i, str) for i in inputs)
-    )
-    if are_texts and TEXT in readers:
-        return readers[TEXT](inputs)
-    if isinstance(inputs, list) and len(specs) == 1:
-        inputs = {specs[0]["name"]: inputs}
+    if isinstance(inputs, list):
+        if inputs and TEXT in readers and all(isinstance(i, str) for i in inputs):
+            return readers[TEXT](inputs)
+        if len(specs) == 1:
+            inputs = {specs[0]["name"]: inputs}
     if not isinstance(inputs, dict):
         raise ValueError(UNREADABLE, 'the body is not {"inputs": {"name": [...], ...}}')
     ordered = zip(in_signature_order(inputs, specs), specs, strict=True)
@@ -386,12 +376,8 @@ def encode(
 ) -> tuple[bytes, dict[str, str]]:
     """Encode outputs, none of which holds NaN; return the response's body and headers.
 
-    Args:
-        named: the outputs by name.
-        accept: the Accept header, in lower case.
-        wanted: ``requested_outputs`` of an Open Inference Protocol request; else empty.
-        model_name: name of the served model.
-        classes: ``names``, ``top`` and ``softmax`` of the first output, if its classes have names.
+    `accept` is the Accept header in lower case, `wanted` the ``requested_outputs`` of an Open
+    Inference Protocol request, `classes` the settings of the first output's class names, if any.
     """
     if NPZ in accept:
         return to_npz(named), {"content-type": NPZ}
@@ -455,12 +441,6 @@ def directory_bytes(data: bytes) -> int:
         raise ValueError(UNREADABLE, "the npz is a zip64: it holds more than 2 GiB, or many arrays")
     size: int = END_OF_ZIP.unpack(end)[5]
     return size
-
-
-def error_body(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:
-    """Return the status and the JSON body of a TorchServe error response."""
-    status, message = describe_error(error, status)
-    return status, json.dumps({"code": status, "message": message})
 
 
 def create_readers(settings: Named, specs: Specs, folder: Path) -> Readers:
