@@ -74,10 +74,9 @@ def statement_of(
     proof: Proof,
     run: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return an in-toto Statement with SLSA provenance, as canonical JSON.
+    """Return an in-toto Statement of files (name → SHA-256) and lineage with SLSA provenance.
 
-    `subjects` are names and SHA-256 of the attested files, `lineage` the stages that made them,
-    `run` is `lock.json` of the run that made it, if known.
+    `run` is `lock.json` of the run that made them, if known.
     """
     materials = {
         digest: f"{role} of {step.stage}"
@@ -122,10 +121,9 @@ def statement_of(
 
 
 def sign_model(name: str, files: Mapping[str, str], key_file: Path) -> bytes:
-    """Return the signature of a model that the `model_signing` tool of OpenSSF verifies.
+    """Return the signature of a model (its files' SHA-256) that OpenSSF's `model_signing` verifies.
 
-    `files` are the SHA-256 of the model's files by name; the private key is of a NIST curve, in
-    PEM, not encrypted. PipelineInvalid for another one.
+    The private key is of a NIST curve, in PEM, not encrypted; PipelineInvalid for another one.
     """
     key = _load_key(key_file, private=True).public_key
     if key.keytype != "ecdsa":

@@ -71,11 +71,11 @@ class ServedAt:
 def serve_artifact(
     path: Path, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
-    """Serve until a signal; finish the requests in progress, then raise the signal again.
+    """Serve an artifact's directory, its file in it, or a bare ``.mar`` until a signal.
 
-    `path` is an artifact's directory, its file in it, or a bare ``.mar``. The token is that of the
-    file, else of the environment, else a new one. TorchServe is killed at once, as it would drop
-    the requests in progress in any case. StageFailed if the model does not answer.
+    Then finish the requests in progress, and raise the signal again. The token is that of the file,
+    else of the environment, else a new one. TorchServe is killed at once, as it would drop the
+    requests in progress in any case.
     """
     if path.is_file() and not (path.parent / MANIFEST).is_file():
         _, origin = check_bare_mar(path, options.sha256, "serve")
@@ -109,7 +109,8 @@ def _serve_built_in(
     token, is_new = uvicorn_server.token_from(token_file)
     options = replace(options, token=token)
     with uvicorn_server.listening(options.host, options.port) as listener:
-        url = uvicorn_server.url_of(listener)
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         header = bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
         if is_decoder:
             body = json.dumps({"model": options.name, "prompt": "The ", "max_tokens": 32})

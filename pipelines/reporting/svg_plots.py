@@ -228,10 +228,7 @@ def line_plot(
 
 
 def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
-    """Yield a label at each mark where one of four positions is free; else leave it out.
-
-    Marks at the same coordinates share a label; labels of the front are placed first.
-    """
+    """Yield a label, the front's first, at each mark where one of four positions is free."""
     together: dict[tuple[float, float], list[str]] = {}
     for text, mark in named:
         together.setdefault((mark.x, mark.y), []).append(text)

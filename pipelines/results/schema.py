@@ -253,10 +253,7 @@ def measurement_warnings(
 def batch_warnings(
     baseline_name: str, baseline: Measurements | None, stages: Sequence[StageReport]
 ) -> Iterator[str]:
-    """Yield a line for each model whose outputs depend on the other rows of the batch.
-
-    Within a branch only the first such stage gets a line, which lists its descendants.
-    """
+    """Yield a line for each model whose outputs depend on its batch, the first of each branch."""
     found = {s.name: s.measurements.batch_dependence for s in stages}
     if baseline is not None:
         found.setdefault(baseline_name, baseline.batch_dependence)

@@ -23,7 +23,7 @@ from compress.serve.worker.tensors import describe_error, inference_error, outpu
 from compress.serve.worker.wire import DATATYPES, LABELS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
 
     from compress.serve.http.dynamic_batcher import Batcher, Job
     from compress.serve.http.loaded_model import ServedModel
@@ -60,7 +60,7 @@ class Inference(SharedState):
                 seconds=limits.seconds,
                 needed_bytes=messages.memory_needed(model.forms, limits),
             )
-        self._tasks = set[asyncio.Task[Response]]()
+        self.tasks = set[asyncio.Task[Response]]()
 
     def close(self) -> None:
         """End the threads, and the helper process."""
@@ -118,20 +118,6 @@ class Inference(SharedState):
         )
         return response
 
-    def start_task(
-        self, response: Coroutine[Any, Any, Response], on_done: Callable[[Response], None]
-    ) -> None:
-        """Run a coroutine in a task of its own, and pass its response on."""
-
-        def done(task: asyncio.Task[Response]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled():
-                on_done(task.result())
-
-        task = asyncio.get_running_loop().create_task(response)
-        self._tasks.add(task)
-        task.add_done_callback(done)
-
 
 @dataclass(slots=True, eq=False)
 class WholeRequest:
@@ -149,11 +135,6 @@ class WholeRequest:
 
     def __post_init__(self) -> None:
         self._inference.in_progress += 1
-
-    @property
-    def seconds(self) -> float:
-        """Time limit from the head to the response."""
-        return self._inference.limits.seconds
 
     def run(self, body: bytes) -> None:
         """Decode the body and call the model."""
@@ -195,7 +176,14 @@ class WholeRequest:
             self._finish(response)
             return
         respond = inference.respond(self._headers, self._wanted, self._arrays, outputs)
-        inference.start_task(messages.response_of(respond), self._finish)
+        task = asyncio.get_running_loop().create_task(messages.response_of(respond))
+        inference.tasks.add(task)  # the loop alone would let it be collected
+        task.add_done_callback(self._finish_task)
+
+    def _finish_task(self, task: asyncio.Task[Response]) -> None:
+        self._inference.tasks.discard(task)
+        if not task.cancelled():
+            self._finish(task.result())
 
     def _finish(self, response: Response) -> None:
         if not self._finished:

@@ -331,7 +331,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             request = application.accept_whole(cycle.scope, partial(self._respond, cycle))
             if request is not None:  # a small one, which waits for its body without a task
                 self._whole_request = request
-                self.deadline.set(request.seconds, request.expire)
+                self.deadline.set(application.state.limits.seconds, request.expire)
                 return
         if cycle.scope["http_version"] == "1.0":
             app = partial(run_unchunked, app, cycle)

@@ -76,8 +76,8 @@ class WorkerThreads:
 class Batcher(WorkerThreads):
     """Answers requests in batches.
 
-    By default no request waits for others: while a call runs, requests queue up, and the next call
-    takes as many of them as fit. ``delay_seconds`` makes requests wait for more.
+    While a call runs, requests queue up, and the next call takes as many of them as fit; only
+    ``delay_seconds`` makes requests wait for more.
     """
 
     def __init__(

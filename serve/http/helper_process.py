@@ -50,10 +50,9 @@ FRAME = struct.Struct("<QQ")
 
 
 class HelperProcess:
-    """Calls methods of an object that another process has created.
+    """Calls methods of an object that another process has created, by pickled values.
 
-    It has a fork for each lane, which answers one call at a time. Both processes run this code, and
-    exchange pickled values.
+    It has a fork for each lane, which answers one call at a time. Both processes run this code.
     """
 
     def __init__(

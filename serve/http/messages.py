@@ -108,7 +108,7 @@ async def send_response(scope: Message, send: Send, response: Response) -> None:
 async def run_unchunked(
     application: Any, cycle: RequestResponseCycle, scope: Message, receive: Receive, send: Send
 ) -> None:
-    """Run an application for HTTP/1.0: the connection's end ends a response without a length.
+    """Run an application for HTTP/1.0, where the connection's end ends a response without a length.
 
     uvicorn (0.54) sends it in chunks, which such a client does not know (RFC 9112, section 6.1).
     """

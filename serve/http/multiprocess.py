@@ -34,7 +34,6 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
 
     Each runs `child`, which calls its argument once it answers requests; `ready` is called here
     once all answer. They end within `stop_seconds` of SIGTERM, or shortly after get SIGKILL.
-    StageFailed if one of them ends by itself; the others are stopped.
     """
     read_end, write_end = os.pipe()
     pids: set[int] = set()

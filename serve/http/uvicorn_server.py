@@ -78,12 +78,6 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def url_of(listener: socket.socket) -> str:
-    """Return the address at which a socket is reached."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def serve(
     create_application: Callable[[], BaseApplication],
     listener: socket.socket,

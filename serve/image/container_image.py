@@ -106,10 +106,9 @@ T = TypeVar("T")
 def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ()) -> str:
     """Return a requirements file of the installed versions, with a hash each, as pip resolves them.
 
-    pip asks the package index that it is configured for, and installs nothing. The wheels are
-    those for this machine's Python and architecture. `runtime` is the package that runs the model,
-    `readers` those that read texts and images of requests; `folder` is for a file of constraints.
-    Unavailable if one of them, or pip, is not installed; StageFailed if pip finds no wheel.
+    The hashes come from the package index that pip is configured for; nothing is installed. The
+    wheels are those for this machine's Python and architecture. `runtime` is the package that runs
+    the model, `readers` those that read texts and images of requests.
     """
     refuse_missing()
     constraints = folder / "constraints.txt"
@@ -185,8 +184,7 @@ def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
     """Write a Dockerfile, pinned requirements, the artifact, its probe and its attestation.
 
     `path` is the artifact's directory, of a kind that a runtime other than torch runs; `attest`
-    writes an attestation of it to a file. StageFailed if the model does not answer its own
-    signature, or pip finds no hashes.
+    writes an attestation of it to a file.
     """
     with new_folder(out) as partial:
         artifact = write_image_files(path, partial, attest)
@@ -365,11 +363,7 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
 
 
 def read_base(base: Path) -> tuple[Json, Json]:
-    """Return the manifest and the configuration of a layout's image for this machine.
-
-    A child process reads it, within limits of memory and time that the size of its blobs gives.
-    ArtifactInvalid if it is no layout, holds no such image or several, or not this Python.
-    """
+    """Read a layout's manifest and configuration in a child, within limits that its blobs give."""
     return read_in_child(str(base), lambda: _read_base(base), base / "blobs" / "sha256")
 
 

@@ -375,10 +375,7 @@ class DecoderTexts:
         return stream.rest(self.tokenizer)
 
     def _prompt_tokens(self, body: Body) -> tuple[list[int], str]:
-        """Return the token ids of a prompt or a chat, and their number for messages.
-
-        Of a text that fills the context, only as many as show that.
-        """
+        """Return as many token ids as show whether they fit, and their number in words."""
         if isinstance(body, ChatBody):
             if self.chat_template is None:
                 message = (

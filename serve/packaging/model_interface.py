@@ -21,13 +21,12 @@ from compress.serve.packaging.request_forms import forms_of
 from compress.serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.profiling.batch_dependence import Call
@@ -73,8 +72,7 @@ def infer_interface(call: Call, signature: Signature) -> Interface:
     """Call a model with two sizes of every named axis; return its inputs and outputs.
 
     An output's axis is fixed if its size is the same in both calls; if the second call fails, every
-    axis counts as varying. StageFailed if the model does not answer its own signature, or an input
-    is bfloat16.
+    axis counts as varying.
     """
     refuse_bfloat16(signature)
     arrays: Any = [seeded_rows(signature, n, length=n + EXTRA_LENGTH) for n in PROBE_SIZES]
@@ -88,7 +86,7 @@ def infer_interface(call: Call, signature: Signature) -> Interface:
         shape = tuple(n if n == m else ANY for n, m in zip(a.shape, other, strict=True))
         outputs.append(Tensor(spec.name, str(a.dtype), shape))
     # numpy's arrays have all that rows_stay_first uses of tensors.
-    stays = rows_stay_first(lambda *given: tuple(call(*given)), signature, arrays[0], answers)
+    stays = rows_stay_first(call, signature, arrays[0], answers)
     inputs = tuple(
         Tensor(spec.name, spec.dtype, tuple(d if isinstance(d, int) else ANY for d in spec.shape))
         for spec in signature.inputs
@@ -97,7 +95,7 @@ def infer_interface(call: Call, signature: Signature) -> Interface:
 
 
 def rows_stay_first(
-    predict: Predictor,
+    predict: Callable[..., Iterable[Any]],
     signature: Signature,
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
@@ -161,10 +159,7 @@ class RecordedMeasurements(Settings):
         return here.why_not_joined if here.depends else ""
 
     def served_forms(self, artifact: Artifact) -> tuple[RequestForms, list[str]]:
-        """Return the images, texts and class names that a server takes, and notes for its user.
-
-        Images that become other inputs than those that the model was validated on are not taken.
-        """
+        """Return the images, texts and class names that a server takes, and notes for its user."""
         forms, notes = forms_of(artifact), []
         measured = {each.form: each for each in self.preparation}
         taken = [name for name, form in (("image", forms.image), ("text", forms.text)) if form]

@@ -226,7 +226,10 @@ def _compare_texts(
     for name, entries in columns.items():
         if all(isinstance(entry, str) for entry in entries):
             own = tokenize(entries)
-            shares = [_share_of_ids(a, b, special) for a, b in zip(own, expected, strict=True)]
+            shares = []
+            for tokens in zip(own, expected, strict=True):  # of ids without special ones
+                a, b = (Counter(i for _, i, _ in each if i not in special) for each in tokens)
+                shares.append((a & b).total() / max(a.total(), b.total(), 1))
             if sum(shares) / len(shares) >= likeness:
                 likeness, column, prepared = sum(shares) / len(shares), name, own
     if not column:
@@ -260,8 +263,3 @@ def _tokens(inputs: Inputs, settings: Mapping[str, Any]) -> Tokens:
     is_padded = settings["length"] is not None
     places = map(int, mask.nonzero()[0])
     return [(i if is_padded else 0, int(ids[i]), int(types[i])) for i in places]
-
-
-def _share_of_ids(own: Tokens, other: Tokens, special: set[int]) -> float:
-    a, b = (Counter(i for _, i, _ in each if i not in special) for each in (own, other))
-    return (a & b).total() / max(a.total(), b.total(), 1)

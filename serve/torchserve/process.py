@@ -99,10 +99,9 @@ class TorchServe:
         startup_seconds: float = 120.0,
         port: int = 0,
     ) -> None:
-        """Configure the server; `__enter__` starts it.
+        """Configure the server of an archive, which is code: verify it before it is served.
 
-        The archive is code: verify it before it is served. `threads` are those of each worker's
-        model, by default as the archive says; port 0 lets the operating system choose.
+        `threads` are those of each worker's model, by default as the archive says; port 0 is any.
         """
         self.mar = mar.resolve()
         self.model_name = model_name_of(mar)

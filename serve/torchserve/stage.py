@@ -198,10 +198,7 @@ def archive_members(
     probe: Probe,
     history: History | None,
 ) -> dict[str, bytes | Path]:
-    """Return the contents of an archive by member name: bytes, or a file to copy.
-
-    `served` is packed: the stage's input `model`, or an eager model's graph.
-    """
+    """Return an archive's content by member name; `served` is `model`, or the graph of an eager one."""
     import yaml
 
     from compress.serve.worker.wire import to_npz

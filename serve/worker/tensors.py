@@ -87,8 +87,14 @@ def in_signature_order(named: Named, specs: Specs) -> list[Any]:
 
 def to_exact_array(values: Any, spec: Named) -> Array:
     """Convert nested lists of numbers to the input's dtype; refuse values that it would change."""
+    # Types of the leaves, with `list` among them if the depths differ. Not by numpy, which pads
+    # every element to the longest text if there is one among numbers.
+    level, types = [values], {type(values)}
+    while types == {list}:
+        level = list(chain.from_iterable(level))
+        types = {*map(type, level)}
     # JSON's booleans are no numbers; 0 and 1 are taken for booleans.
-    if not leaf_types(values) <= {int, float, *([bool] if spec["dtype"] == "bool" else [])}:
+    if not types <= {int, float, *([bool] if spec["dtype"] == "bool" else [])}:
         raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
     try:
         parsed = np.asarray(values)
@@ -101,16 +107,6 @@ def to_exact_array(values: Any, spec: Named) -> Array:
         if array.dtype.kind == "f" or (array == parsed).all():
             return array
     raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
-
-
-def leaf_types(values: Any) -> set[type]:
-    """Return the types of the leaves of nested lists; ``list`` among them if the depths differ."""
-    # Not by numpy, which pads every element to the longest text if there is one among numbers.
-    level, types = [values], {type(values)}
-    while types == {list}:
-        level = list(chain.from_iterable(level))
-        types = {*map(type, level)}
-    return types
 
 
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:

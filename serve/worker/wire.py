@@ -169,7 +169,13 @@ def _array(tensor: Named, raw: memoryview | bytes, spec: Named) -> Array:
             UNREADABLE, f"{name}: shape is {abbreviated(shape)}, expected a list of sizes"
         )
     if "binary_data_size" in parameters_of(tensor):
-        return _from_bytes(raw, shape, spec)
+        dtype = np.dtype(spec["dtype"]).newbyteorder("<")
+        needed = math.prod(shape) * dtype.itemsize
+        if len(raw) != needed:
+            found = f"{name}: binary_data_size is {len(raw)}"
+            raise ValueError(UNREADABLE, f"{found}, expected {needed} for shape {shape}")
+        # A copy: the bytes start at any offset, and native code may rely on aligned data.
+        return np.frombuffer(raw, dtype).reshape(shape).astype(spec["dtype"])
     array = to_exact_array(tensor["data"], spec)
     nested = array.ndim > 1  # the data of a tensor may be flat, or nested like its shape
     if array.size != math.prod(shape) or (nested and list(array.shape) != shape):
@@ -177,16 +183,6 @@ def _array(tensor: Named, raw: memoryview | bytes, spec: Named) -> Array:
         message = f"{name}: data has {size} elements, expected those of shape {shape}"
         raise ValueError(UNREADABLE, message)
     return array.reshape(shape)
-
-
-def _from_bytes(raw: memoryview | bytes, shape: list[int], spec: Named) -> Array:
-    dtype = np.dtype(spec["dtype"]).newbyteorder("<")
-    needed = math.prod(shape) * dtype.itemsize
-    if len(raw) != needed:
-        found = f"{spec['name']}: binary_data_size is {len(raw)}"
-        raise ValueError(UNREADABLE, f"{found}, expected {needed} for shape {shape}")
-    # A copy: the bytes start at any offset, and native code may rely on aligned data.
-    return np.frombuffer(raw, dtype).reshape(shape).astype(spec["dtype"])
 
 
 def requested_outputs(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
@@ -315,7 +311,12 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
         raise ValueError(UNREADABLE, f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
     shape = [-1 if isinstance(d, str) else d for d in spec["shape"]]
     if "x-shape" in headers:
-        shape = _sizes(headers["x-shape"])
+        sizes = [size.strip() for size in headers["x-shape"].split(",")]
+        # str.isdigit alone also takes digits of other scripts, and superscripts.
+        if not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
+            found = f"X-Shape is {headers['x-shape'][:40]!r}"
+            raise ValueError(UNREADABLE, f"{found}, expected sizes with commas, such as 1,8")
+        shape = [int(size) for size in sizes]
     elif shape.count(-1) > 1:
         message = f"X-Shape is missing, expected the sizes of {list(spec['shape'])}, such as 1,8"
         raise ValueError(UNREADABLE, message)
@@ -326,15 +327,6 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
         message = f"{found}, expected {spec['dtype']} of shape {list(spec['shape'])}"
         raise ValueError(UNREADABLE, message)
     return np.frombuffer(body, little_endian).reshape(shape).astype(spec["dtype"])
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = [size.strip() for size in text.split(",")]
-    # str.isdigit alone also takes digits of other scripts, and superscripts.
-    if not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
-        message = f"X-Shape is {text[:40]!r}, expected sizes with commas, such as 1,8"
-        raise ValueError(UNREADABLE, message)
-    return [int(size) for size in sizes]
 
 
 def without_mark(body: bytes | bytearray) -> bytes | bytearray:

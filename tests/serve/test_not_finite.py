@@ -14,7 +14,7 @@ from compress.core.context import Context
 from compress.data.infer_signature import inputs_of, with_values_seen
 from compress.data.splits import Splits
 from compress.serve.http.messages import HttpError, RequestDecoder
-from compress.serve.repository.triton import PackageTriton
+from compress.serve.repository import PackageTriton
 from compress.serve.worker.wire import to_npz
 from tests.serve.served_here import sealed
 

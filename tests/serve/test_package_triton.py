@@ -24,10 +24,10 @@ from compress.export.openvino.stage import RUNTIME, ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
 from compress.profiling.batch_dependence import numpy_call
 from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
-from compress.serve.repository.kserve import PackageKServe
-from compress.serve.repository.triton import (
+from compress.serve.repository import (
     AUTO_COMPLETES,
     NOT_RUN,
+    PackageKServe,
     PackageTriton,
     TritonRepository,
     model_config,

@@ -1,4 +1,8 @@
-"""The `triton` artifact, a Triton model repository, and the stage `package_triton`."""
+"""Triton model repositories, and KServe's InferenceService for them: their artifacts and stages.
+
+These servers are not run here: files are written for the published schemas, and the gates run the
+packaged model in this process.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
@@ -42,6 +46,12 @@ NOT_RUN = (
 AUTO_COMPLETES = (
     "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
     "joins requests all the same"
+)
+REPOSITORY = "model_repository"
+"""Folder of the repository beside the InferenceService."""
+NOT_DEPLOYED = (
+    "neither KServe nor Triton was run: the gates measured the packaged file with the runtime of "
+    "this process"
 )
 DATA_TYPES = {
     "bool": "TYPE_BOOL",
@@ -78,7 +88,7 @@ class EnumName(str):
 
 
 def model_config(stage: PackageTriton, kind: str, interface: Interface, *, joins: bool) -> str:
-    """Write ``config.pbtxt``; StageFailed where Triton does not support a tensor's data type.
+    """Write ``config.pbtxt``.
 
     If axis 0 of every tensor is the batch, ``max_batch_size`` is set and the dimensions omit that
     axis; otherwise all dimensions are written and requests are not joined.
@@ -108,10 +118,7 @@ def model_config(stage: PackageTriton, kind: str, interface: Interface, *, joins
 
 
 def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> None:
-    """Raise ArtifactInvalid for a repository with more than one model, or entries of others.
-
-    Triton loads each model that it finds, and its Python backend the code beside it.
-    """
+    """Raise ArtifactInvalid for a second model, or foreign entries, whose code Triton runs."""
     known = backends().values()
     of_backends = {
         "backend": [one.backend for one in known],
@@ -341,3 +348,124 @@ def unchecked_ids(model: Artifact) -> list[str]:
         "the runtime answers with another row of the table, or ends"
         for name, count in rows.items()
     ]
+
+
+class KServeService(Artifact):
+    """``inference_service.yaml``, and the model repository to upload to its `storageUri`.
+
+    ``open`` runs the repository's model file in this process.
+    """
+
+    kind: ClassVar[str] = "kserve"
+    only_device: ClassVar[str] = "cpu"
+    payload: ClassVar[str] = "inference_service.yaml"
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size in bytes of the manifest and of the repository."""
+        return sum(file.bytes for file in self.manifest.files.values())
+
+    def check_files(self, hashed: Iterable[str] = ()) -> None:
+        """Check as every artifact's files are, and the entries of Triton's configuration."""
+        super().check_files(hashed)
+        within = [name.removeprefix(f"{REPOSITORY}/") for name in self.manifest.files]
+        within.remove(self.payload)
+        refuse_foreign_entries(self.path / REPOSITORY, within, str(self.fact("model_name")))
+
+    @opened_model
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Yield a predictor of the packaged file; nothing is deployed."""
+        name = self.fact("model_file")
+        if name not in self.manifest.files:
+            raise ArtifactInvalid(f"{self.path}: {name} is not a file of this artifact")
+        self.verify_cached()
+        with open_predictor(self, self.path / name, threads) as predict:
+            yield predict
+
+
+class PackageKServe(Stage[TritonRepository, KServeService]):
+    """Write the InferenceService that serves a model repository by the Open Inference Protocol.
+
+    After `package_triton`, for a Kubernetes cluster with KServe.
+
+        - {stage: package_kserve, storage_uri: "s3://models/resnet", cpu: "2", max_replicas: 4}
+    """
+
+    stage: Literal["package_kserve"] = "package_kserve"
+    storage_uri: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://\S+$")]
+    """Where the cluster finds the repository: `s3://bucket/folder`, `gs://…`, `pvc://claim/folder`.
+    Copying it there is yours to do."""
+    service_name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")] = "model"
+    """Name of the service, which becomes a part of its address."""
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] | None = None
+    """Kubernetes namespace; that of the command which applies the manifest, where left out."""
+    model_format: Literal["onnx", "pytorch", "triton"] | None = None
+    """KServe's name of the format, by which it finds a runtime; that of the file where left out."""
+    runtime: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")] = (
+        "kserve-tritonserver"
+    )
+    """Name of the serving runtime; it must take a model repository."""
+    cpu: Annotated[str, Field(pattern=r"^([0-9]+m|[0-9]+(\.[0-9]{1,3})?)$")] = "1"
+    """Processors, requested and at most: `2`, or thousandths such as `500m`."""
+    memory: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi|Ti|k|M|G|T)?$")] = "2Gi"
+    """Memory, requested and at most."""
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """Copies that are kept; 0 lets an idle service sleep, where KServe runs on Knative."""
+    max_replicas: Count = 1
+    """Copies that may run."""
+    gates: tuple[AnyGate, ...] = (LabelAgreement(minimum=1.0), Parity(atol=1e-4))
+    """Rules that the packaged file must satisfy; by default it answers as its input does."""
+
+    @model_validator(mode="after")
+    def _replicas_are_in_order(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas: {self.min_replicas} is more than max_replicas {self.max_replicas}"
+            )
+        return self
+
+    def run(self, model: TritonRepository, context: Context) -> KServeService:
+        """Copy the repository and write the manifest, reproducibly."""
+        import yaml
+
+        model.verify()
+        facts: dict[str, Any] = {
+            "model_name": model.model_name,
+            "model_file": f"{REPOSITORY}/{model.payload_name}",
+            "parameters": model.parameters(),
+            "macs": model.macs(),
+            "warnings": [NOT_DEPLOYED, *unchecked_ids(model)],
+            **inherited_facts(model),
+        }
+        with KServeService.atomic_write(
+            context.root, model.signature, lineage=self.lineage(model), facts=facts
+        ) as partial:
+            for name in model.manifest.files:
+                target = partial / REPOSITORY / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(model.path / name, target)
+            text = yaml.safe_dump(self._manifest(model), sort_keys=False)
+            (partial / KServeService.payload).write_text(text, encoding="utf-8")
+        logger.info("%s: %s", self.title, NOT_DEPLOYED)
+        return KServeService.from_directory(context.root)
+
+    def _manifest(self, model: TritonRepository) -> dict[str, Any]:
+        metadata = {"name": self.service_name}
+        if self.namespace:
+            metadata["namespace"] = self.namespace
+        own_format = backends()[kind_of(model.payload_path)].kserve_format
+        resources = {"cpu": self.cpu, "memory": self.memory}
+        model_spec = {
+            "modelFormat": {"name": self.model_format or own_format},
+            "protocolVersion": "v2",
+            "runtime": self.runtime,
+            "storageUri": self.storage_uri,
+            "resources": {"requests": resources, "limits": dict(resources)},
+        }
+        predictor = {"minReplicas": self.min_replicas, "maxReplicas": self.max_replicas}
+        return {
+            "apiVersion": "serving.kserve.io/v1beta1",
+            "kind": "InferenceService",
+            "metadata": metadata,
+            "spec": {"predictor": {**predictor, "model": model_spec}},
+        }
