@@ -86,6 +86,7 @@ class Evidence:
     """Current hashes of the imported model's checkpoint and code."""
     data: Splits | None
     missing: str = ""
+    """Why there is no data."""
 
 
 def prove_chain(proof: Proof, origin: Provenance, evidence: Evidence | None, where: str) -> Proof:
@@ -133,10 +134,8 @@ def prove_answers(
     max_rows = int(settings["max_rows"])
     with start_serving(mar, members, origin, max_rows) as (answer, served_by):
         probe = from_npz(members[PROBE])
-        inputs, outputs = (
-            [probe[each.name] for each in each_side]
-            for each_side in (origin.signature.inputs, origin.signature.outputs)
-        )
+        inputs = [probe[spec.name] for spec in origin.signature.inputs]
+        outputs = [probe[output.name] for output in origin.signature.outputs]
         replays = [compare_outputs("the recorded probe", [(inputs, outputs)], answer)]
         packaged = evidence.artifacts.get(origin.artifact.origin) if evidence else None
         if packaged is not None and evidence is not None and evidence.data is not None:

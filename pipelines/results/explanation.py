@@ -89,6 +89,7 @@ class TriedRepair(Settings):
     """Stage → settings that were changed before, to mend another refusal."""
     passed: bool
     verdicts: dict[str, tuple[Verdict, ...]] = {}
+    """Stage → what its gates found."""
     value: float | None = None
     """What the refused gate found; None where it was not measured."""
     latency_ms: float | None = None
@@ -129,7 +130,9 @@ class Explanation(Settings):
     put_back: str = "in float"
     """How these are then, in words."""
     layers: int = 0
+    """How many layers of the culprit could be put back."""
     samples: int = 0
+    """Samples of `val` that decided."""
     points: float | None = None
     """What the culprit loses on these samples; None where its metric is not finite."""
     sets: tuple[LayerSet, ...] = ()
@@ -147,6 +150,7 @@ class Explanation(Settings):
     unit: str = ""
     """Of these: `ms`, `bytes`, `weights` or `float MACs`."""
     causes: tuple[FoundCause, ...] = ()
+    """The likeliest first."""
     repairs: tuple[dict[str, JsonValue], ...] = ()
     """Changes of the culprit's settings that may mend it, in the order in which they are tried."""
     tried: tuple[TriedRepair, ...] = ()

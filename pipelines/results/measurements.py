@@ -113,6 +113,7 @@ class SpeedupReport(Settings):
     speedup: float | None
     """None where timings on a busy machine were too noisy, or there is nothing to compare with."""
     speedup_interval: Bounds | None
+    """95 % confidence interval."""
     speedup_reason: str = ""
     speedup_blocks: tuple[float, ...] = ()
     """Ratio of each block of consecutive calls; the speedup is their median."""
@@ -173,6 +174,7 @@ class Measurements(SpeedupReport):
     """The speedup over the baseline in the artifact's own runtime; None for packages, and in
     reports of older versions."""
     bytes_ratio: float
+    """The baseline's bytes divided by this artifact's."""
     peak_mebibytes: float | None = None
     """Peak memory of opening and calling the model, without the libraries' own; None where it could
     not be measured and in reports of older versions."""

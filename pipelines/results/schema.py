@@ -43,6 +43,7 @@ class ArtifactReport(Settings):
     file: str
     bytes: int
     sha256: str
+    """Of the file to deploy."""
     digest: str
     """Of the artifact's manifest, which holds the hash of every file."""
     facts: dict[str, JsonValue]
