@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from compress.serve.http.base_app import BaseApplication
+    from compress.serve.http.asgi_app import BaseApplication
     from compress.serve.http.options import Options
 
 logger = logging.getLogger(__name__)

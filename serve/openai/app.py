@@ -13,8 +13,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from compress.serve.http import base_app
-from compress.serve.http.base_app import BaseApplication, SharedState
+from compress.serve.http import asgi_app
+from compress.serve.http.asgi_app import BaseApplication, SharedState
 from compress.serve.http.helper_process import HelperProcess
 from compress.serve.http.messages import (
     UNSPECIFIED,
@@ -144,7 +144,7 @@ class OpenAIApplication(BaseApplication):
     async def _ask_model(
         self, scope: Message, headers: Headers, receive: Receive, send: Send
     ) -> None:
-        start, status = time.perf_counter(), base_app.CLIENT_CLOSED
+        start, status = time.perf_counter(), asgi_app.CLIENT_CLOSED
         try:
             status = await self._complete(scope, headers, receive, send)
         finally:
@@ -223,13 +223,13 @@ class OpenAIApplication(BaseApplication):
     async def _read(
         self, is_chat: bool, headers: Headers, receive: Receive, deadline: float
     ) -> GenerationRequest:
-        state, late = self.state, base_app.NO_MEMORY
+        state, late = self.state, asgi_app.NO_MEMORY
         size = state.body_size(headers)
         try:
             async with asyncio.timeout_at(deadline), state.reserved(size):
-                late = base_app.NOT_RECEIVED
+                late = asgi_app.NOT_RECEIVED
                 content = await state.read_body(receive)
-                late = base_app.NOT_READ
+                late = asgi_app.NOT_READ
                 found = content_type_of(headers)
                 if found not in (JSON, *UNSPECIFIED) or "content-encoding" in headers:
                     message = f"found the Content-Type {abbreviated(found)}, expected {JSON}"
@@ -245,7 +245,7 @@ class OpenAIApplication(BaseApplication):
             async with asyncio.timeout_at(deadline):
                 return await anext(parts)
         except TimeoutError:
-            raise self.state.late_error(base_app.NOT_ANSWERED) from None
+            raise self.state.late_error(asgi_app.NOT_ANSWERED) from None
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self.state.limits.seconds

@@ -24,9 +24,8 @@ from compress.export.genai.runtime import (
     open_folder,
 )
 from compress.export.genai.text import TOKENIZERS, TextStream
-from compress.serve.http.base_app import SMALL_BYTES
 from compress.serve.http.dynamic_batcher import WorkerThreads
-from compress.serve.http.helper_process import WRITING
+from compress.serve.http.helper_process import SMALL_BYTES, WRITING
 from compress.serve.http.options import Limits
 
 if TYPE_CHECKING:

@@ -198,7 +198,7 @@ def archive_members(
     probe: Probe,
     history: History | None,
 ) -> dict[str, bytes | Path]:
-    """Return an archive's content by member name; `served` is `model`, or the graph of an eager one."""
+    """Return an archive's content by member name: of `model`, or of its traced graph `served`."""
     import yaml
 
     from compress.serve.worker.wire import to_npz
