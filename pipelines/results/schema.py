@@ -201,7 +201,8 @@ class Report(Settings):
 
 def remove_report(out: Path) -> None:
     """Remove the report of an earlier run, so that a killed run does not seem to have passed."""
-    for name in (REPORT, REPORT_PAGE, LOCK):  # without the report, no other one is believed
+    # In this order: without the report, no other one is believed.
+    for name in (REPORT, REPORT_PAGE, LOCK):
         (out / name).unlink(missing_ok=True)
 
 

@@ -259,6 +259,7 @@ def _entrypoint(folder: Path, artifact: Artifact) -> list[str]:
 
 
 def _make_readable(folder: Path) -> int:
+    """Let every user read a folder, as an image's user must; return its size in bytes."""
     size = 0
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)

@@ -159,7 +159,7 @@ class RecordedMeasurements(Settings):
         return here.why_not_joined if here.depends else ""
 
     def served_forms(self, artifact: Artifact) -> tuple[RequestForms, list[str]]:
-        """Return the images, texts and class names that a server takes, and notes for its user."""
+        """Return the forms that a server takes, no images unlike those of `val`, and notes for users."""
         forms, notes = forms_of(artifact), []
         measured = {each.form: each for each in self.preparation}
         taken = [name for name, form in (("image", forms.image), ("text", forms.text)) if form]
