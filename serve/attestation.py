@@ -32,8 +32,7 @@ MODEL_SIGNATURE = "https://model_signing/signature/v1.0"
 """Predicates: how a file was made, and which files a model has."""
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-MAX_BYTES = 2**24
-"""Largest attestation that is read; ours have some kilobytes."""
+MAX_BYTES = 2**24  # largest attestation that is read; ours have some kilobytes
 FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":,;()]+/)+")
 """The folders of an absolute path in a text; not the slashes of URLs and of relative paths."""
 MAKE_KEY = "`openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out key.pem`"

@@ -47,8 +47,7 @@ AUTO_COMPLETES = (
     "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
     "joins requests all the same"
 )
-REPOSITORY = "model_repository"
-"""Folder of the repository beside the InferenceService."""
+REPOSITORY = "model_repository"  # folder of the repository beside the InferenceService
 NOT_DEPLOYED = (
     "neither KServe nor Triton was run: the gates measured the packaged file with the runtime of "
     "this process"

@@ -45,8 +45,7 @@ NO_TLS = (
 )
 MAX_JSON_VALUES = 1024
 """More values are sent as raw bytes, to keep the command short enough to read."""
-EXAMPLE_LENGTH = 8
-"""Size of named axes other than the batch, within their bounds."""
+EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 
 @dataclass(frozen=True)

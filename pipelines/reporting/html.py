@@ -26,18 +26,15 @@ if TYPE_CHECKING:
 
     from compress.pipelines.reporting.stage_rows import StageRow
 
-SHOWN_ELSEWHERE = ("history",)
-"""Facts that the page already shows in a plot and a table."""
+SHOWN_ELSEWHERE = ("history",)  # facts that the page already shows in a plot and a table
 MODEL_KEYS = ("huggingface", "timm", "factory", "file")
 """Settings of `model`, of which the first that is given says what was compressed."""
 MAX_CHARACTERS = 40_000
 """Characters of facts and settings on the page; for more, the page names the JSON file."""
-MAX_SIZE_ROWS, MAX_SENSITIVITY_ROWS = 15, 12
-"""Rows of the size table and of each sensitivity table."""
+MAX_SIZE_ROWS, MAX_SENSITIVITY_ROWS = 15, 12  # rows of the size table and of each sensitivity table
 MAX_COLUMNS, MAX_TABLES = 6, 6
 """Most stages in the size table, and most sensitivity tables on the page."""
-STRIP_WIDTH = 180
-"""Width of a strip, in units of its SVG view box."""
+STRIP_WIDTH = 180  # width of a strip, in units of its SVG view box
 MAX_DRAWN_TRAININGS = 12
 """Most trainings with plots, to keep the page small; the table lists all of them."""
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from compress.pipelines.results.schema import Report, StageReport
 
 StageOutcome: TypeAlias = "StageReport | FailureReport | SkippedReport"
-SHOWN_FIRST = 5
-"""Most deployable artifacts named at the top of the page."""
+SHOWN_FIRST = 5  # most deployable artifacts named at the top of the page
 NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
 """Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""
 NOT_SERVED = ("executorch", "tensorrt", "genai", "compressed-tensors", "gguf")
@@ -73,7 +72,7 @@ class ParetoFronts:
 
 
 def build_rows(report: Report) -> list[StageRow]:
-    """Build a row for each stage in pipeline order, after the imported model as the baseline."""
+    """Build a row for each stage in pipeline order; the imported model is first if the baseline."""
     rows = []
     if report.baseline and report.baseline_name == SOURCE:
         rows.append(StageRow(0, SOURCE, SOURCE, "–", "measured", measured=report.baseline))

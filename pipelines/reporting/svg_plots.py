@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 
 LEFT, RIGHT, TOP = 60, 390, 26
 """Edges of a plot in view-box units; few units across, so that text stays readable on a phone."""
-FLOOR, LOW_FLOOR = 254, 144
-"""Lower edge of a scatter plot, and of a line plot."""
+FLOOR, LOW_FLOOR = 254, 144  # lower edge of a scatter plot, and of a line plot
 LABEL_MARGIN = 30
 LOG_FROM_RATIO = 5.0
 """An axis of sizes or times is logarithmic if its ends differ by this factor or more."""
-CHARACTER_WIDTH = 7.0
-"""Estimated width of a label's character, in view-box units."""
+CHARACTER_WIDTH = 7.0  # estimated width of a label's character, in view-box units
 MAX_DRAWN_POINTS = 100
 """Most points of a line: more cannot be distinguished at this size and bloat the page."""
 
@@ -240,19 +238,9 @@ def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
         wide = len(text) * CHARACTER_WIDTH
         # Right of the mark, above it, left of it, below it.
         for left, base in ((7, 4), (-wide / 2, -8), (-wide - 7, 4), (-wide / 2, 17)):
-            box = (x + left, y + base - 10, x + left + wide, y + base + 1)
-            fits = box[0] >= LEFT and box[2] <= RIGHT + LABEL_MARGIN
-            if (
-                fits
-                and TOP - 12 <= box[1] <= FLOOR - 9
-                and not any(
-                    box[0] < other[2]
-                    and other[0] < box[2]
-                    and box[1] < other[3]
-                    and other[1] < box[3]
-                    for other in taken
-                )
-            ):
-                taken.append(box)
+            x0, y0, x1, y1 = x + left, y + base - 10, x + left + wide, y + base + 1
+            fits = x0 >= LEFT and x1 <= RIGHT + LABEL_MARGIN and TOP - 12 <= y0 <= FLOOR - 9
+            if fits and not any(x0 < c and a < x1 and y0 < d and b < y1 for a, b, c, d in taken):
+                taken.append((x0, y0, x1, y1))
                 yield Label(round(x + left, 1), round(y + base, 1), text)
                 break

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from compress.pipelines.results.measurements import Measurements, SpeedupReport
     from compress.pipelines.results.schema import Report
 
-VS_EAGER = "vs eager"
-"""Speedup over the baseline as it is, and not in the artifact's own runtime."""
+VS_EAGER = "vs eager"  # speedup over the baseline as it is, and not in the artifact's own runtime
 COLUMNS = {
     "metric": 0,
     "drop (95 %)": 7,

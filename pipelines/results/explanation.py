@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from compress.pipelines.results.schema import Report
 
 EXPLANATION_FILE = "explain.json"
-MAX_COSTS_SHOWN = 6
-"""Modules whose cost is shown in the text; the file has all."""
-FLOAT_MACS = "float MACs"
-"""Unit of what float kernels multiply, of which a share of all is shown."""
-MIN_COST_SHOWN = 0.01
-"""Share of the whole that is shown."""
+MAX_COSTS_SHOWN = 6  # modules whose cost is shown in the text; the file has all
+FLOAT_MACS = "float MACs"  # unit of what float kernels multiply, of which a share of all is shown
+MIN_COST_SHOWN = 0.01  # share of the whole that is shown
 NAMED_IF_REMOVED = ("calibration_samples", "learning_rate", "temperature", "soft_weight")
 """Settings whose removal is said in the line of a repair; others only make room."""
 

@@ -33,8 +33,7 @@ NOT_MEASURED = "not measured: "
 
 
 JUDGED_QUICKLY = f"{NOT_MEASURED}the run judges quickly"
-QUICK_SECONDS = 0.1
-"""For which a latency is measured in a run that judges quickly."""
+QUICK_SECONDS = 0.1  # for which a latency is measured in a run that judges quickly
 
 
 class Drop(Settings):

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     Headers = Mapping[str, str]
 
 DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
-REQUEST_BYTES = 4 * 1024**2
-"""Larger requests are split: TorchServe accepts 6.5 MB by default."""
+REQUEST_BYTES = 4 * 1024**2  # larger requests are split: TorchServe accepts 6.5 MB by default
 
 
 @dataclass(frozen=True)

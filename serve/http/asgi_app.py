@@ -62,8 +62,7 @@ LARGE_BODIES = 2
 socket buffers."""
 SMALL_BYTES = 64 * 1024
 """Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
-TRIM_SECONDS = 0.1
-"""Time until the request of a large body has ended."""
+TRIM_SECONDS = 0.1  # time until the request of a large body has ended
 NO_MEMORY = 503, "other large bodies left no memory for this one"
 NOT_RECEIVED = 408, "the body was not received"
 NOT_READ = 504, "the request was not read"
@@ -153,8 +152,7 @@ class SharedState:
         self.limits = limits
         self.workers = workers
         self.metrics = Metrics(name, lambda: workers.depth)
-        self.in_progress = 0
-        """Requests to the model, from reading the body to sending the response."""
+        self.in_progress = 0  # requests to the model, from reading the body to sending the response
         # Python switches back to the event loop every few milliseconds while this thread computes.
         self._thread = ThreadPoolExecutor(1)
         self._large_bodies = ByteSemaphore(LARGE_BODIES * limits.body_bytes)

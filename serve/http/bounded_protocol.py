@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from compress.serve.http.asgi_app import WholeRequest
     from compress.serve.http.messages import Response
 
-HEAD_SECONDS = 10.0
-"""Time limit for a request's head, and for the silence of a new connection."""
+HEAD_SECONDS = 10.0  # time limit for a request's head, and for the silence of a new connection
 HEAD_BYTES = 64 * 1024
 """Largest request head; also the most bytes between two parts of a chunked body (chunk extensions)
 and after its last one (trailers)."""
@@ -42,8 +41,7 @@ BODY_READ_BYTES = 64 * 1024
 CHUNKED_STEP_BYTES = 1024
 """Bytes of a chunked body that are parsed at once. Where it ends is known only after parsing, so
 that small requests behind it in the same step are parsed too: 56 of them at most fit in here."""
-STALL_SECONDS = 10.0
-"""A client that reads nothing of its response for so long is disconnected."""
+STALL_SECONDS = 10.0  # a client that reads nothing of its response for so long is disconnected
 LINGER_SECONDS = 2.0
 LINGERING_BYTES = 1024**2
 """Bytes that are still read after a connection's last response; see `LingeringTransport`."""
@@ -60,8 +58,7 @@ MAX_CONNECTIONS = 4096
 GRACE_SECONDS = 1.0
 """Time for a new connection to send its request: many are accepted at once, and the one with a
 request may be the first of them."""
-OTHER_FILES = 128
-"""File descriptors reserved for everything but connections."""
+OTHER_FILES = 128  # file descriptors reserved for everything but connections
 
 
 class HoldableFlowControl(FlowControl):

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import Call
     from compress.serve.worker.tensors import Array
 
-CLOSE_SECONDS = 5.0
-"""Time limit for all threads to end."""
+CLOSE_SECONDS = 5.0  # time limit for all threads to end
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +40,7 @@ class WorkerThreads:
 
     def __init__(self, workers: int, jobs: queue.SimpleQueue[Any] | queue.Queue[Any]) -> None:
         """Start the threads, inside a running event loop; each runs :meth:`_work` on a queue."""
-        self.depth = 0
-        """Requests that wait or are being answered."""
+        self.depth = 0  # requests that wait or are being answered
         self._call_start: dict[int, float] = {}
         """Start time of the call that each busy thread is in, by thread id."""
         self._loop = asyncio.get_running_loop()

@@ -38,10 +38,8 @@ LOAD_SECONDS, LOAD_MIB = 60.0, 2048
 hundreds of MiB."""
 SMALL_BYTES = 64 * 1024
 """Bodies above this wait for each other first, so that small ones wait for one of them at most."""
-CALLS_PER_LIMIT = 3
-"""So many calls fit into the time limit of a request: others wait meanwhile."""
-BASE_MIB = 8
-"""Memory that a call may take in addition to what the largest right request needs."""
+CALLS_PER_LIMIT = 3  # so many calls fit into the time limit of a request: others wait meanwhile
+BASE_MIB = 8  # memory that a call may take in addition to what the largest right request needs
 READING, WRITING = "r", "w"
 """Lanes, of one letter: an answer that is written never waits for requests that are read."""
 LANES = {READING: ("request", "read"), WRITING: ("answer", "written as text")}

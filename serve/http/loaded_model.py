@@ -40,8 +40,7 @@ RUNTIMES = {
     if exporter.runtime.torch_free_package
 }
 """Packages that run a kind of artifact without torch."""
-WARM_CALLS = 3
-"""TorchScript profiles its first calls and compiles after them."""
+WARM_CALLS = 3  # TorchScript profiles its first calls and compiles after them
 
 
 @dataclass(frozen=True)

@@ -40,16 +40,13 @@ PART_BYTES = 256 * 1024
 """Bodies are sent in parts of this size, each once the client has read most of the one before."""
 UNSPECIFIED = ("", "application/x-www-form-urlencoded")
 """The Content-Type of bodies where none is given, and curl's -d."""
-BODY_COPIES = 3
-"""A body, and a text that it holds, of two bytes for each character."""
+BODY_COPIES = 3  # a body, and a text that it holds, of two bytes for each character
 TOKEN_BYTES = 2048
 """Memory of a token while a text is tokenized that has more of them, and of the text."""
 PIXEL_BYTES = 10
 """Memory of a pixel: Pillow takes 4 bytes for each, twice while it converts an image."""
-LONGEST_TEXT = 512
-"""Tokens of a text, on average, of a model that takes any number."""
-EXTRA_COMMAS = 1024
-"""Commas of a JSON request besides those between numbers, at most."""
+LONGEST_TEXT = 512  # tokens of a text, on average, of a model that takes any number
+EXTRA_COMMAS = 1024  # commas of a JSON request besides those between numbers, at most
 
 
 @dataclass

@@ -24,8 +24,7 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Folder of each process's counters, from which all can be summed; prometheus_client reads the
 variable at import."""
 POLL_SECONDS = 0.05
-KILL_SECONDS = 10.0
-"""Time for a process to cancel its requests, and to end its threads."""
+KILL_SECONDS = 10.0  # time for a process to cancel its requests, and to end its threads
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 

@@ -31,13 +31,10 @@ REQUIREMENTS = tuple(
 
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
-SILENT_SECONDS = 10
-"""How long the kernel keeps new connections on which nothing was sent."""
+SILENT_SECONDS = 10  # how long the kernel keeps new connections on which nothing was sent
 KEEP_ALIVE_SECONDS = 75
-CANCEL_SECONDS = 1
-"""Time limit of the requests that a stopping server has cancelled."""
-BACKLOG = 4096
-"""Most connections that wait in the kernel to be accepted."""
+CANCEL_SECONDS = 1  # time limit of the requests that a stopping server has cancelled
+BACKLOG = 4096  # most connections that wait in the kernel to be accepted
 
 
 def refuse_missing() -> None:

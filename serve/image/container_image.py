@@ -44,16 +44,14 @@ if TYPE_CHECKING:
     Attest = Callable[[Path], object]
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
-LONGEST_PIP = 1800
-"""Seconds for all packages, of which a runtime may have hundreds of MB."""
+LONGEST_PIP = 1800  # seconds for all packages, of which a runtime may have hundreds of MB
 SERVING = (
     *("httptools", "lazy_loader", "numpy", "prometheus-client", "pydantic"),
     *("pyyaml", "rich", "typer", "uvicorn", "uvloop"),
 )
 """What `compress serve` and `compress verify` import besides the model's runtime; no torch."""
 logger = logging.getLogger(__name__)
-HOME = "/opt/compress"
-"""Folder of the model and the server in an image."""
+HOME = "/opt/compress"  # folder of the model and the server in an image
 USER = "10001:10001"
 """Without a name in /etc/passwd; Kubernetes' `runAsNonRoot` accepts numbers alone."""
 PORT = 8080
@@ -84,18 +82,15 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=60s CMD {health}
 ENTRYPOINT {entrypoint}
 """
 DOCKERIGNORE = "*\n!app\n!model\n!*.json\n!*.npz\n!requirements.txt\n"
-PACKAGE = Path(__file__).parents[2]
-"""Folder of this toolkit, in a checkout or in site-packages."""
+PACKAGE = Path(__file__).parents[2]  # folder of this toolkit, in a checkout or in site-packages
 MEDIA = "application/vnd.oci.image."
 INDEX, MANIFEST_TYPE, CONFIG = (
     f"{MEDIA}{kind}.v1+json" for kind in ("index", "manifest", "config")
 )
 LAYER = f"{MEDIA}layer.v1.tar+gzip"
 READ_LAYERS = (LAYER, f"{MEDIA}layer.v1.tar")
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""OCI's names, which are Go's, by Python's."""
-LARGEST_JSON = 2**22
-"""Bytes of a manifest that registries must accept."""
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}  # OCI's names, which are Go's, by Python's
+LARGEST_JSON = 2**22  # bytes of a manifest that registries must accept
 MOST_UNPACKED, MOST_RATIO = 2**30, 50
 """Bytes that a layer may unpack to, and more for each byte that it has: gzip makes a thousandth of
 zeros, and a tenth of texts."""

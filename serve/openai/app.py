@@ -44,8 +44,7 @@ EVENT_STREAM = {
     "x-accel-buffering": "no",  # nginx passes events on at once
 }
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
-TOKEN_BYTES = 768
-"""Memory of a token of the longest prompt while it is read."""
+TOKEN_BYTES = 768  # memory of a token of the longest prompt while it is read
 STOPPING = "the server stops, before the answer was complete; ask again"
 
 

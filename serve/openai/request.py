@@ -41,16 +41,14 @@ EXPECTED = {
     "content": "a text, or a list of parts such as {type: text, text: ...}",
 }
 
-NAME_CHARACTERS = 64
-"""Most characters of a client's name of a setting in a message."""
+NAME_CHARACTERS = 64  # most characters of a client's name of a setting in a message
 
 # fail_fast: an error for each of a million items would take more memory than the body.
 Text = Annotated[str, Field(max_length=256, min_length=1)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Item = TypeVar("Item")
 One = Annotated[list[Item], Field(min_length=1, max_length=1, fail_fast=True)]
-COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion where none is given, as OpenAI has it."""
+COMPLETION_TOKENS = 16  # `max_tokens` of a completion where none is given, as OpenAI has it
 TOO_LONG = "context_length_exceeded"
 UNKNOWN_MODEL = 404
 LEAST = 1e-6

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from compress.serve.packaging.request_forms import RequestForms
     from compress.serve.worker.tensors import Array
 
-ANY = -1
-"""Size of an axis that varies."""
+ANY = -1  # size of an axis that varies
 PROBE_SIZES = (2, 3)
 """Rows of the two calls; other named axes are EXTRA_LENGTH longer, to differ from the rows."""
 EXTRA_LENGTH = 6
@@ -159,7 +158,7 @@ class RecordedMeasurements(Settings):
         return here.why_not_joined if here.depends else ""
 
     def served_forms(self, artifact: Artifact) -> tuple[RequestForms, list[str]]:
-        """Return the forms that a server takes, no images unlike those of `val`, and notes for users."""
+        """Return what a server takes (no images unlike those of `val`), and notes for its user."""
         forms, notes = forms_of(artifact), []
         measured = {each.form: each for each in self.preparation}
         taken = [name for name, form in (("image", forms.image), ("text", forms.text)) if form]

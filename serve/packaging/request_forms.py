@@ -39,8 +39,7 @@ WITHOUT_EFFECT = ("do_convert_rgb", "do_reduce_labels")
 """Steps that change no answer: every image is read in the model's channels."""
 RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Pillow's filters by their numbers."""
-TOP_LABELS = 5
-"""How many labels of each row are answered where no setting says."""
+TOP_LABELS = 5  # how many labels of each row are answered where no setting says
 
 
 class ImageInput(Settings):

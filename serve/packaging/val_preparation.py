@@ -30,20 +30,16 @@ if TYPE_CHECKING:
     Inputs = list[Array]  # one sample's, in the signature's order, without the batch axis
     Tokens = list[tuple[int, int, int]]
 
-ASKED = 16
-"""Samples whose raw form is prepared, spread over `val`."""
+ASKED = 16  # samples whose raw form is prepared, spread over `val`
 LIKE = 0.5
 """Correlation with a sample's pixels, or share of its ids, from which a column is its raw form."""
-ROUNDINGS = 8
-"""Roundings of the input's type by which scaled pixels may differ."""
+ROUNDINGS = 8  # roundings of the input's type by which scaled pixels may differ
 MOST_LEVELS = 12.0
 """Mean difference, of 255 grey levels, up to which images are still served, with a warning. In two
 photographs (scikit-learn's) another filter makes 1 to 9, exchanged channels 19 and 53, squashing
 for cropping 41 and 45, another usual mean and std 89."""
-SAMPLES = 128
-"""Samples of `val` without raw forms, spread over it."""
-OUTSIDE = 0.1
-"""Share of the range of images by which samples may leave it: cubic filters overshoot."""
+SAMPLES = 128  # samples of `val` without raw forms, spread over it
+OUTSIDE = 0.1  # share of the range of images by which samples may leave it: cubic filters overshoot
 LEAST_COVERED, USUALLY_COVERED = 0.25, 0.75
 """Shares of the range that black to white pixels become: samples that cover less were certainly, or
 perhaps, prepared in another way."""

@@ -41,19 +41,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KILL_SECONDS = 1.0
-"""How long killed processes may take to disappear."""
+KILL_SECONDS = 1.0  # how long killed processes may take to disappear
 POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300
 STARTUP_FAILURES = ("Retry worker:", "Load model failed", "Failed to load model")
 """Lines of the server's log when a worker did not become ready."""
 WORKER_DIED = "Backend worker process died."
-WORKER_LOG_SECONDS = 15
-"""How long to wait for a dead worker's error in the log."""
-MAX_BYTES = 256 * 1024**2
-"""Largest request and response; a larger response would kill the worker."""
-HANDLER_SECONDS = 120.0
-"""Time limit of loading a handler's model, and of one response."""
+WORKER_LOG_SECONDS = 15  # how long to wait for a dead worker's error in the log
+MAX_BYTES = 256 * 1024**2  # largest request and response; a larger response would kill the worker
+HANDLER_SECONDS = 120.0  # time limit of loading a handler's model, and of one response
 LOGGING = """\
 <Configuration>
   <Appenders>

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STARTUP_SECONDS = 120
-"""Time limit of a worker's start."""
+STARTUP_SECONDS = 120  # time limit of a worker's start
 
 Servable = OnnxModel | OpenVINOModel | TorchScriptModel | AotModel | GraphModel | EagerModel
 

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
     Requests = dict[int, list[Array]]
 
-WARMUP_RUNS = 3
-"""TorchScript profiles its first runs and compiles after them."""
+WARMUP_RUNS = 3  # TorchScript profiles its first runs and compiles after them
 
 
 class PackagedModel:

@@ -23,20 +23,14 @@ if TYPE_CHECKING:
     Named = Mapping[str, Any]  # a JSON object, or values by name
     Specs = Sequence[Named]  # "name", "dtype", "shape" … of each input
 
-UNREADABLE = 400
-"""The body, or a tensor in it, does not match the signature."""
-NOT_ACCEPTABLE = 406
-"""The response format that the client accepts cannot represent the outputs."""
+UNREADABLE = 400  # the body, or a tensor in it, does not match the signature
+NOT_ACCEPTABLE = 406  # the response format that the client accepts cannot represent the outputs
 TOO_LARGE = 413
-UNKNOWN_FORM = 415
-"""Unsupported Content-Type or Content-Encoding."""
-UNANSWERABLE = 422
-"""The model fails for these values, or outputs NaN."""
-BROKEN = 500
-"""The model fails for every input."""
+UNKNOWN_FORM = 415  # unsupported Content-Type or Content-Encoding
+UNANSWERABLE = 422  # the model fails for these values, or outputs NaN
+BROKEN = 500  # the model fails for every input
 
-SHOWN_CHARACTERS = 160
-"""Most characters of a client's value in a message."""
+SHOWN_CHARACTERS = 160  # most characters of a client's value in a message
 BRIEF = reprlib.Repr()
 BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxdict = 8
 BRIEF.maxstring = BRIEF.maxother = BRIEF.maxlong = 60

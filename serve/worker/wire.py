@@ -69,8 +69,7 @@ DATATYPES = {
     },
     **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
 }
-TEXT_DATATYPE = "BYTES"
-"""The protocol's datatype of strings."""
+TEXT_DATATYPE = "BYTES"  # the protocol's datatype of strings
 JSON_CHUNK = 1 << 16
 """Numbers per call of `json.dumps`: about 20 ms, during which no other thread runs."""
 LABELS = ("labels", "probabilities")
@@ -80,18 +79,14 @@ MEMBER_BYTES = 512
 """Allowed per array in a zip's central directory: 46 bytes, its name, and extra fields."""
 END_OF_ZIP = struct.Struct("<4s4H2LH")
 RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "image/jpeg")
-TENSORS = (NPY, NPZ, RAW)
-"""Bodies of bytes that hold nothing but tensors."""
+TENSORS = (NPY, NPZ, RAW)  # bodies of bytes that hold nothing but tensors
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_PIXELS = 64_000_000
-"""Largest decoded image: a small file can decompress to any size."""
-MOST_TOKENS_OF_CHARACTER = 4
-"""Usually: of the bytes of an emoji."""
+MAX_PIXELS = 64_000_000  # largest decoded image: a small file can decompress to any size
+MOST_TOKENS_OF_CHARACTER = 4  # usually: of the bytes of an emoji
 SPARE_TOKENS = 256
 """Tokens at the end of a text's part that may be others than in the text. A word of WordPiece is
 one unknown token if it has more than 100 characters, and up to 100 tokens if not."""
-DEEP_MODES = ("I", "F")
-"""First letters of Pillow's modes with more than 8 bits per channel."""
+DEEP_MODES = ("I", "F")  # first letters of Pillow's modes with more than 8 bits per channel
 
 
 def is_protocol(value: Any) -> bool:
