@@ -225,8 +225,7 @@ class DeadlineConnection(http.client.HTTPConnection):
 class DeadlineSocket(socket.socket):
     """A socket with a deadline, so that a server cannot stall its client byte by byte."""
 
-    deadline = 0.0
-    """On the clock of ``time.monotonic``, seconds."""
+    deadline = 0.0  # on the clock of ``time.monotonic``, seconds
 
     def recv_into(self, *args: object) -> int:
         """Read within the time that is left; TimeoutError where none is."""

@@ -167,17 +167,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _whole_request: WholeRequest | None = None
     """The request in progress, if it is answered without a task."""
     _asgi_task: asyncio.Task[None] | None = None
-    _running_cycle: RequestResponseCycle | None = None
-    """The request in progress, and its response."""
-    _unparsed = b""
-    """Bytes received behind the request in progress, READ_BYTES at most."""
+    _running_cycle: RequestResponseCycle | None = None  # the request in progress, and its response
+    _unparsed = b""  # bytes received behind the request in progress, READ_BYTES at most
     _in_head = False
     _in_body = False
     _chunked = False
     _body_bytes_left = 0
     """Bytes of the body still to come; 0 for a chunked body, whose length is unknown."""
-    _overhead_bytes = 0
-    """Bytes parsed since the head began, or since the last body data."""
+    _overhead_bytes = 0  # bytes parsed since the head began, or since the last body data
     _discarded_bytes = 0
     _offers_upgrade = False
     _lingering = False

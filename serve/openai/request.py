@@ -72,8 +72,7 @@ class Strict(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
     unsupported: ClassVar[dict[str, Values]] = {}
     """Settings of the interface that nothing here does, and their values that ask for nothing."""
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    """Settings that do not change an answer."""
+    ignored: ClassVar[frozenset[str]] = frozenset()  # settings that do not change an answer
 
     @model_validator(mode="before")
     @classmethod
