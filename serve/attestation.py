@@ -1,8 +1,4 @@
-"""Write, sign and read attestations of an artifact's files.
-
-Two kinds, both in-toto Statements v1 in DSSE v1 envelopes: SLSA provenance v1, and the model
-signature of OpenSSF, whose envelope lies in a Sigstore bundle. Envelopes are securesystemslib's.
-"""
+"""in-toto Statements of an artifact's files in DSSE envelopes: provenance, model signatures."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Triton model repositories, and KServe's InferenceService for them: their artifacts and stages.
-
-These servers are not run here: files are written for the published schemas, and the gates run the
-packaged model in this process.
-"""
+"""Triton model repositories, and KServe's InferenceService for them: artifacts and stages."""
 
 from __future__ import annotations
 

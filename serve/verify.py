@@ -1,7 +1,4 @@
-"""Verify an artifact: every hash, its origin, and for a ``.mar`` its served outputs.
-
-The chain of an archive's artifacts is verified back to the source.
-"""
+"""Verify an artifact: every hash, its origin, and for a ``.mar`` its chain and served outputs."""
 
 from __future__ import annotations
 

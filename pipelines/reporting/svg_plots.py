@@ -1,7 +1,4 @@
-"""Layout of scatter and line plots: coordinates of marks, lines and ticks for ``plots.html.jinja``.
-
-Without a plotting library: two kinds of plots as inline SVG keep the page free of scripts.
-"""
+"""Layout of plots as inline SVG, which keeps the page free of scripts, for ``plots.html.jinja``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""HTTP client of a served model: numpy arrays in, numpy arrays out.
-
-Its wire formats are npz and the Open Inference Protocol; all but JSON are lossless.
-"""
+"""HTTP client of a served model: npz or the Open Inference Protocol; all but JSON are lossless."""
 
 from __future__ import annotations
 

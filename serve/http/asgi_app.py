@@ -1,7 +1,5 @@
 """The ASGI applications of the built-in server: what all do, and the Open Inference Protocol v2.
 
-A request is decoded, the model called, its outputs checked and encoded.
-
 It is plain ASGI: a web framework around these few paths took longer than a small model's inference.
 """
 

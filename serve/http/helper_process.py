@@ -1,9 +1,7 @@
-"""A process with limits of time and memory, for what the files of an artifact compute.
+"""A process with limits of time and memory for tokenizers, chat templates and images.
 
-A tokenizer, a chat template or an image may take any time and memory, in native code that no signal
-interrupts. So the server runs them in a process of their own. That is a fork of one which has
-loaded the files and reads no request: when a call is ended with its process, another fork takes a
-few milliseconds.
+They may take any time and memory, in native code that no signal interrupts. The process is a fork
+of one which has loaded the files and reads no request: another fork takes a few milliseconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Write images that serve an artifact: a folder for `docker build`, or an OCI layout.
-
-What serving without torch needs is pinned to the installed versions and hashes of their wheels. The
-layout, written without Docker, is that of the OCI image specification v1.
-"""
+"""Write images that serve an artifact: a folder for `docker build`, or an OCI layout (v1)."""
 
 from __future__ import annotations
 

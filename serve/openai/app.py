@@ -1,7 +1,4 @@
-"""OpenAI's `/v1/completions` and `/v1/chat/completions` as an ASGI application.
-
-Answers are whole completions, the chunks of a stream, or errors, in OpenAI's format.
-"""
+"""OpenAI's `/v1/completions` and `/v1/chat/completions` as an ASGI application."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Open a folder of `export_genai` for the server, after it has generated its proof again.
-
-Worker threads generate one answer each, token by token, until its client has gone.
-"""
+"""Open a folder of `export_genai` for the server, and generate answers in threads, by token."""
 
 from __future__ import annotations
 

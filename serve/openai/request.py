@@ -1,8 +1,4 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`: what is read, and what is refused.
-
-Chat templates and tokenizers turn a body into what is generated: prompt tokens, number of tokens,
-sampling. That runs in the helper process, as they may take any time and memory.
-"""
+"""Bodies of `/v1/completions` and `/v1/chat/completions`, read in the helper process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""How servers call a model: its tensors, found by calling it, and what was measured of it on `val`.
-
-Packaging stages measure a probe, preprocessing and the influence of rows; `compress serve`, which
-has no data, uses what a run's report says.
-"""
+"""How servers call a model: its tensors, by calling it, and what was measured of it on `val`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The provenance record of a TorchServe archive, and its model card.
-
-The record holds the artifact, its lineage and the members' hashes; MODEL_CARD.md says what was
-recorded and measured of the model, and what was not.
-"""
+"""The provenance record of a TorchServe archive, and its model card."""
 
 from __future__ import annotations
 

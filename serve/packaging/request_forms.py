@@ -1,8 +1,4 @@
-"""What a server takes and answers beside tensors, as an artifact's carried files say it.
-
-A model from a Hugging Face folder carries its tokenizer, its image preprocessing and the names of
-its classes; the built-in server and TorchServe's handler preprocess with the same code.
-"""
+"""What a server takes and answers beside tensors, as an artifact's Hugging Face files say it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Compare what a server prepares of a client's images and texts with the samples of `val`.
 
-The model was validated on `val`; a mean, scale or tokenizer of another model gives it other numbers
-when it is served, and no answer shows that. Where the dataset holds the images and texts that its
-samples were made of, a few are prepared as those of a request are, and each number is compared.
-Elsewhere only ranges of pixels, and ids that are written as texts, can be.
+A mean, scale or tokenizer of another model gives a model other numbers than it was validated on,
+and no answer shows that. Where the dataset holds the images and texts that its samples were made
+of, a few are prepared as a request's are; elsewhere only ranges, and ids as texts, are compared.
 """
 
 from __future__ import annotations

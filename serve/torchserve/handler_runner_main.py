@@ -1,7 +1,7 @@
 """Script that runs an unpacked archive's handler without TorchServe; it imports nothing of ours.
 
-It reads npz requests from standard input and writes responses to standard output. Each starts with
-its length, 8 bytes big-endian; in a response, 8 bytes of HTTP status follow.
+Requests and responses start with their length, 8 bytes big-endian; in responses, 8 of HTTP status
+follow.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Read and write ``.mar`` files: zip archives that TorchServe unpacks onto Python's path.
 
-Equal members give equal bytes. ``torch-model-archiver`` writes timestamps and the file system's
-order, so that its archives differ from run to run; the layout (``MAR-INF/MANIFEST.json`` and files
-beside it) is the same.
-
-The handler is one file with one class, as TorchServe expects it: the modules of
-`compress.serve.worker`, as this package is not installed where it runs.
+Equal members give equal bytes, unlike with ``torch-model-archiver``. The handler is one file with
+one class: the modules of `compress.serve.worker`, as this package is not installed where it runs.
 """
 
 from __future__ import annotations
