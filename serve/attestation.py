@@ -69,10 +69,7 @@ def statement_of(
     proof: Proof,
     run: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return an in-toto Statement of files (name → SHA-256) and lineage with SLSA provenance.
-
-    `run` is `lock.json` of the run that made them, if known.
-    """
+    """Return an in-toto Statement of files (name → SHA-256); `run` is `lock.json` of their run."""
     materials = {
         digest: f"{role} of {step.stage}"
         for step in lineage

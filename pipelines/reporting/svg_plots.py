@@ -148,10 +148,7 @@ def scatter_plot(
     names: tuple[str, str],
     shown: Callable[[float], str],
 ) -> Plot:
-    """Lay out a scatter plot, with its Pareto front (its members' indices) as steps.
-
-    `names` are those of the axes; `shown` words a value of the horizontal axis.
-    """
+    """Lay out a scatter plot of points and their Pareto `front`; `shown` words a value of x."""
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
     x_axis = axis_for(ends, LEFT, RIGHT, log=True)
     # Refused points may be outliers: they do not stretch the vertical axis. Intervals do: what

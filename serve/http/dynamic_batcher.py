@@ -72,11 +72,7 @@ class WorkerThreads:
 
 
 class Batcher(WorkerThreads):
-    """Answers requests in batches.
-
-    While a call runs, requests queue up, and the next call takes as many of them as fit; only
-    ``delay_seconds`` makes requests wait for more.
-    """
+    """Answers what queues up during a call by the next call; only `delay_seconds` waits for more."""
 
     def __init__(
         self,

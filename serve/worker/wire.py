@@ -112,10 +112,7 @@ def from_protocol(
     raw: memoryview | bytes = b"",
     read_texts: Callable[[list[str]], list[Array]] | None = None,
 ) -> list[Array]:
-    """Return the arrays of a parsed request, and the raw bytes after it, in the signature's order.
-
-    `read_texts` converts texts to the inputs, if the model takes texts.
-    """
+    """Return the arrays of a parsed request, and of raw bytes behind it, in the signature's order."""
     if not is_protocol(value):
         form = '{"inputs": [{"name", "shape", "datatype", ...}, ...]}'
         raise ValueError(UNREADABLE, f"the body is not {form}")
