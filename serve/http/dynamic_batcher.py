@@ -72,7 +72,7 @@ class WorkerThreads:
 
 
 class Batcher(WorkerThreads):
-    """Answers what queues up during a call by the next call; only `delay_seconds` waits for more."""
+    """Answers what queues up during a call by the next one; `delay_seconds` makes requests wait."""
 
     def __init__(
         self,

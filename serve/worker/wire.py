@@ -112,7 +112,7 @@ def from_protocol(
     raw: memoryview | bytes = b"",
     read_texts: Callable[[list[str]], list[Array]] | None = None,
 ) -> list[Array]:
-    """Return the arrays of a parsed request, and of raw bytes behind it, in the signature's order."""
+    """Return the arrays of a parsed request, and raw bytes behind it, in the signature's order."""
     if not is_protocol(value):
         form = '{"inputs": [{"name", "shape", "datatype", ...}, ...]}'
         raise ValueError(UNREADABLE, f"the body is not {form}")
