@@ -56,6 +56,12 @@ NOT_MEASURABLE = "n/m"
 """Not measurable: timings on a busy machine were too noisy; a warning says so."""
 
 
+def wide_console() -> Console:
+    """Return the console that tables are printed on: 160 columns where there is no terminal."""
+    console = PlainConsole()
+    return console if console.is_terminal else PlainConsole(width=160)
+
+
 def stage_table(report: Report, console: Console) -> Table:
     """Build a table with one row per stage and as many columns as fit the console.
 
@@ -204,9 +210,8 @@ def _ratio(measured: SpeedupReport) -> str:
 
 
 def print_table(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
-    """Print a table as wide as the terminal (160 columns without one), and lines below it."""
-    console = PlainConsole()
-    console = console if console.is_terminal else PlainConsole(width=160)
+    """Print a table as wide as the terminal, and lines below it."""
+    console = wide_console()
     console.print(table(console))
     for line in lines:
         text = line if isinstance(line, Text) else Text(str(line))
