@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from compress.pipelines.reporting.stage_rows import StageRow
 
-SHOWN_ELSEWHERE = ("history",)  # facts that the page already shows in a plot and a table
 MODEL_KEYS = ("huggingface", "timm", "factory", "file")
 """Settings of `model`, of which the first that is given says what was compressed."""
 MAX_CHARACTERS = 40_000
@@ -52,7 +51,8 @@ def render(report: Report, out: Path | None = None) -> str:
     artifacts = [(row, row.report.artifact) for row in rows if row.report]
     facts, left = [], MAX_CHARACTERS
     for row, artifact in artifacts:
-        own = {n: value for n, value in artifact.facts.items() if n not in SHOWN_ELSEWHERE}
+        # The history of a training is shown in a plot and a table.
+        own = {n: value for n, value in artifact.facts.items() if n != "history"}
         if own:
             text = json.dumps(own, indent=1)
             if len(text) > left:

@@ -26,12 +26,9 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.profiling.benchmark import Comparison
 
-
 Bounds = tuple[float, float]
 NOT_MEASURED = "not measured: "
 """Begins the reasons of figures that nobody asked for, which are no sign of a busy machine."""
-
-
 JUDGED_QUICKLY = f"{NOT_MEASURED}the run judges quickly"
 QUICK_SECONDS = 0.1  # for which a latency is measured in a run that judges quickly
 

@@ -36,7 +36,6 @@ EXPECTED = {
     "stop": "a text, or up to 4 of them, of 1 to 256 characters",
     "content": "a text, or a list of parts such as {type: text, text: ...}",
 }
-
 NAME_CHARACTERS = 64  # most characters of a client's name of a setting in a message
 
 # fail_fast: an error for each of a million items would take more memory than the body.

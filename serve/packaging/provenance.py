@@ -21,7 +21,6 @@ from compress.core.verdict import History
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-
 PROVENANCE = "provenance.json"
 MODEL_CARD = "MODEL_CARD.md"
 NOT_MEASURED = """\

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.serve.worker.tensors import Array
 
-
 logger = logging.getLogger(__name__)
 
 KILL_SECONDS = 1.0  # how long killed processes may take to disappear
