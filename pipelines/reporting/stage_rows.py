@@ -220,15 +220,9 @@ def failure_reasons(rows: Sequence[StageRow]) -> list[tuple[str, str]]:
 def count_by_status(rows: Sequence[StageRow]) -> str:
     """Return the number of stages by status, as in `5 stages: 4 passed their gates, 1 failed`."""
     statuses = [row.status for row in rows if row.stage != SOURCE]
-    words = {
-        "passed": "passed their gates",
-        "measured": "had no gates",
-        "refused": "refused",
-        "failed": "failed",
-        "interrupted": "interrupted",
-        "skipped": "skipped",
-    }
-    parts = [f"{statuses.count(s)} {words[s]}" for s in words if s in statuses]
+    words = {"passed": "passed their gates", "measured": "had no gates"}
+    order = ("passed", "measured", "refused", "failed", "interrupted", "skipped")
+    parts = [f"{statuses.count(s)} {words.get(s, s)}" for s in order if s in statuses]
     return f"{len(statuses)} stages: {', '.join(parts)}" if parts else "no stage was reached"
 
 
