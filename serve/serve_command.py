@@ -43,8 +43,7 @@ NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
 )
-MAX_JSON_VALUES = 1024
-"""More values are sent as raw bytes, to keep the command short enough to read."""
+MAX_JSON_VALUES = 1024  # more are sent as raw bytes, to keep the command short enough to read
 EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 

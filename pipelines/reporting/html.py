@@ -28,14 +28,11 @@ if TYPE_CHECKING:
 
 MODEL_KEYS = ("huggingface", "timm", "factory", "file")
 """Settings of `model`, of which the first that is given says what was compressed."""
-MAX_CHARACTERS = 40_000
-"""Characters of facts and settings on the page; for more, the page names the JSON file."""
+MAX_CHARACTERS = 40_000  # of facts and settings on the page; for more, it names the JSON file
 MAX_SIZE_ROWS, MAX_SENSITIVITY_ROWS = 15, 12  # rows of the size table and of each sensitivity table
-MAX_COLUMNS, MAX_TABLES = 6, 6
-"""Most stages in the size table, and most sensitivity tables on the page."""
+MAX_COLUMNS, MAX_TABLES = 6, 6  # stages in the size table, sensitivity tables on the page
 STRIP_WIDTH = 180  # width of a strip, in units of its SVG view box
-MAX_DRAWN_TRAININGS = 12
-"""Most trainings with plots, to keep the page small; the table lists all of them."""
+MAX_DRAWN_TRAININGS = 12  # with plots, to keep the page small; the table lists all of them
 
 
 def render(report: Report, out: Path | None = None) -> str:

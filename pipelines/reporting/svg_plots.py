@@ -14,11 +14,9 @@ LEFT, RIGHT, TOP = 60, 390, 26
 """Edges of a plot in view-box units; few units across, so that text stays readable on a phone."""
 FLOOR, LOW_FLOOR = 254, 144  # lower edge of a scatter plot, and of a line plot
 LABEL_MARGIN = 30
-LOG_FROM_RATIO = 5.0
-"""An axis of sizes or times is logarithmic if its ends differ by this factor or more."""
+LOG_FROM_RATIO = 5.0  # an axis is logarithmic if its ends differ by this factor or more
 CHARACTER_WIDTH = 7.0  # estimated width of a label's character, in view-box units
-MAX_DRAWN_POINTS = 100
-"""Most points of a line: more cannot be distinguished at this size and bloat the page."""
+MAX_DRAWN_POINTS = 100  # of a line: more cannot be distinguished at this size
 
 Shape = Literal["front", "other", "refused"]
 

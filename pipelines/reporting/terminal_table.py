@@ -52,8 +52,7 @@ QUICK = (
     "judged quickly: the metric and a short latency of what is shipped alone, exports compared on "
     "16 samples; run without --quick for a full judgement"
 )
-NOT_MEASURABLE = "n/m"
-"""Not measurable: timings on a busy machine were too noisy; a warning says so."""
+NOT_MEASURABLE = "n/m"  # timings on a busy machine were too noisy; a warning says so
 
 
 def wide_console() -> Console:

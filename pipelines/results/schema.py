@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 
 REPORT, REPORT_PAGE = "report.json", "report.html"
 Status = Literal["passed", "refused", "failed", "interrupted"]
-FIDELITY = "fidelity"
-"""Fact of a quantized artifact: comparison of its outputs with the float model's."""
+FIDELITY = "fidelity"  # fact of a quantized artifact: its outputs against the float model's
 SIMULATED_KINDS = {"graph": "; PyTorch simulates integers: export it"}
 """Artifact kinds that simulate quantization, and the hint for their speed."""
-SLOWER_RATIO = 0.95
-"""Speed ratio below which a stage is slower; medians of equal models differ by some percent."""
+SLOWER_RATIO = 0.95  # below which a stage is slower; medians of equal models differ by some percent
 
 
 class ArtifactReport(Settings):

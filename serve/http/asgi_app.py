@@ -58,15 +58,13 @@ BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 LARGE_BODIES = 2
 """Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's
 socket buffers."""
-SMALL_BYTES = 64 * 1024
-"""Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
+SMALL_BYTES = 64 * 1024  # larger bodies are read, and responses written, in a thread, one at a time
 TRIM_SECONDS = 0.1  # time until the request of a large body has ended
 NO_MEMORY = 503, "other large bodies left no memory for this one"
 NOT_RECEIVED = 408, "the body was not received"
 NOT_READ = 504, "the request was not read"
 NOT_ANSWERED = 504, "the model did not answer"
-CLIENT_CLOSED = 499
-"""Status in the metrics, nginx's, for a client that disconnected before its response."""
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before its response
 SPECIAL_HEADERS = frozenset({"expect", "transfer-encoding", "upgrade"})
 """Of requests that `WholeRequest` does not answer."""
 

@@ -35,26 +35,21 @@ HEAD_BYTES = 64 * 1024
 """Largest request head; also the most bytes between two parts of a chunked body (chunk extensions)
 and after its last one (trailers)."""
 HEADERS = 128
-READ_BYTES = 4 * 1024
-"""Size of one read, except within a body of known length, which costs next to nothing to parse."""
+READ_BYTES = 4 * 1024  # of one read, except within a body of known length, which is cheap to parse
 BODY_READ_BYTES = 64 * 1024
 CHUNKED_STEP_BYTES = 1024
 """Bytes of a chunked body that are parsed at once. Where it ends is known only after parsing, so
 that small requests behind it in the same step are parsed too: 56 of them at most fit in here."""
 STALL_SECONDS = 10.0  # a client that reads nothing of its response for so long is disconnected
 LINGER_SECONDS = 2.0
-LINGERING_BYTES = 1024**2
-"""Bytes that are still read after a connection's last response; see `LingeringTransport`."""
+LINGERING_BYTES = 1024**2  # still read after a connection's last response; see `LingeringTransport`
 DISCARDED_BYTES = 64 * 1024**2
 """The body of a refused request is read and discarded up to this size: many clients read no
 response before they have sent everything."""
 DISCARD_SECONDS = 30.0
-DRAIN_SECONDS = 1.0
-"""How long a graceful shutdown keeps an idle connection, as a request may be in flight."""
-CONNECTIONS = 1024
-"""Above this, the connections that have waited longest for their clients are closed."""
-MAX_CONNECTIONS = 4096
-"""Above this, they are closed even if they have waited less than GRACE_SECONDS."""
+DRAIN_SECONDS = 1.0  # how long a shutdown keeps an idle connection: a request may be in flight
+CONNECTIONS = 1024  # above this, those that have waited longest for their clients are closed
+MAX_CONNECTIONS = 4096  # above this, even if they have waited less than GRACE_SECONDS
 GRACE_SECONDS = 1.0
 """Time for a new connection to send its request: many are accepted at once, and the one with a
 request may be the first of them."""

@@ -34,15 +34,12 @@ MIB = 2**20
 LOAD_SECONDS, LOAD_MIB = 60.0, 2048
 """Limits for loading the files: the tokenizers of the largest vocabularies take some seconds and
 hundreds of MiB."""
-SMALL_BYTES = 64 * 1024
-"""Bodies above this wait for each other first, so that small ones wait for one of them at most."""
+SMALL_BYTES = 64 * 1024  # larger bodies wait for each other first: small ones wait for one at most
 CALLS_PER_LIMIT = 3  # so many calls fit into the time limit of a request: others wait meanwhile
 BASE_MIB = 8  # memory that a call may take in addition to what the largest right request needs
-READING, WRITING = "r", "w"
-"""Lanes, of one letter: an answer that is written never waits for requests that are read."""
+READING, WRITING = "r", "w"  # lanes, of one letter: answers never wait for requests
 LANES = {READING: ("request", "read"), WRITING: ("answer", "written as text")}
-FRAME = struct.Struct("<QQ")
-"""Sizes of a message: those of its pickled part, and of the body behind it."""
+FRAME = struct.Struct("<QQ")  # sizes of a message's pickled part, and of the body behind it
 
 
 class HelperProcess:

@@ -36,15 +36,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 256 * 1024
-"""Bodies are sent in parts of this size, each once the client has read most of the one before."""
-UNSPECIFIED = ("", "application/x-www-form-urlencoded")
-"""The Content-Type of bodies where none is given, and curl's -d."""
+PART_BYTES = 256 * 1024  # of a body, each sent once the client has read most of the one before
+UNSPECIFIED = ("", "application/x-www-form-urlencoded")  # where none is given, and of curl's -d
 BODY_COPIES = 3  # a body, and a text that it holds, of two bytes for each character
-TOKEN_BYTES = 2048
-"""Memory of a token while a text is tokenized that has more of them, and of the text."""
-PIXEL_BYTES = 10
-"""Memory of a pixel: Pillow takes 4 bytes for each, twice while it converts an image."""
+TOKEN_BYTES = 2048  # memory of a token, and of its text, while a text is tokenized
+PIXEL_BYTES = 10  # Pillow takes 4 bytes for each, twice while it converts an image
 LONGEST_TEXT = 512  # tokens of a text, on average, of a model that takes any number
 EXTRA_COMMAS = 1024  # commas of a JSON request besides those between numbers, at most
 

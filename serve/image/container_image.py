@@ -48,8 +48,7 @@ SERVING = (
 """What `compress serve` and `compress verify` import besides the model's runtime; no torch."""
 logger = logging.getLogger(__name__)
 HOME = "/opt/compress"  # folder of the model and the server in an image
-USER = "10001:10001"
-"""Without a name in /etc/passwd; Kubernetes' `runAsNonRoot` accepts numbers alone."""
+USER = "10001:10001"  # no name: Kubernetes' `runAsNonRoot` accepts numbers alone
 PORT = 8080
 VARIABLES = {
     "PYTHONPATH": f"{HOME}/app:{HOME}/lib",

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from compress.serve.http.helper_process import HelperProcess
     from compress.serve.http.options import Options
 
-TOKEN_BYTES = 256
-"""Bytes of a token in JSON, at most; longer ones are rare, and a text has few of them."""
+TOKEN_BYTES = 256  # of a token in JSON, at most; longer ones are rare
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from compress.serve.worker.tensors import Array
 
 ANY = -1  # size of an axis that varies
-PROBE_SIZES = (2, 3)
-"""Rows of the two calls; other named axes are EXTRA_LENGTH longer, to differ from the rows."""
+PROBE_SIZES = (2, 3)  # rows of two calls; other named axes are EXTRA_LENGTH longer, to differ
 EXTRA_LENGTH = 6
 PROBE_ROWS = 4
 REPORT = "report.json"

@@ -33,8 +33,7 @@ STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
 """Steps of transformers' image processors that are computed here."""
 WITHOUT_EFFECT = ("do_convert_rgb", "do_reduce_labels")
 """Steps that change no answer: every image is read in the model's channels."""
-RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""Pillow's filters by their numbers."""
+RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's, by number
 TOP_LABELS = 5  # how many labels of each row are answered where no setting says
 
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     Tokens = list[tuple[int, int, int]]
 
 ASKED = 16  # samples whose raw form is prepared, spread over `val`
-LIKE = 0.5
-"""Correlation with a sample's pixels, or share of its ids, from which a column is its raw form."""
+LIKE = 0.5  # correlation of pixels, or share of ids, from which a column is the raw form
 ROUNDINGS = 8  # roundings of the input's type by which scaled pixels may differ
 MOST_LEVELS = 12.0
 """Mean difference, of 255 grey levels, up to which images are still served, with a warning. In two
@@ -42,8 +41,7 @@ OUTSIDE = 0.1  # share of the range of images by which samples may leave it: cub
 LEAST_COVERED, USUALLY_COVERED = 0.25, 0.75
 """Shares of the range that black to white pixels become: samples that cover less were certainly, or
 perhaps, prepared in another way."""
-SAME_TEXTS = 0.5
-"""Share of ids, written as texts, that a tokenizer gives again: unknown words do not come back."""
+SAME_TEXTS = 0.5  # share of ids, as texts, that a tokenizer gives again: not unknown words
 
 
 class Preparation(Settings):

@@ -56,8 +56,7 @@ try:
 except ImportError:  # a TorchServe archive needs numpy and the model's runtime alone
     pydantic_core = None  # type: ignore[assignment]
 
-fast_json: Any = pydantic_core
-"""Reads and writes JSON in a tenth of json's time, where it is installed."""
+fast_json: Any = pydantic_core  # reads and writes JSON in a tenth of json's time, where installed
 HEADER_LENGTH = "inference-header-content-length"
 """The HTTP header with the length of the JSON, after which raw tensors begin."""
 DATATYPES = {
@@ -70,13 +69,10 @@ DATATYPES = {
     **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
 }
 TEXT_DATATYPE = "BYTES"  # the protocol's datatype of strings
-JSON_CHUNK = 1 << 16
-"""Numbers per call of `json.dumps`: about 20 ms, during which no other thread runs."""
-LABELS = ("labels", "probabilities")
-"""Additional outputs if classes have names: the most probable ones of each row."""
+JSON_CHUNK = 1 << 16  # numbers per call of `json.dumps`: 20 ms, in which no other thread runs
+LABELS = ("labels", "probabilities")  # outputs of the likeliest classes, if they have names
 JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
-MEMBER_BYTES = 512
-"""Allowed per array in a zip's central directory: 46 bytes, its name, and extra fields."""
+MEMBER_BYTES = 512  # per array in a zip's directory: 46 bytes, its name and extra fields
 END_OF_ZIP = struct.Struct("<4s4H2LH")
 RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "image/jpeg")
 TENSORS = (NPY, NPZ, RAW)  # bodies of bytes that hold nothing but tensors
