@@ -1,7 +1,4 @@
-"""From a validated export to a server: TorchServe, Triton and KServe packages, and a client.
-
-The public names stand in ``__init__.pyi``; each is imported on first use.
-"""
+"""From a validated export to a server; the public names stand in ``__init__.pyi``."""
 
 import lazy_loader
 

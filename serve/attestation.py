@@ -1,8 +1,4 @@
-"""Write, sign and read attestations of an artifact's files.
-
-Two kinds, both in-toto Statements v1 in DSSE v1 envelopes: SLSA provenance v1, and the model
-signature of OpenSSF, whose envelope lies in a Sigstore bundle. Envelopes are securesystemslib's.
-"""
+"""in-toto Statements of an artifact's files in DSSE envelopes: provenance, model signatures."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ MODEL_SIGNATURE = "https://model_signing/signature/v1.0"
 """Predicates: how a file was made, and which files a model has."""
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-BUILD_TYPE = "urn:compress-pipeline:run:v1"
-BUILDER = "urn:compress-pipeline:compress"
-MAX_BYTES = 2**24
-"""Largest attestation that is read; ours have some kilobytes."""
+MAX_BYTES = 2**24  # largest attestation that is read; ours have some kilobytes
 FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":,;()]+/)+")
 """The folders of an absolute path in a text; not the slashes of URLs and of relative paths."""
 MAKE_KEY = "`openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out key.pem`"
@@ -53,12 +46,7 @@ class Attestation:
     """Id of the public key whose signature was checked; empty if none was."""
 
     def require_all_of(self, files: Mapping[str, str], where: Path) -> None:
-        """Raise ArtifactInvalid for a file that has another SHA-256 here, or is not named.
-
-        Args:
-            files: name of each file → its SHA-256.
-            where: what they are the files of.
-        """
+        """Raise ArtifactInvalid for a file (name → SHA-256) that differs, or is not named."""
         for name, digest in sorted(self.subjects):
             if files.get(name, digest) != digest:
                 raise ArtifactInvalid(
@@ -81,14 +69,7 @@ def statement_of(
     proof: Proof,
     run: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return an in-toto Statement with SLSA provenance, as canonical JSON.
-
-    Args:
-        subjects: the SHA-256 of each attested file, by name.
-        lineage: the stages that made them; the artifacts that they read are the materials.
-        proof: the result of verifying the artifact.
-        run: `lock.json` of the run that made it, if known.
-    """
+    """Return an in-toto Statement of files (name → SHA-256); `run` is `lock.json` of their run."""
     materials = {
         digest: f"{role} of {step.stage}"
         for step in lineage
@@ -104,7 +85,7 @@ def statement_of(
         "predicateType": PROVENANCE,
         "predicate": {
             "buildDefinition": {
-                "buildType": BUILD_TYPE,
+                "buildType": "urn:compress-pipeline:run:v1",
                 "externalParameters": {
                     "stages": [{"stage": s.stage, "settings": s.settings} for s in lineage]
                 },
@@ -115,7 +96,10 @@ def statement_of(
                 ],
             },
             "runDetails": {
-                "builder": {"id": BUILDER, "version": {"compress-pipeline": __version__}}
+                "builder": {
+                    "id": "urn:compress-pipeline:compress",
+                    "version": {"compress-pipeline": __version__},
+                }
             },
             # SLSA requires the vendor's name as a prefix of extension fields.
             "compress_verification": {
@@ -129,16 +113,9 @@ def statement_of(
 
 
 def sign_model(name: str, files: Mapping[str, str], key_file: Path) -> bytes:
-    """Return the signature of a model that the `model_signing` tool of OpenSSF verifies.
+    """Return the signature of a model (its files' SHA-256) that OpenSSF's `model_signing` verifies.
 
-    Args:
-        name: the model's name.
-        files: name of each of its files → its SHA-256.
-        key_file: private key in PEM, not encrypted, of a NIST curve.
-
-    Raises:
-        PipelineInvalid: the file holds no such key.
-        Unavailable: the library for signatures is not installed.
+    The private key is of a NIST curve, in PEM, not encrypted; PipelineInvalid for another one.
     """
     key = _load_key(key_file, private=True).public_key
     if key.keytype != "ecdsa":
@@ -146,9 +123,7 @@ def sign_model(name: str, files: Mapping[str, str], key_file: Path) -> bytes:
             f"{key_file}: is an {key.keytype} key, and `model_signing` reads ECDSA alone; make one "
             f"with {MAKE_KEY}"
         )
-    resources = [
-        {"name": file, "algorithm": "sha256", "digest": files[file]} for file in sorted(files)
-    ]
+    resources = [{"name": n, "algorithm": "sha256", "digest": files[n]} for n in sorted(files)]
     statement = {
         "_type": STATEMENT,
         "subject": [{"name": name, "digest": {"sha256": _root_digest(resources)}}],
@@ -176,17 +151,11 @@ def sign_model(name: str, files: Mapping[str, str], key_file: Path) -> bytes:
 
 
 def _root_digest(resources: Sequence[Mapping[str, str]]) -> str:
-    """Return the SHA-256 over the digests of a model's files, in their order."""
     return hashlib.sha256(b"".join(bytes.fromhex(r["digest"]) for r in resources)).hexdigest()
 
 
 def signed(statement: bytes, key_file: Path) -> bytes:
-    """Sign a statement with a private key (PEM, not encrypted); return the DSSE envelope.
-
-    Raises:
-        PipelineInvalid: the file holds no such key.
-        Unavailable: the library for signatures is not installed.
-    """
+    """Sign a statement with a private key (PEM, not encrypted); return the DSSE envelope."""
     signer = _load_key(key_file, private=True)
     from securesystemslib.dsse import Envelope
 
@@ -198,12 +167,8 @@ def signed(statement: bytes, key_file: Path) -> bytes:
 def read_attestation(file: Path, key_file: Path | None) -> Attestation:
     """Read an unsigned Statement, or one in a DSSE envelope, which may lie in a Sigstore bundle.
 
-    With a public key (PEM), a valid signature of that key is required.
-
-    Raises:
-        ArtifactInvalid: it is no attestation, or not signed by the key.
-        PipelineInvalid: the file holds no such key.
-        Unavailable: the library for signatures is not installed.
+    With a public key (PEM), a valid signature of that key is required. ArtifactInvalid if it is no
+    attestation, or not signed by the key; PipelineInvalid if the file holds no such key.
     """
     try:
         with open_regular(file) as stream:  # a pipe or a device could hold it up, or have no end
@@ -237,10 +202,7 @@ def read_attestation(file: Path, key_file: Path | None) -> Attestation:
 
 
 def _files_of_model(statement: Any) -> list[dict[str, Any]]:
-    """Return the files that a model signature names, as resource descriptors of in-toto.
-
-    Raises ValueError if their digests are not those of its subject.
-    """
+    """Return the files that a model signature names; ValueError if its subject's digest differs."""
     resources = statement["predicate"]["resources"]
     if {r["algorithm"] for r in resources} != {"sha256"}:
         raise ValueError("expected the SHA-256 of whole files")

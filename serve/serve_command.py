@@ -17,13 +17,12 @@ import numpy as np
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.serve.http import multiprocess, uvicorn_server
+from compress.serve.http.options import Options
 from compress.serve.packaging.request_forms import forms_of
 from compress.serve.torchserve.artifact import (
     TorchServeArchive,
     check_bare_mar,
-    refuse_unknown_file,
     refuse_wrong_artifact_hash,
-    refuse_wrong_hash,
 )
 from compress.serve.worker.wire import DATATYPES
 
@@ -33,30 +32,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.common.signature import Signature, TensorSpec
-    from compress.serve.http.options import Options
 
     OnReady = Callable[["ServedAt"], None]
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-DECODER = "genai"
-"""Kind of the folders of `export_genai`."""
 POLL_SECONDS = 0.2
 NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
 )
-
-NATIVE = (
-    "its model is native code, which cannot be inspected: give the archive's sha256, from a source "
-    "that you trust, with --sha256"
-)
-
-MAX_JSON_VALUES = 1024
-"""More values are sent as raw bytes, to keep the command short enough to read."""
-EXAMPLE_LENGTH = 8
-"""Size of named axes other than the batch, within their bounds."""
+MAX_JSON_VALUES = 1024  # more are sent as raw bytes, to keep the command short enough to read
+EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,6 @@ class ServedAt:
     server: str
     """`built-in` or `torchserve`."""
     curl: str
-    """An example request."""
     warnings: tuple[str, ...] = ()
 
     def lines(self) -> tuple[str, ...]:
@@ -82,28 +69,19 @@ class ServedAt:
 def serve_artifact(
     path: Path, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
-    """Serve until a signal; finish the requests in progress, then raise the signal again.
+    """Serve an artifact's directory, its file in it, or a bare ``.mar`` until a signal.
 
-    TorchServe is killed at once, as it would drop the requests in progress in any case.
-
-    Args:
-        path: an artifact's directory, its file in it, or a bare ``.mar``.
-        options: its token is replaced by that of the file, else of the environment, else a new one.
-        token_file: file with the token.
-        on_ready: called with the address once the model answers.
-
-    Raises:
-        ArtifactInvalid: the artifact's kind cannot be served, or a file was changed after sealing.
-        PipelineInvalid: the address or the token is invalid.
-        Unavailable: the server's libraries, or Java, are missing.
-        StageFailed: the model does not answer.
+    Then finish the requests in progress, and raise the signal again. The token is that of the file,
+    else of the environment, else a new one. TorchServe is killed at once, as it would drop the
+    requests in progress in any case.
     """
     if path.is_file() and not (path.parent / MANIFEST).is_file():
-        refuse_unknown_file(path, "serve")
-        refuse_wrong_hash(path, options.sha256)
-        _, origin = check_bare_mar(path)
+        _, origin = check_bare_mar(path, options.sha256, "serve")
         if origin.artifact.kind == "aot" and options.sha256 is None:
-            raise ArtifactInvalid(f"{path}: {NATIVE}")
+            raise ArtifactInvalid(
+                f"{path}: its model is native code, which cannot be inspected: give the archive's "
+                "sha256, from a source that you trust, with --sha256"
+            )
         _serve_torchserve(path, origin.signature, options, token_file, on_ready)
         return
     artifact = Artifact.from_directory(path.parent if path.is_file() else path)
@@ -121,22 +99,23 @@ def _serve_built_in(
     artifact: Artifact, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
     uvicorn_server.refuse_missing()
-    is_decoder = artifact.kind == DECODER
-    if is_decoder:
-        from compress.serve.openai.decoder import (
-            refuse_for_decoders,  # it takes most of a second to import
-        )
+    is_decoder = artifact.kind == "genai"
+    if is_decoder:  # its modules take most of a second to import
+        from compress.serve.openai.decoder import refuse_for_decoders
 
         refuse_for_decoders(artifact, options)
     token, is_new = uvicorn_server.token_from(token_file)
     options = replace(options, token=token)
     with uvicorn_server.listening(options.host, options.port) as listener:
-        url = uvicorn_server.url_of(listener)
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         header = bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
         if is_decoder:
-            curl = completion_line(url, options.name, header)
+            body = json.dumps({"model": options.name, "prompt": "The ", "max_tokens": 32})
+            curl = _post_json(header, body, f"{url}/v1/completions")
         elif forms_of(artifact).text:
-            curl = text_line(url, options.name, header)
+            post = f"curl -sS {header} -H 'Content-Type: text/plain' -d 'A short text.'"
+            curl = f"{post} {url}/v2/models/{options.name}/infer"
         else:
             curl = open_inference_line(url, options.name, artifact.signature, header)
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
@@ -202,8 +181,7 @@ def _serve_decoder(
 def _serve_torchserve(
     mar: Path, signature: Signature, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
-    from compress.serve.http.options import Options
-    from compress.serve.torchserve.process import TorchServe
+    from compress.serve.torchserve import process
 
     supported = Options(options.host, options.port, threads=options.threads, sha256=options.sha256)
     if options != supported or options.host not in LOOPBACK or token_file is not None:
@@ -211,11 +189,11 @@ def _serve_torchserve(
             f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
             "and limits of its own: leave all options but --port, --threads and --sha256 out"
         )
-    with TorchServe(mar, threads=options.threads, port=options.port) as server:
+    with process.TorchServe(mar, threads=options.threads, port=options.port) as server:
         curl = torchserve_line(server.url, server.model_name, signature, server.token)
         on_ready(ServedAt(str(mar), server.url, "torchserve", curl))
         sys.stdout.flush()
-        while not server.has_ended():
+        while not process.has_ended(server.pid):
             time.sleep(POLL_SECONDS)
     raise StageFailed(f"{mar}: TorchServe has ended by itself")
 
@@ -250,18 +228,6 @@ def open_inference_line(url: str, name: str, signature: Signature, authorization
     length = f"-H 'Inference-Header-Content-Length: {len(body)}'"
     sent = f"(printf %s {shlex.quote(body)}; head -c {zeros} /dev/zero)"
     return f"{sent} | curl -sS {authorization} {length} --data-binary @- {target}"
-
-
-def text_line(url: str, name: str, authorization: str) -> str:
-    """Return a command that sends a text to the built-in server."""
-    post = f"curl -sS {authorization} -H 'Content-Type: text/plain' -d 'A short text.'"
-    return f"{post} {url}/v2/models/{name}/infer"
-
-
-def completion_line(url: str, name: str, authorization: str) -> str:
-    """Return a command that has a decoder continue a text."""
-    body = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
-    return _post_json(authorization, body, f"{url}/v1/completions")
 
 
 def torchserve_line(url: str, name: str, signature: Signature, token: str) -> str:

@@ -1,7 +1,4 @@
-"""Verify an artifact: every hash, its origin, and for a ``.mar`` its served outputs.
-
-The chain of an archive's artifacts is verified back to the source.
-"""
+"""Verify an artifact: every hash, its origin, and for a ``.mar`` its chain and served outputs."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import sha256_of
@@ -19,9 +18,7 @@ from compress.serve.torchserve.artifact import (
     PROBE,
     TorchServeArchive,
     check_bare_mar,
-    refuse_unknown_file,
     refuse_wrong_artifact_hash,
-    refuse_wrong_hash,
 )
 from compress.serve.torchserve.mar_file import CONFIG
 from compress.serve.worker.wire import from_npz
@@ -34,12 +31,6 @@ if TYPE_CHECKING:
 
     Answer = Callable[[Sequence[Array]], tuple[Array, ...]]
     Pairs = Iterable[tuple[Sequence[Array], Sequence[Array]]]
-
-NATIVE = (
-    "that it answers: its model is native code, which cannot be inspected, so it was not started; "
-    "give the archive's sha256, from a source that you trust, with --sha256, or --replay for a run "
-    "that you trust"
-)
 
 
 class Replay(Settings):
@@ -62,7 +53,6 @@ class Proof(Settings):
     anchors: tuple[str, ...] = ()
     """Sources outside the artifact that confirm its digest or its file's hash."""
     served_by: str | None = None
-    """The server that was started; None if none was."""
     replays: tuple[Replay, ...] = ()
     proven: tuple[str, ...]
     """Each verified property, as a line of text."""
@@ -92,18 +82,12 @@ class Evidence:
     source: Mapping[str, Any]
     """Current hashes of the imported model's checkpoint and code."""
     data: Splits | None
-    """The run's data."""
     missing: str = ""
     """Why there is no data."""
 
 
 def prove_chain(proof: Proof, origin: Provenance, evidence: Evidence | None, where: str) -> Proof:
-    """Verify each artifact from the source to the archive; return the extended proof.
-
-    Raises:
-        ArtifactInvalid: an ancestor was changed after sealing, or the source's checkpoint or code
-            has changed.
-    """
+    """Verify each artifact from the source to the archive; return the extended proof."""
     history = origin.history
     if history is None:
         return proof.lacking("the stages' artifacts: the archive was packed outside a run")
@@ -144,15 +128,15 @@ def prove_answers(
     import yaml
 
     settings = yaml.safe_load(members[CONFIG])["handler"]
-    names = [output.name for output in origin.signature.outputs]
-    with start_serving(mar, members, origin, int(settings["max_rows"])) as (answer, served_by):
+    max_rows = int(settings["max_rows"])
+    with start_serving(mar, members, origin, max_rows) as (answer, served_by):
         probe = from_npz(members[PROBE])
         inputs = [probe[spec.name] for spec in origin.signature.inputs]
-        pairs: Pairs = [(inputs, [probe[name] for name in names])]
-        replays = [compare_outputs("the recorded probe", pairs, answer)]
+        outputs = [probe[output.name] for output in origin.signature.outputs]
+        replays = [compare_outputs("the recorded probe", [(inputs, outputs)], answer)]
         packaged = evidence.artifacts.get(origin.artifact.origin) if evidence else None
         if packaged is not None and evidence is not None and evidence.data is not None:
-            pairs = validation_pairs(packaged, evidence.data, int(settings["max_rows"]))
+            pairs = validation_pairs(packaged, evidence.data, max_rows)
             replays.append(compare_outputs("the validation split", pairs, answer))
     for replay in replays:
         if not replay.largest_difference <= float(settings["probe_atol"]):
@@ -160,11 +144,11 @@ def prove_answers(
                 f"{mar}: {PROBE if replay is replays[0] else replay.what}: the served answers "
                 f"differ by {replay.largest_difference:.3g}"
             )
-    lines = [
+    lines = (
         f"{served_by} answered {replay.what} ({replay.samples} samples); largest difference "
         f"{replay.largest_difference:.3g}"
         for replay in replays
-    ]
+    )
     proof = proof.with_lines(*lines, served_by=served_by, replays=tuple(replays))
     if len(replays) > 1:
         return proof
@@ -177,21 +161,16 @@ def start_serving(
     mar: Path, members: Mapping[str, bytes], origin: Provenance, max_rows: int
 ) -> Iterator[tuple[Answer, str]]:
     """Serve an archive by TorchServe, else by its handler alone; yield predictor and name."""
-    from compress.serve.torchserve.process import (
-        HandlerProcess,
-        TorchServe,
-        find_java,
-        find_torchserve,
-    )
+    from compress.serve.torchserve import process
 
     try:
-        find_java()
-        find_torchserve()
+        process.find_java()
+        process.find_torchserve()
     except Unavailable as missing:
-        with HandlerProcess(members, origin.signature) as harness:
+        with process.HandlerProcess(members, origin.signature) as harness:
             yield harness.predict, f"the archive's handler, without TorchServe ({missing}),"
         return
-    with TorchServe(mar) as server, server.client(origin.signature, max_rows) as client:
+    with process.TorchServe(mar) as server, server.client(origin.signature, max_rows) as client:
         yield client.predict, "TorchServe"
 
 
@@ -209,8 +188,6 @@ def validation_pairs(packaged: Artifact, data: Splits, max_rows: int) -> Pairs:
 
 def compare_outputs(what: str, pairs: Pairs, answer: Answer) -> Replay:
     """Return the largest difference from the expected outputs; infinite for NaN or other shapes."""
-    import numpy as np
-
     worst, samples = 0.0, 0
     for inputs, expected in pairs:
         samples += len(inputs[0])
@@ -252,9 +229,7 @@ def verify(
     mar = path = Path(path)
     run_evidence: Evidence | None = None
     if path.is_file():
-        refuse_unknown_file(path, "verify")
-        refuse_wrong_hash(path, sha256)
-        members, origin = check_bare_mar(path)
+        members, origin = check_bare_mar(path, sha256)
         digest = sha256_of(path)
         advice = "as expected" if sha256 else "compare it with the one that you were given"
         lines = (f"{path.name}: sha256 {digest}; {advice}", *_member_lines(members, origin))
@@ -271,12 +246,15 @@ def verify(
         run_evidence = evidence()
     proof = prove_chain(proof, origin, run_evidence, str(mar))
     if origin.artifact.kind == "aot" and not trusted and sha256 is None:
-        return proof.lacking(NATIVE)
+        return proof.lacking(
+            "that it answers: its model is native code, which cannot be inspected, so it was not "
+            "started; give the archive's sha256, from a source that you trust, with --sha256, or "
+            "--replay for a run that you trust"
+        )
     return prove_answers(proof, mar, members, origin, run_evidence)
 
 
 def _proof_of_files(artifact: Artifact) -> Proof:
-    """Return the proof of an artifact whose files' hashes were checked."""
     files = artifact.manifest.files
     lines = [f"{artifact.kind} artifact, digest {artifact.digest}"]
     for name, file in files.items():

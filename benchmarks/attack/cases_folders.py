@@ -182,7 +182,7 @@ def packed_by_a_function_of_the_standard_library(folder: Path) -> Path:
 def triton_with_the_python_backend(folder: Path) -> Path:
     """The configuration asks for Triton's backend that runs the code beside the model."""
     from compress.common.signature import Signature, TensorSpec
-    from compress.serve.repository.triton import TritonRepository
+    from compress.serve.repository import TritonRepository
 
     made, x = folder / "triton", TensorSpec(name="x", shape=("batch", 4), dtype="float32")
     facts = {"model_name": "model", "model_file": "model/1/model.onnx"}

@@ -33,8 +33,7 @@ from compress.quantization.stages.qat import QuantizeAwareTraining
 from compress.quantization.stages.rotation import RotateWeights
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
-from compress.serve.repository.kserve import PackageKServe
-from compress.serve.repository.triton import PackageTriton
+from compress.serve.repository import PackageKServe, PackageTriton
 from compress.serve.torchserve.stage import PackageTorchServe
 from compress.training.stage import Train
 

@@ -7,22 +7,12 @@ import math
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
-from compress.pipelines.reporting.stage_rows import (
-    SHOWN_FIRST,
-    build_rows,
-    count_by_status,
-    deployable_rows,
-    failure_reasons,
-    fidelity_of,
-    headline,
-    pareto_fronts,
-    sameness_of,
-    speed_in_words,
-)
+from compress.core.gates import rule_in_words, value_in_words
+from compress.pipelines.reporting import stage_rows
 from compress.pipelines.reporting.svg_plots import MAX_DRAWN_POINTS, Plot, axis_for, line_plot
 from compress.pipelines.results.explanation import Explanations
 from compress.pipelines.results.schema import REPORT, Report
@@ -36,34 +26,21 @@ if TYPE_CHECKING:
 
     from compress.pipelines.reporting.stage_rows import StageRow
 
-SHOWN_ELSEWHERE = ("history",)
-"""Facts that the page already shows in a plot and a table."""
 MODEL_KEYS = ("huggingface", "timm", "factory", "file")
 """Settings of `model`, of which the first that is given says what was compressed."""
-MAX_CHARACTERS = 40_000
-"""Characters of facts and settings on the page; for more, the page names the JSON file."""
-MAX_SIZE_ROWS, MAX_SENSITIVITY_ROWS = 15, 12
-"""Rows of the size table and of each sensitivity table."""
-MAX_COLUMNS, MAX_TABLES = 6, 6
-"""Most stages in the size table, and most sensitivity tables on the page."""
-STRIP_WIDTH = 180
-"""Width of a strip, in units of its SVG view box."""
-MAX_DRAWN_TRAININGS = 12
-"""Most trainings with plots, to keep the page small; the table lists all of them."""
+MAX_CHARACTERS = 40_000  # of facts and settings on the page; for more, it names the JSON file
+MAX_SIZE_ROWS, MAX_SENSITIVITY_ROWS = 15, 12  # rows of the size table and of each sensitivity table
+MAX_COLUMNS, MAX_TABLES = 6, 6  # stages in the size table, sensitivity tables on the page
+STRIP_WIDTH = 180  # width of a strip, in units of its SVG view box
+MAX_DRAWN_TRAININGS = 12  # with plots, to keep the page small; the table lists all of them
 
 
 def render(report: Report, out: Path | None = None) -> str:
-    """Render a run's report as one self-contained page.
-
-    `out` is the folder of the results, whose artifacts give layer sizes and digests; without it the
-    page says that they are missing.
-    """
-    from compress.core.gates import rule_in_words, value_in_words
-
+    """Render a run's report as one page; with `out`, its folder, also layer sizes and digests."""
     lock: Any = report.lock
-    rows = build_rows(report)
-    fronts = pareto_fronts(report, rows)
-    ends = deployable_rows(rows, fronts, report)
+    rows = stage_rows.build_rows(report)
+    fronts = stage_rows.pareto_fronts(report, rows)
+    ends = stage_rows.deployable_rows(rows, fronts, report)
     sensitivities, not_shown = layer_sensitivities(rows)
     metric = ((lock.get("settings") or {}).get("metric") or {}).get("name", "metric")
     model = (lock.get("settings") or {}).get("model") or {}
@@ -71,7 +48,8 @@ def render(report: Report, out: Path | None = None) -> str:
     artifacts = [(row, row.report.artifact) for row in rows if row.report]
     facts, left = [], MAX_CHARACTERS
     for row, artifact in artifacts:
-        own = {n: value for n, value in artifact.facts.items() if n not in SHOWN_ELSEWHERE}
+        # The history of a training is shown in a plot and a table.
+        own = {n: value for n, value in artifact.facts.items() if n != "history"}
         if own:
             text = json.dumps(own, indent=1)
             if len(text) > left:
@@ -85,10 +63,10 @@ def render(report: Report, out: Path | None = None) -> str:
         metric=metric,
         model=next((model[key] for key in MODEL_KEYS if model.get(key)), ""),
         rows=rows,
-        status_counts=count_by_status(rows),
-        headline=headline(report),
-        speed_in_words=speed_in_words,
-        failures=failure_reasons(rows),
+        status_counts=stage_rows.count_by_status(rows),
+        headline=stage_rows.headline(report),
+        speed_in_words=stage_rows.speed_in_words,
+        failures=stage_rows.failure_reasons(rows),
         served=[row.name for row, artifact in artifacts if artifact.kind == "torchserve"],
         simulated=[
             row.name
@@ -96,8 +74,8 @@ def render(report: Report, out: Path | None = None) -> str:
             if artifact.kind == "graph" and row.stage != "export_program"
         ],
         fronts=fronts,
-        deployable=ends[:SHOWN_FIRST],
-        also_deployable=ends[SHOWN_FIRST:],
+        deployable=ends[: stage_rows.SHOWN_FIRST],
+        also_deployable=ends[stage_rows.SHOWN_FIRST :],
         trainings=trainings_of(rows, metric),
         sizes=layer_sizes(rows, out),
         sensitivities=sensitivities,
@@ -107,13 +85,13 @@ def render(report: Report, out: Path | None = None) -> str:
         explanations=None if out is None else Explanations.read(out, report),
         source=source_hashes(report),
         links=proof_chain(report, rows, out),
-        lineages=lineage_paths(rows, ends[:SHOWN_FIRST]),
+        lineages=lineage_paths(rows, ends[: stage_rows.SHOWN_FIRST]),
         facts=facts,
         settings=settings if len(settings) <= MAX_CHARACTERS else "see lock.json",
         rule_in_words=rule_in_words,
         value_in_words=value_in_words,
-        fidelity_of=fidelity_of,
-        sameness_of=sameness_of,
+        fidelity_of=stage_rows.fidelity_of,
+        sameness_of=stage_rows.sameness_of,
     )
 
 
@@ -158,10 +136,7 @@ class LayerTable:
 
 
 def layer_sizes(rows: Sequence[StageRow], out: Path | None) -> LayerTable | None:
-    """Compare the bytes of weights by layer of eager (safetensors) artifacts; None without any.
-
-    Stages with the same weights share a column.
-    """
+    """Compare bytes of weights by layer of eager artifacts; equal stages share a column."""
     names: dict[str, list[str]] = {}
     found: dict[str, dict[str, int]] = {}
     for row in rows:
@@ -202,7 +177,6 @@ def layer_sizes(rows: Sequence[StageRow], out: Path | None) -> LayerTable | None
 
 
 def _bytes_by_layer(file: Path) -> dict[str, int]:
-    """Read the bytes of each module from a safetensors header; {} if the file cannot be read."""
     try:
         with file.open("rb") as opened:
             # 8 bytes with the length of the JSON header, which has each tensor's place in the file.
@@ -283,11 +257,9 @@ def _table(
 def latency_spreads(rows: Sequence[StageRow]) -> dict[str, Any] | None:
     """Compute box strips of latencies and speedups, one for each row; None without distributions.
 
-    Returns:
-        `calls`: row number → x positions of the 5, 25, 50, 75 and 95 % quantiles of its calls;
-        `blocks`: row number → an SVG path with a dot for the speedup of each block of calls, x
-        positions of their median and its interval; the values at the `ends` of both kinds of
-        strips; and the x position of an `equal` speed, None where it lies beyond the axis.
+    `calls` are x positions of the 5, 25, 50, 75 and 95 % quantiles by row number; `blocks` an SVG
+    path with a dot for the speedup of each block of calls, and positions of their median and its
+    interval; `equal` is the position of an equal speed, None where it lies beyond the axis.
     """
     measured = {row.number: row.measured for row in rows if row.measured}
     times = {n: m.latency_ms.ventiles for n, m in measured.items() if not m.latency_ms.reason}
@@ -361,15 +333,17 @@ def trainings_of(rows: Sequence[StageRow], metric: str) -> list[Training]:
                 values = [(epoch["epoch"], epoch.get(key)) for epoch in history]
                 title, names = f"{row.name}: {words} by epoch", ("epoch", words)
                 plots.append(line_plot(values, title=title, names=names, kept=kept))
-        training = Training(
-            name=row.name,
-            epochs=len(trained),
-            kept=kept,
-            loss=(losses[0], losses[-1]),
-            metric=next((_finite(e.get("metric")) for e in history if e["epoch"] == kept), None),
-            plots=tuple(filter(None, plots)),
+        metric_kept = next((e.get("metric") for e in history if e["epoch"] == kept), None)
+        found.append(
+            Training(
+                name=row.name,
+                epochs=len(trained),
+                kept=kept,
+                loss=(losses[0], losses[-1]),
+                metric=_finite(metric_kept),
+                plots=tuple(filter(None, plots)),
+            )
         )
-        found.append(training)
     return found
 
 
@@ -377,13 +351,11 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-@dataclass(frozen=True)
-class ProofLink:
-    """An artifact, the digest of its input, and whether its manifest on disk still agrees."""
+class ProofLink(NamedTuple):
+    """An artifact, its input's digest if known, and whether its manifest on disk still agrees."""
 
     row: StageRow
     read: str
-    """Digest of the artifact that it was made from; empty where the run's records lack it."""
     check: str
     """Manifest on disk against the report: `agrees`, `differs` or `not here`."""
 
@@ -418,13 +390,9 @@ def proof_chain(report: Report, rows: Sequence[StageRow], out: Path | None) -> l
             if out is not None:
                 found = Artifact.read_manifest(out / artifact.path)
                 file, lineage = found.manifest.files.get(artifact.file), found.manifest.lineage
-                agrees = (
-                    found.digest == artifact.digest
-                    and file is not None
-                    and file.sha256 == artifact.sha256
-                    and bool(lineage)
-                    and lineage[-1].inputs.get("input") == read
-                )
+                made_from = lineage and lineage[-1].inputs.get("input")
+                here = (found.digest, file and file.sha256, made_from)
+                agrees = here == (artifact.digest, artifact.sha256, read)
                 check = "agrees" if agrees else "differs"
         links.append(ProofLink(row, read or "", check))
     return links

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import CompressError
 from compress.core.metrics import Metric, metric_class
+from compress.core.verdict import explain
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.results.schema import FIDELITY, FailureReport, SkippedReport
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from compress.pipelines.results.schema import Report, StageReport
 
 StageOutcome: TypeAlias = "StageReport | FailureReport | SkippedReport"
-SHOWN_FIRST = 5
-"""Most deployable artifacts named at the top of the page."""
+SHOWN_FIRST = 5  # most deployable artifacts named at the top of the page
 NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
 """Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""
 NOT_SERVED = ("executorch", "tensorrt", "genai", "compressed-tensors", "gguf")
@@ -40,7 +40,6 @@ class StageRow:
     status: str
     """`passed`, `measured` (it has no gates), `refused`, `failed`, `interrupted`, `skipped`."""
     why: str = ""
-    """Why it was refused, failed or skipped."""
     measured: Measurements | None = None
     report: StageReport | None = None
 
@@ -57,7 +56,6 @@ class ParetoFronts:
 
     size: Plot
     time: Plot | None
-    """None where no time could be measured."""
     by_size: list[StageRow]
     """The front's members, the smallest first."""
     by_time: list[StageRow]
@@ -74,12 +72,7 @@ class ParetoFronts:
 
 
 def build_rows(report: Report) -> list[StageRow]:
-    """Build a row for each stage that ran, failed or was skipped, in pipeline order.
-
-    The imported model comes first where it is the baseline.
-    """
-    from compress.core.verdict import explain
-
+    """Build a row for each stage in pipeline order; the imported model is first if the baseline."""
     rows = []
     if report.baseline and report.baseline_name == SOURCE:
         rows.append(StageRow(0, SOURCE, SOURCE, "–", "measured", measured=report.baseline))
@@ -199,10 +192,7 @@ def _metric_interval(row: StageRow, higher_is_better: bool | None) -> tuple[floa
 def deployable_rows(
     rows: Sequence[StageRow], fronts: ParetoFronts | None, report: Report
 ) -> list[StageRow]:
-    """Return the artifacts worth deploying: those on a front, and passed ones that none reads.
-
-    None of those whose accuracy a warning is about.
-    """
+    """Return artifacts on a front, and passed ones that none reads; none of doubtful accuracy."""
     passed = [row for row in rows if row.report and row.status in ("passed", "measured")]
     made = [
         row for row in passed if row.name not in (report.baseline_name, *report.accuracy_doubts)
@@ -230,15 +220,9 @@ def failure_reasons(rows: Sequence[StageRow]) -> list[tuple[str, str]]:
 def count_by_status(rows: Sequence[StageRow]) -> str:
     """Return the number of stages by status, as in `5 stages: 4 passed their gates, 1 failed`."""
     statuses = [row.status for row in rows if row.stage != SOURCE]
-    words = {
-        "passed": "passed their gates",
-        "measured": "had no gates",
-        "refused": "refused",
-        "failed": "failed",
-        "interrupted": "interrupted",
-        "skipped": "skipped",
-    }
-    parts = [f"{statuses.count(s)} {words[s]}" for s in words if s in statuses]
+    words = {"passed": "passed their gates", "measured": "had no gates"}
+    order = ("passed", "measured", "refused", "failed", "interrupted", "skipped")
+    parts = [f"{statuses.count(s)} {words.get(s, s)}" for s in order if s in statuses]
     return f"{len(statuses)} stages: {', '.join(parts)}" if parts else "no stage was reached"
 
 
@@ -264,7 +248,6 @@ class Headline:
     artifact: str
     """Its folder, relative to that of the results."""
     file: str
-    """Its file in that folder."""
     is_served: bool
     """Whether `compress serve` takes it."""
 

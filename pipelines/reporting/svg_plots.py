@@ -1,7 +1,4 @@
-"""Layout of scatter and line plots: coordinates of marks, lines and ticks for ``plots.html.jinja``.
-
-Without a plotting library: two kinds of plots as inline SVG keep the page free of scripts.
-"""
+"""Layout of plots as inline SVG, which keeps the page free of scripts, for ``plots.html.jinja``."""
 
 from __future__ import annotations
 
@@ -15,16 +12,11 @@ if TYPE_CHECKING:
 
 LEFT, RIGHT, TOP = 60, 390, 26
 """Edges of a plot in view-box units; few units across, so that text stays readable on a phone."""
-FLOOR, LOW_FLOOR = 254, 144
-"""Lower edge of a scatter plot, and of a line plot."""
+FLOOR, LOW_FLOOR = 254, 144  # lower edge of a scatter plot, and of a line plot
 LABEL_MARGIN = 30
-"""Space right of the plot, for labels."""
-LOG_FROM_RATIO = 5.0
-"""An axis of sizes or times is logarithmic if its ends differ by this factor or more."""
-CHARACTER_WIDTH = 7.0
-"""Estimated width of a label's character, in view-box units."""
-MAX_DRAWN_POINTS = 100
-"""Most points of a line: more cannot be distinguished at this size and bloat the page."""
+LOG_FROM_RATIO = 5.0  # an axis is logarithmic if its ends differ by this factor or more
+CHARACTER_WIDTH = 7.0  # estimated width of a label's character, in view-box units
+MAX_DRAWN_POINTS = 100  # of a line: more cannot be distinguished at this size
 
 Shape = Literal["front", "other", "refused"]
 
@@ -36,7 +28,6 @@ class Axis:
     low: float
     high: float
     start: float
-    """Coordinate of ``low``."""
     end: float
     log: bool = False
 
@@ -69,10 +60,7 @@ class Axis:
 
 
 def axis_for(values: Sequence[float], start: float, end: float, log: bool = False) -> Axis:
-    """Return an axis that covers all values, with 8 % of padding at both ends.
-
-    `log` makes it logarithmic where the values, then positive, lie far apart.
-    """
+    """Return an axis over all values, with 8 % of padding; `log` where they lie far apart."""
     low, high = min(values), max(values)
     if log and high / low >= LOG_FROM_RATIO:
         padding = (high / low) ** 0.08
@@ -102,9 +90,9 @@ class Mark:
     y: float
     shape: Shape
     title: str
-    whisker: tuple[float, float] | None
+    whisker: tuple[float, ...] | None
     """Ends of the interval of x."""
-    bar: tuple[float, float] | None = None
+    bar: tuple[float, ...] | None = None
     """Ends of the interval of y, the lower value first."""
 
 
@@ -126,7 +114,6 @@ class Plot:
     x_name: str
     y_name: str
     xs: list[tuple[float, str]]
-    """Coordinate and text of each tick."""
     ys: list[tuple[float, str]]
     floor: int = FLOOR
     left: int = LEFT
@@ -141,10 +128,7 @@ class Plot:
 
 
 def pareto_indices(points: Sequence[Point], higher_is_better: bool) -> set[int]:
-    """Return the indices of the Pareto front: smaller x is better, y in the given direction.
-
-    Points that a gate refused neither belong to the front nor dominate other points.
-    """
+    """Return the Pareto front's indices (smaller x is better), refused points left out."""
     sign = 1 if higher_is_better else -1
     ranked = {i: (-p.x, sign * p.y) for i, p in enumerate(points) if not p.refused}
     return {
@@ -162,11 +146,7 @@ def scatter_plot(
     names: tuple[str, str],
     shown: Callable[[float], str],
 ) -> Plot:
-    """Lay out a scatter plot of at least one point, with its Pareto front as steps.
-
-    `front` has the indices of its members, none where no direction is the better one; `names` are
-    those of the axes; `shown` words a value of the horizontal axis.
-    """
+    """Lay out a scatter plot of points and their Pareto `front`; `shown` words a value of x."""
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
     x_axis = axis_for(ends, LEFT, RIGHT, log=True)
     # Refused points may be outliers: they do not stretch the vertical axis. Intervals do: what
@@ -176,14 +156,8 @@ def scatter_plot(
     y_axis = axis_for([y for p in choices for y in (p.y, *(p.y_interval or ()))], FLOOR, TOP)
     marks = []
     for i, p in enumerate(points):
-        whisker = p.x_interval and (
-            x_axis.position(p.x_interval[0]),
-            x_axis.position(p.x_interval[1]),
-        )
-        bar = p.y_interval and (
-            y_axis.clamped_position(p.y_interval[0]),
-            y_axis.clamped_position(p.y_interval[1]),
-        )
+        whisker = p.x_interval and tuple(map(x_axis.position, p.x_interval))
+        bar = p.y_interval and tuple(map(y_axis.clamped_position, p.y_interval))
         shape: Shape = "refused" if p.refused else "front" if i in front else "other"
         x, y = x_axis.position(p.x), y_axis.clamped_position(p.y)
         marks.append(Mark(x, y, shape, p.title, whisker, bar))
@@ -209,10 +183,7 @@ def scatter_plot(
 def line_plot(
     values: Sequence[tuple[int, float | None]], *, title: str, names: tuple[str, str], kept: int
 ) -> Plot | None:
-    """Lay out a line plot of values by epoch, with the `kept` one marked; None if all are missing.
-
-    A value that is not finite counts as missing, and leaves a gap.
-    """
+    """Lay out a line plot of values by epoch, `kept` one marked; missing values leave a gap."""
     every = -(-len(values) // MAX_DRAWN_POINTS)
     drawn = [v for i, v in enumerate(values) if i % every == 0 or v[0] == kept or v is values[-1]]
     known = [(e, v) for e, v in drawn if v is not None and math.isfinite(v)]
@@ -247,10 +218,7 @@ def line_plot(
 
 
 def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
-    """Yield a label at each mark where one of four positions is free; else leave it out.
-
-    Marks at the same coordinates share a label; labels of the front are placed first.
-    """
+    """Yield a label, the front's first, at each mark where one of four positions is free."""
     together: dict[tuple[float, float], list[str]] = {}
     for text, mark in named:
         together.setdefault((mark.x, mark.y), []).append(text)
@@ -262,16 +230,9 @@ def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
         wide = len(text) * CHARACTER_WIDTH
         # Right of the mark, above it, left of it, below it.
         for left, base in ((7, 4), (-wide / 2, -8), (-wide - 7, 4), (-wide / 2, 17)):
-            box = (x + left, y + base - 10, x + left + wide, y + base + 1)
-            fits = (
-                box[0] >= LEFT
-                and box[2] <= RIGHT + LABEL_MARGIN
-                and TOP - 12 <= box[1] <= FLOOR - 9
-            )
-            if fits and not any(
-                box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
-                for other in taken
-            ):
-                taken.append(box)
+            x0, y0, x1, y1 = x + left, y + base - 10, x + left + wide, y + base + 1
+            fits = x0 >= LEFT and x1 <= RIGHT + LABEL_MARGIN and TOP - 12 <= y0 <= FLOOR - 9
+            if fits and not any(x0 < c and a < x1 and y0 < d and b < y1 for a, b, c, d in taken):
+                taken.append((x0, y0, x1, y1))
                 yield Label(round(x + left, 1), round(y + base, 1), text)
                 break

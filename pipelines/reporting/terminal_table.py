@@ -14,14 +14,10 @@ from compress.common.printable import printable
 from compress.core.gates import rule_in_words, value_in_words
 from compress.core.gates.runtime import EAGER
 from compress.pipelines.config.model_spec import SOURCE
-from compress.pipelines.reporting.stage_rows import (
-    fidelity_of,
-    headline,
-    outcomes_in_order,
-    sameness_of,
-)
+from compress.pipelines.reporting import stage_rows
 from compress.pipelines.results.comparison import row_of
 from compress.pipelines.results.schema import FailureReport, SkippedReport
+from compress.pipelines.system.rich_output import PlainConsole
 from compress.pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
@@ -34,47 +30,33 @@ if TYPE_CHECKING:
     from compress.pipelines.results.measurements import Measurements, SpeedupReport
     from compress.pipelines.results.schema import Report
 
-VS_EAGER = "vs eager"
-"""Speedup over the baseline as it is, and not in the artifact's own runtime."""
-COLUMNS = (
-    "metric",
-    "drop (95 %)",
-    "size",
-    "smaller",
-    "params",
-    "MACs",
-    "p50 ms",
-    "p95 ms",
-    "faster",
-    VS_EAGER,
-    "peak MiB",
-    "gates",
-    "run + evaluation",
-)
-OPTIONAL_COLUMNS = (
-    "run + evaluation",
-    "p95 ms",
-    "MACs",
-    "params",
-    "p50 ms",
-    "peak MiB",
-    "drop (95 %)",
-    VS_EAGER,
-)
-"""Columns that a narrow terminal drops, in this order."""
-
+VS_EAGER = "vs eager"  # speedup over the baseline as it is, and not in the artifact's own runtime
+COLUMNS = {
+    "metric": 0,
+    "drop (95 %)": 7,
+    "size": 0,
+    "smaller": 0,
+    "params": 4,
+    "MACs": 3,
+    "p50 ms": 5,
+    "p95 ms": 2,
+    "faster": 0,
+    VS_EAGER: 8,
+    "peak MiB": 6,
+    "gates": 0,
+    "run + evaluation": 1,
+}
+"""Column → when a narrow terminal drops it: 1 first, 0 never."""
+OPTIONAL_COLUMNS = sorted((c for c in COLUMNS if COLUMNS[c]), key=COLUMNS.__getitem__)
 QUICK = (
     "judged quickly: the metric and a short latency of what is shipped alone, exports compared on "
     "16 samples; run without --quick for a full judgement"
 )
-NOT_MEASURABLE = "n/m"
-"""Not measurable: timings on a busy machine were too noisy; a warning says so."""
+NOT_MEASURABLE = "n/m"  # timings on a busy machine were too noisy; a warning says so
 
 
 def wide_console() -> Console:
     """Return the console that tables are printed on: 160 columns where there is no terminal."""
-    from compress.pipelines.system.rich_output import PlainConsole
-
     console = PlainConsole()
     return console if console.is_terminal else PlainConsole(width=160)
 
@@ -89,9 +71,8 @@ def stage_table(report: Report, console: Console) -> Table:
         shown = [c for c in COLUMNS if c not in OPTIONAL_COLUMNS[:left_out]]
         table = _table(report, shown)
         # Without a limit: to fit the console, rich would fold the columns.
-        if Measurement.get(console, console.options.update(width=1000), table).maximum <= (
-            console.width
-        ):
+        unlimited = console.options.update(width=1000)
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
             return table
     return _table(report, shown, tight=True)
 
@@ -102,11 +83,8 @@ def gate_lines(report: Report) -> Iterator[Text]:
     for stage in report.stages:
         for v in stage.verdicts:
             mark, style = ("✓", "green") if v.passed else ("✗", "bold red")
-            against = f" against {v.against}" if v.against else ""
-            rule = rule_in_words(v, metric)
-            yield Text(
-                f"{mark} {stage.name}: {rule}{against}: {value_in_words(v, metric)}", style=style
-            )
+            rule = rule_in_words(v, metric) + (f" against {v.against}" if v.against else "")
+            yield Text(f"{mark} {stage.name}: {rule}: {value_in_words(v, metric)}", style=style)
     for skipped in report.skipped:
         yield Text(f"– {skipped.name}: skipped, as {skipped.because} did not pass")
     for failed in report.failures:
@@ -118,9 +96,9 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     if report.judged == "quick":
         yield Text(QUICK, style="bold yellow")
     for stage in report.stages:
-        if fidelity := fidelity_of(stage):
+        if fidelity := stage_rows.fidelity_of(stage):
             yield Text(f"{stage.name}: {fidelity.line()}")
-        if sameness := sameness_of(stage):
+        if sameness := stage_rows.sameness_of(stage):
             yield Text(f"{stage.name}: {sameness.line()}")
         if stage.answered_by:
             yield Text(f"{stage.name}: metric and outputs were measured on {stage.answered_by}")
@@ -136,7 +114,7 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     cached = sum(stage.cached for stage in report.stages)
     counted = f"{cached} of {len(report.stages)} stages cached; "
     yield Text(f"{'' if report.failed_stage else counted}report: {out / 'report.html'}")
-    if found := headline(report):
+    if found := stage_rows.headline(report):
         folder = out / found.artifact
         yield Text(f"{found.gains}: deploy {folder / found.file}", style="bold green")
         if found.is_served:
@@ -148,9 +126,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
 
 def difference_table(differences: Differences) -> Table:
     """Return one row for each thing that differs between two runs."""
-    table = Table(
-        title_justify="left", title=printable(f"{differences.before} → {differences.after}")
-    )
+    title = printable(f"{differences.before} → {differences.after}")
+    table = Table(title_justify="left", title=title)
     for column in ("what", "before", "after"):
         table.add_column(column, overflow="fold")
     for part in (differences.asked, differences.surroundings, differences.found):
@@ -169,14 +146,12 @@ def difference_lines(differences: Differences) -> Iterator[Text]:
 
 
 def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
-    about = f"ratios and drops against {report.baseline_name}{_samples(report)}"
+    about = f"ratios and drops against {report.baseline_name}"
+    if report.baseline and (metric := report.baseline.metric) and metric.samples:
+        about += f"; {metric.name} on {metric.samples} samples"
     title = printable(f"{report.pipeline}: {report.status} ({about})")
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=None if tight else box.HEAVY_HEAD,
-        pad_edge=not tight,
-    )
+    frame = None if tight else box.HEAVY_HEAD
+    table = Table(title=title, title_justify="left", box=frame, pad_edge=not tight)
     table.add_column("stage", overflow="fold")
     origin = report.baseline.same_runtime if report.baseline else None
     names = {"metric": f"{_metric(report)}{chr(10) if tight else ' '}(val)"}
@@ -188,7 +163,7 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
         cells = _measured_cells(report.baseline)
         table.add_row(SOURCE, *(cells.get(column, "–") for column in shown))
     dashes = ["–" for _ in shown[1:]]
-    for stage in outcomes_in_order(report):
+    for stage in stage_rows.outcomes_in_order(report):
         if isinstance(stage, FailureReport):
             table.add_row(stage.name, Text(f"✗ {stage.status}", style="bold red"), *dashes)
         elif isinstance(stage, SkippedReport):
@@ -208,12 +183,6 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
 def _metric(report: Report) -> str:
     measured = (m.metric for m in (report.baseline, *(s.measurements for s in report.stages)) if m)
     return next((m.name for m in measured if m), "metric")
-
-
-def _samples(report: Report) -> str:
-    """Return how many samples of `val` the metric was measured on; empty where that is unknown."""
-    metric = report.baseline and report.baseline.metric
-    return f"; {metric.name} on {metric.samples} samples" if metric and metric.samples else ""
 
 
 def _measured_cells(m: Measurements) -> dict[str, str | Text]:

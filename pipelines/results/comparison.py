@@ -33,12 +33,9 @@ class Differences(Settings):
     """All values that differ between two runs."""
 
     before: str
-    """Directory of the first run."""
     after: str
     asked: tuple[Difference, ...]
-    """Settings, data and seed."""
     surroundings: tuple[Difference, ...]
-    """Versions and hardware."""
     found: tuple[Difference, ...]
     """Status, and by stage the metric, sizes, latencies, verdicts and the digest."""
 
@@ -62,10 +59,7 @@ def row_of(difference: Difference) -> tuple[str, str, str]:
 
 
 def _parts(report: Report) -> tuple[dict[str, Any], ...]:
-    """Return what was asked, its surroundings, and the results.
-
-    The results are compared apart, as a stage may be called `status` or `test`, too.
-    """
+    """Return what was asked, its surroundings, and the results, apart as names may be equal."""
     settings: Any = report.lock["settings"]
     by_name = {stage["name"] or stage["stage"]: stage for stage in settings["stages"]}
     asked = {"settings": {**settings, "stages": by_name}, "data": report.lock["data"]}

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from compress.pipelines.results.schema import Report
 
 EXPLANATION_FILE = "explain.json"
-MAX_COSTS_SHOWN = 6
-"""Modules whose cost is shown in the text; the file has all."""
-FLOAT_MACS = "float MACs"
-"""Unit of what float kernels multiply, of which a share of all is shown."""
-MIN_COST_SHOWN = 0.01
-"""Share of the whole that is shown."""
+MAX_COSTS_SHOWN = 6  # modules whose cost is shown in the text; the file has all
+FLOAT_MACS = "float MACs"  # unit of what float kernels multiply, of which a share of all is shown
+MIN_COST_SHOWN = 0.01  # share of the whole that is shown
 NAMED_IF_REMOVED = ("calibration_samples", "learning_rate", "temperature", "soft_weight")
 """Settings whose removal is said in the line of a repair; others only make room."""
 
@@ -85,11 +82,9 @@ class TriedRepair(Settings):
     settings: dict[str, JsonValue]
     """What was changed in the settings of the stage."""
     stage: str = ""
-    """The stage's name."""
     beside: dict[str, dict[str, JsonValue]] = {}
     """Stage → settings that were changed before, to mend another refusal."""
     passed: bool
-    """Whether every gate of the pipeline passed."""
     verdicts: dict[str, tuple[Verdict, ...]] = {}
     """Stage → what its gates found."""
     value: float | None = None
@@ -98,7 +93,6 @@ class TriedRepair(Settings):
     bytes: int | None = None
     """Size of the file that the last stage which ran has written."""
     error: str = ""
-    """Which gate refused the result, or why a stage failed."""
     seconds: float = 0.0
 
     @property
@@ -160,7 +154,6 @@ class Explanation(Settings):
     notice: str = ""
     """Why there is no more to say."""
     judgings: int = 0
-    """How many models were judged."""
     seconds: float = 0.0
 
     def lines(self, rule: str) -> Iterator[str]:

@@ -26,15 +26,11 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.profiling.benchmark import Comparison
 
-
 Bounds = tuple[float, float]
 NOT_MEASURED = "not measured: "
 """Begins the reasons of figures that nobody asked for, which are no sign of a busy machine."""
-
-
 JUDGED_QUICKLY = f"{NOT_MEASURED}the run judges quickly"
-QUICK_SECONDS = 0.1
-"""For which a latency is measured in a run that judges quickly."""
+QUICK_SECONDS = 0.1  # for which a latency is measured in a run that judges quickly
 
 
 class Drop(Settings):
@@ -43,7 +39,6 @@ class Drop(Settings):
     points: float
     """In hundredths of the metric, negative where it is better."""
     uncertainty: Uncertainty
-    """Of the points."""
 
     def in_words(self, metric: str) -> str:
         """Describe it in points where 1 is best, and else in the metric's own unit."""
@@ -90,7 +85,6 @@ class LatencyReport(Settings):
     """95 % confidence interval of p50; None in reports of older versions."""
     p95_interval: Bounds | None = None
     reason: str = ""
-    """Why p50 or p95 is None."""
     calls: int = 0
     """How many calls were timed; 0 in reports of older versions."""
     outliers: float
@@ -115,9 +109,8 @@ class SpeedupReport(Settings):
     speedup: float | None
     """None where timings on a busy machine were too noisy, or there is nothing to compare with."""
     speedup_interval: Bounds | None
-    """95 % confidence interval of the speedup."""
+    """95 % confidence interval."""
     speedup_reason: str = ""
-    """Why it is None."""
     speedup_blocks: tuple[float, ...] = ()
     """Ratio of each block of consecutive calls; the speedup is their median."""
 
@@ -150,7 +143,6 @@ class SameRuntimeReport(SpeedupReport):
     """Speedup over the uncompressed model in the artifact's own runtime: what compression gains."""
 
     runtime: str
-    """Such as `ONNX Runtime`."""
     takes_uncompressed: bool = True
     """Whether the uncompressed model could be exported to it; `speedup_reason` says why not."""
 
@@ -183,7 +175,6 @@ class Measurements(SpeedupReport):
     """Peak memory of opening and calling the model, without the libraries' own; None where it could
     not be measured and in reports of older versions."""
     peak_reason: str = ""
-    """Why it could not be measured."""
     outputs: tuple[OutputSummary, ...] = ()
     """A summary of each output on `val`; empty without a metric, and in reports of older
     versions."""
@@ -285,7 +276,6 @@ class Measurements(SpeedupReport):
 
 
 def _macs(artifact: Artifact, context: Context) -> dict[str, Any]:
-    """Return the fields of a :class:`Measurements` on multiply-accumulates."""
     if context.is_quick and artifact.kind in IN_PYTORCH:  # they are counted in a call
         return {"macs": None}
     sizes = context.typical_sizes(artifact.signature)
@@ -293,7 +283,6 @@ def _macs(artifact: Artifact, context: Context) -> dict[str, Any]:
 
 
 def _speedup(compared: Comparison) -> dict[str, Any]:
-    """Return the fields of a :class:`SpeedupReport`."""
     disturbed = compared.after.disturbed
     reason = disturbed and unmeasurable("the speedup", disturbed)
     return {
@@ -305,17 +294,13 @@ def _speedup(compared: Comparison) -> dict[str, Any]:
 
 
 def _no_speedup(reason: str) -> dict[str, Any]:
-    """Return the fields of a :class:`SpeedupReport` that was not measured."""
     return {"speedup": None, "speedup_interval": None, "speedup_reason": reason}
 
 
 def _in_same_runtime(
     artifact: Artifact, baseline: Artifact, compared: Comparison, context: Context
 ) -> SameRuntimeReport | None:
-    """Measure an artifact in turn with the uncompressed model in the artifact's runtime.
-
-    `compared` is what the artifact and the baseline have shown before.
-    """
+    """Measure an artifact in turn with the uncompressed model in the artifact's runtime."""
     runtime = runtime_of(artifact.kind)
     if runtime is None:
         return None
@@ -352,5 +337,4 @@ def _drop_unreliable(
 
 
 def _possible(value: float | None) -> bool:
-    """Whether a time or ratio is finite and positive."""
     return value is not None and math.isfinite(value) and value > 0

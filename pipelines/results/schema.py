@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 
 REPORT, REPORT_PAGE = "report.json", "report.html"
 Status = Literal["passed", "refused", "failed", "interrupted"]
-FIDELITY = "fidelity"
-"""Fact of a quantized artifact: comparison of its outputs with the float model's."""
+FIDELITY = "fidelity"  # fact of a quantized artifact: its outputs against the float model's
 SIMULATED_KINDS = {"graph": "; PyTorch simulates integers: export it"}
 """Artifact kinds that simulate quantization, and the hint for their speed."""
-SLOWER_RATIO = 0.95
-"""Speed ratio below which a stage is slower; medians of equal models differ by some percent."""
+SLOWER_RATIO = 0.95  # below which a stage is slower; medians of equal models differ by some percent
 
 
 class ArtifactReport(Settings):
@@ -41,14 +39,12 @@ class ArtifactReport(Settings):
     path: str
     """Relative to the report."""
     file: str
-    """The file to deploy."""
     bytes: int
     sha256: str
     """Of the file to deploy."""
     digest: str
     """Of the artifact's manifest, which holds the hash of every file."""
     facts: dict[str, JsonValue]
-    """Facts that the stage recorded in the artifact's manifest."""
 
     @classmethod
     def from_artifact(cls, artifact: Artifact, path: str) -> ArtifactReport:
@@ -187,11 +183,7 @@ class Report(Settings):
 
     @classmethod
     def read(cls, out: Path) -> Self:
-        """Read a report back.
-
-        Raises:
-            ArtifactInvalid: there is no report, it is not a run's, or it was changed.
-        """
+        """Read a report back; ArtifactInvalid where there is none, or it was changed."""
         try:
             content, lock = read_report(out / REPORT)
             if not lock:
@@ -207,11 +199,8 @@ class Report(Settings):
 
 def remove_report(out: Path) -> None:
     """Remove the report of an earlier run, so that a killed run does not seem to have passed."""
-    for name in (
-        REPORT,
-        REPORT_PAGE,
-        LOCK,
-    ):  # in this order: without the report, no other one is believed
+    # In this order: without the report, no other one is believed.
+    for name in (REPORT, REPORT_PAGE, LOCK):
         (out / name).unlink(missing_ok=True)
 
 
@@ -264,10 +253,7 @@ def measurement_warnings(
 def batch_warnings(
     baseline_name: str, baseline: Measurements | None, stages: Sequence[StageReport]
 ) -> Iterator[str]:
-    """Yield a line for each model whose outputs depend on the other rows of the batch.
-
-    Within a branch only the first such stage gets a line, which lists its descendants.
-    """
+    """Yield a line for each model whose outputs depend on its batch, the first of each branch."""
     found = {s.name: s.measurements.batch_dependence for s in stages}
     if baseline is not None:
         found.setdefault(baseline_name, baseline.batch_dependence)
@@ -316,7 +302,6 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
 
 
 def _lineage(stage: StageReport, rows: Mapping[str, StageReport]) -> Iterator[StageReport]:
-    """Yield a stage and its ancestors, up to the imported model."""
     current: StageReport | None = stage
     while current is not None:
         yield current

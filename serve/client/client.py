@@ -1,7 +1,4 @@
-"""HTTP client of a served model: numpy arrays in, numpy arrays out.
-
-Its wire formats are npz and the Open Inference Protocol; all but JSON are lossless.
-"""
+"""HTTP client of a served model: npz or the Open Inference Protocol; all but JSON are lossless."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import http.client
 import json
 import socket
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
 
@@ -20,25 +18,21 @@ from compress.serve.worker.wire import DATATYPES, HEADER_LENGTH, JSON, NPZ, RAW,
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.serve.worker.tensors import Array
 
     Headers = Mapping[str, str]
 
 DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
-REQUEST_BYTES = 4 * 1024**2
-"""Larger requests are split: TorchServe accepts 6.5 MB by default."""
+REQUEST_BYTES = 4 * 1024**2  # larger requests are split: TorchServe accepts 6.5 MB by default
 
 
+@dataclass(frozen=True)
 class Npz:
     """Every tensor by name, as ``numpy.savez`` writes them; both servers accept it."""
 
-    def __init__(self, folder: str = "/predictions/", ending: str = "") -> None:
-        """Set the parts of the path before and after the model's name."""
-        self.folder, self.ending = folder, ending
+    folder: str = "/predictions/"
+    ending: str = ""
 
     def path(self, model_name: str) -> str:
         """Return the path of a model's inference requests."""
@@ -53,12 +47,12 @@ class Npz:
         return from_npz(body)
 
 
+@dataclass(frozen=True, kw_only=True)
 class OpenInference:
     """Open Inference Protocol v2: tensors as raw bytes after a JSON header, or as JSON."""
 
-    def __init__(self, *, binary: bool = True) -> None:
-        """Choose raw bytes (lossless) or JSON."""
-        self.binary = binary
+    binary: bool = True
+    """Raw bytes (lossless) or JSON."""
 
     def path(self, model_name: str) -> str:
         """Return the path of a model's inference requests."""
@@ -113,21 +107,11 @@ class Client:
         timeout_seconds: float = 60.0,
         form: Npz | OpenInference | None = None,
     ) -> None:
-        """Create a client; it connects with the first request.
+        """Create a client of a model at an address such as ``http://127.0.0.1:8080``.
 
-        Args:
-            url: address of the server, such as ``http://127.0.0.1:8080``; of TorchServe, its
-                inference API. A path in it is put before the server's own paths.
-            model_name: the name under which it is served.
-            signature: the model's interface.
-            token: bearer token, if the server requires one.
-            max_rows: most rows of one request.
-            timeout_seconds: how long one answer may take, from the request's first byte to the
-                answer's last.
-            form: wire format of requests; TorchServe's npz by default.
-
-        Raises:
-            StageFailed: the address does not begin with ``http://``.
+        A path in the address is put before the server's own paths. The timeout is that of a whole
+        answer, from the request's first byte to the answer's last; `form` is the wire format of
+        requests, by default TorchServe's npz. StageFailed unless the address is ``http://``.
         """
         parts = urlsplit(url)
         # An https:// address must not send the token unencrypted.
@@ -153,15 +137,10 @@ class Client:
     def predict(self, inputs: Mapping[str, Array] | Sequence[Array]) -> tuple[Array, ...]:
         """Return the outputs in the signature's order; split too many rows into several requests.
 
-        Inputs are arrays by name, or in the signature's order.
-
-        Raises:
-            StageFailed: the server cannot be reached or answered an error, which is quoted; or
-                there are too many rows for one request, and some output has its rows on another
-                axis than the first.
+        Inputs are arrays by name, or in the signature's order. StageFailed if the server cannot be
+        reached or answers an error, which is quoted, or if rows have to be split and some output
+        has them on another axis than the first.
         """
-        import numpy as np
-
         names = [spec.name for spec in self.signature.inputs]
         named = dict(inputs) if hasattr(inputs, "keys") else dict(zip(names, inputs, strict=True))
         first, *rest = self._split(named)
@@ -178,7 +157,6 @@ class Client:
         return tuple(np.concatenate(column) for column in zip(*answers, strict=True))
 
     def _split(self, named: dict[str, Array]) -> list[dict[str, Array]]:
-        """Split the rows into requests, if axis 0 of every input is the batch axis."""
         heads = {spec.shape[:1] for spec in self.signature.inputs}
         if self.signature.batch_axis is None or len(heads) > 1:
             return [named]
@@ -244,8 +222,7 @@ class DeadlineConnection(http.client.HTTPConnection):
 class DeadlineSocket(socket.socket):
     """A socket with a deadline, so that a server cannot stall its client byte by byte."""
 
-    deadline = 0.0
-    """On the clock of ``time.monotonic``, seconds."""
+    deadline = 0.0  # on the clock of ``time.monotonic``, seconds
 
     def recv_into(self, *args: object) -> int:
         """Read within the time that is left; TimeoutError where none is."""
@@ -260,15 +237,3 @@ class DeadlineSocket(socket.socket):
         # A timeout of 0 would make the socket non-blocking, and a negative one is an error.
         self.settimeout(max(0.001, self.deadline - time.monotonic()))
         super().sendall(data, flags)  # type: ignore[arg-type]  # passed through
-
-
-def as_predictor(client: Client) -> Predictor:
-    """Wrap a client as a function of tensors."""
-
-    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        import torch
-
-        outputs = client.predict([tensor.detach().cpu().numpy() for tensor in inputs])
-        return tuple(torch.from_numpy(output) for output in outputs)
-
-    return predict

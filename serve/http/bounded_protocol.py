@@ -19,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from compress.serve.http.responses import HttpError, response_bytes, run_unchunked
+from compress.serve.http.messages import HttpError, response_bytes, run_unchunked
 from compress.serve.worker.tensors import UNREADABLE
 
 if TYPE_CHECKING:
@@ -28,41 +28,32 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from compress.serve.http.asgi_app import WholeRequest
-    from compress.serve.http.responses import Response
+    from compress.serve.http.messages import Response
 
-HEAD_SECONDS = 10.0
-"""Time limit for a request's head, and for the silence of a new connection."""
+HEAD_SECONDS = 10.0  # time limit for a request's head, and for the silence of a new connection
 HEAD_BYTES = 64 * 1024
 """Largest request head; also the most bytes between two parts of a chunked body (chunk extensions)
 and after its last one (trailers)."""
 HEADERS = 128
-"""Most header fields of one request."""
-READ_BYTES = 4 * 1024
-"""Size of one read, except within a body of known length, which costs next to nothing to parse."""
+READ_BYTES = 4 * 1024  # of one read, except within a body of known length, which is cheap to parse
 BODY_READ_BYTES = 64 * 1024
 CHUNKED_STEP_BYTES = 1024
 """Bytes of a chunked body that are parsed at once. Where it ends is known only after parsing, so
 that small requests behind it in the same step are parsed too: 56 of them at most fit in here."""
-STALL_SECONDS = 10.0
-"""A client that reads nothing of its response for so long is disconnected."""
+STALL_SECONDS = 10.0  # a client that reads nothing of its response for so long is disconnected
 LINGER_SECONDS = 2.0
-LINGERING_BYTES = 1024**2
-"""Bytes that are still read after a connection's last response; see `LingeringTransport`."""
+LINGERING_BYTES = 1024**2  # still read after a connection's last response; see `LingeringTransport`
 DISCARDED_BYTES = 64 * 1024**2
 """The body of a refused request is read and discarded up to this size: many clients read no
 response before they have sent everything."""
 DISCARD_SECONDS = 30.0
-DRAIN_SECONDS = 1.0
-"""How long a graceful shutdown keeps an idle connection, as a request may be in flight."""
-CONNECTIONS = 1024
-"""Above this, the connections that have waited longest for their clients are closed."""
-MAX_CONNECTIONS = 4096
-"""Above this, they are closed even if they have waited less than GRACE_SECONDS."""
+DRAIN_SECONDS = 1.0  # how long a shutdown keeps an idle connection: a request may be in flight
+CONNECTIONS = 1024  # above this, those that have waited longest for their clients are closed
+MAX_CONNECTIONS = 4096  # above this, even if they have waited less than GRACE_SECONDS
 GRACE_SECONDS = 1.0
 """Time for a new connection to send its request: many are accepted at once, and the one with a
 request may be the first of them."""
-OTHER_FILES = 128
-"""File descriptors reserved for everything but connections."""
+OTHER_FILES = 128  # file descriptors reserved for everything but connections
 
 
 class HoldableFlowControl(FlowControl):
@@ -95,10 +86,9 @@ class HoldableFlowControl(FlowControl):
 
 
 class Deadline:
-    """The one time limit of a connection, which changes several times in each request."""
+    """The one time limit of a connection, none at first, which changes within each request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Create it without a time limit."""
         self._loop = loop
         self._time = 0.0
         self._on_timeout: Callable[[], None] | None = None
@@ -172,17 +162,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _whole_request: WholeRequest | None = None
     """The request in progress, if it is answered without a task."""
     _asgi_task: asyncio.Task[None] | None = None
-    _running_cycle: RequestResponseCycle | None = None
-    """The request in progress, and its response."""
-    _unparsed = b""
-    """Bytes received behind the request in progress, READ_BYTES at most."""
+    _running_cycle: RequestResponseCycle | None = None  # the request in progress, and its response
+    _unparsed = b""  # bytes received behind the request in progress, READ_BYTES at most
     _in_head = False
     _in_body = False
     _chunked = False
     _body_bytes_left = 0
     """Bytes of the body still to come; 0 for a chunked body, whose length is unknown."""
-    _overhead_bytes = 0
-    """Bytes parsed since the head began, or since the last body data."""
+    _overhead_bytes = 0  # bytes parsed since the head began, or since the last body data
     _discarded_bytes = 0
     _offers_upgrade = False
     _lingering = False
@@ -328,8 +315,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Run the application as uvicorn does; remember its task so that it can be cancelled."""
-        if cycle is self.cycle and cycle.more_body and self._start_whole_request(cycle):
-            return
+        if cycle is self.cycle and cycle.more_body:
+            application: Any = self.app
+            request = application.accept_whole(cycle.scope, partial(self._respond, cycle))
+            if request is not None:  # a small one, which waits for its body without a task
+                self._whole_request = request
+                self.deadline.set(application.state.limits.seconds, request.expire)
+                return
         if cycle.scope["http_version"] == "1.0":
             app = partial(run_unchunked, app, cycle)
         self._running_cycle = cycle
@@ -362,15 +354,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.transport.close()
 
         self.loop.call_later(DRAIN_SECONDS, close_if_idle)
-
-    def _start_whole_request(self, cycle: RequestResponseCycle) -> bool:
-        """Let a small request wait for its body, without a task; return whether it is one."""
-        application: Any = self.app
-        request = application.accept_whole(cycle.scope, partial(self._respond, cycle))
-        if request is not None:
-            self._whole_request = request
-            self.deadline.set(request.seconds, request.expire)
-        return request is not None
 
     def _respond(self, cycle: RequestResponseCycle, response: Response) -> None:
         """Send the response of a request that is answered without a task."""
@@ -471,7 +454,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _is_idle(self) -> bool:
-        """Return whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def _wait_for_client(self) -> None:
@@ -533,7 +515,6 @@ class BufferedHttpProtocol(asyncio.BufferedProtocol):
     _head_buffer = _buffer[:READ_BYTES]
 
     def __init__(self, **options: Any) -> None:
-        """Create the connection with uvicorn's options."""
         self._connection = connection = BoundedHttpProtocol(**options)
         self.connection_made = connection.connection_made  # type: ignore[method-assign]
         self.connection_lost = connection.connection_lost  # type: ignore[method-assign]

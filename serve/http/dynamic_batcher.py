@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import Call
     from compress.serve.worker.tensors import Array
 
-CLOSE_SECONDS = 5.0
-"""Time limit for all threads to end."""
+CLOSE_SECONDS = 5.0  # time limit for all threads to end
 
 
 @dataclass(slots=True, eq=False)
@@ -36,17 +35,12 @@ class Job:
     """Set if nobody waits for the outputs: it is not run if its turn is yet to come."""
 
 
-class Stop:
-    """Queued to end the worker that takes it."""
-
-
 class WorkerThreads:
     """Threads that call a model, and the queue that they take jobs from."""
 
     def __init__(self, workers: int, jobs: queue.SimpleQueue[Any] | queue.Queue[Any]) -> None:
         """Start the threads, inside a running event loop; each runs :meth:`_work` on a queue."""
-        self.depth = 0
-        """Requests that wait or are being answered."""
+        self.depth = 0  # requests that wait or are being answered
         self._call_start: dict[int, float] = {}
         """Start time of the call that each busy thread is in, by thread id."""
         self._loop = asyncio.get_running_loop()
@@ -67,22 +61,18 @@ class WorkerThreads:
             while True:
                 self._queue.get_nowait()
         for _ in self._threads:
-            self._queue.put(Stop())
+            self._queue.put(None)
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        """Do jobs until a `Stop`."""
+        """Do jobs until a None."""
         raise NotImplementedError
 
 
 class Batcher(WorkerThreads):
-    """Answers requests in batches.
-
-    By default no request waits for others: while a call runs, requests queue up, and the next call
-    takes as many of them as fit. ``delay_seconds`` makes requests wait for more.
-    """
+    """Answers what queues up during a call by the next one; `delay_seconds` makes requests wait."""
 
     def __init__(
         self,
@@ -137,7 +127,7 @@ class Batcher(WorkerThreads):
 
     def _work(self) -> None:
         job = self._queue.get()
-        while isinstance(job, Job):
+        while job is not None:
             batch, next_job = self._gather(job)
             self._call_start[threading.get_ident()] = time.monotonic()
             live = [each for each in batch if not each.cancelled]
@@ -149,7 +139,7 @@ class Batcher(WorkerThreads):
                 self._loop.call_soon_threadsafe(self._deliver, len(batch), live, results)
             job = next_job or self._queue.get()
 
-    def _gather(self, first: Job) -> tuple[list[Job], Job | Stop | None]:
+    def _gather(self, first: Job) -> tuple[list[Job], Job | None]:
         """Collect a batch; return it, and what was taken from the queue but does not fit in it."""
         batch, rows = [first], first.rows
         deadline = time.monotonic() + self._delay_seconds
@@ -163,8 +153,9 @@ class Batcher(WorkerThreads):
                 job = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
             except queue.Empty:
                 break
-            if isinstance(job, Stop):
-                return batch, job
+            if job is None:
+                self._queue.put(None)  # which ends this thread, or another, once it has run these
+                break
             if job.row_shapes != first.row_shapes or rows + job.rows > self._max_rows:
                 return batch, job
             batch.append(job)

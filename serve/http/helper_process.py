@@ -1,9 +1,7 @@
-"""A process with limits of time and memory, for what the files of an artifact compute.
+"""A process with limits of time and memory for tokenizers, chat templates and images.
 
-A tokenizer, a chat template or an image may take any time and memory, in native code that no signal
-interrupts. So the server runs them in a process of their own. That is a fork of one which has
-loaded the files and reads no request: when a call is ended with its process, another fork takes a
-few milliseconds.
+They may take any time and memory, in native code that no signal interrupts. The process is a fork
+of one which has loaded the files and reads no request: another fork takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid, CompressError
+from compress.serve.http.messages import HttpError
 from compress.serve.http.multiprocess import end_with_parent
-from compress.serve.http.responses import HttpError
 from compress.serve.worker.tensors import TOO_LARGE
 
 if TYPE_CHECKING:
@@ -36,42 +34,29 @@ MIB = 2**20
 LOAD_SECONDS, LOAD_MIB = 60.0, 2048
 """Limits for loading the files: the tokenizers of the largest vocabularies take some seconds and
 hundreds of MiB."""
-SMALL_BYTES = 64 * 1024
-"""Bodies above this wait for each other first, so that small ones wait for one of them at most."""
-CALLS_PER_LIMIT = 3
-"""So many calls fit into the time limit of a request: others wait meanwhile."""
-BASE_MIB = 8
-"""Memory that a call may take in addition to what the largest right request needs."""
-READING, WRITING = "r", "w"
-"""Lanes, of one letter: an answer that is written never waits for requests that are read."""
+SMALL_BYTES = 64 * 1024  # larger bodies wait for each other first: small ones wait for one at most
+CALLS_PER_LIMIT = 3  # so many calls fit into the time limit of a request: others wait meanwhile
+BASE_MIB = 8  # memory that a call may take in addition to what the largest right request needs
+READING, WRITING = "r", "w"  # lanes, of one letter: answers never wait for requests
 LANES = {READING: ("request", "read"), WRITING: ("answer", "written as text")}
-"""What a lane's calls do, for messages."""
-FRAME = struct.Struct("<QQ")
-"""Sizes of a message: those of its pickled part, and of the body behind it."""
+FRAME = struct.Struct("<QQ")  # sizes of a message's pickled part, and of the body behind it
 
 
 class HelperProcess:
-    """Calls methods of an object that another process has created.
+    """Calls methods of an object that another process has created, by pickled values.
 
-    It has a fork for each lane, which answers one call at a time. Both processes run this code, and
-    exchange pickled values.
+    It has a fork for each lane, which answers one call at a time. Both processes run this code.
     """
 
     def __init__(
         self, create: Callable[..., Any], *args: Any, what: Path, seconds: float, needed_bytes: int
     ) -> None:
-        """Start the process, and wait until it has called `create(*args)`.
+        """Start the process, and wait until it has called `create(*args)`, a function of a module.
 
-        Args:
-            create: a function of a module.
-            args: its arguments.
-            what: the artifact, for messages.
-            seconds: time limit of a request; a call has a third of it, as others wait meanwhile.
-            needed_bytes: memory that the call of the largest right request takes.
-
-        Raises:
-            ArtifactInvalid: nothing is created within LOAD_SECONDS and LOAD_MIB.
-            CompressError: what `create` raises.
+        `what` is the artifact, for messages; `seconds` the time limit of a request, of which a call
+        has a third, as others wait meanwhile; `needed_bytes` the memory that the call of the
+        largest right request takes. ArtifactInvalid if nothing is created within LOAD_SECONDS and
+        LOAD_MIB, else what `create` raises.
         """
         self._mebibytes = BASE_MIB + needed_bytes // MIB
         self._start_message = pickle.dumps((create, args, self._mebibytes))
@@ -81,7 +66,6 @@ class HelperProcess:
         self._sockets: dict[str, socket.socket] = {}
         """By lane, to its fork; none where it is yet to be forked."""
         self._used: set[str] = set()
-        """Lanes whose present fork was called."""
         self._restart: asyncio.Future[None] | None = None
         self._start()
 
@@ -133,11 +117,8 @@ class HelperProcess:
     ) -> Any:
         """Return what a method returns for some values and, behind them, a body.
 
-        Calls of one lane wait for each other.
-
-        Raises:
-            HttpError: as the method does; or it took too long (504) or too much memory (413), or
-                the process has ended and could not be started again (503).
+        Calls of one lane wait for each other. HttpError as the method raises it; or it took too
+        long (504) or too much memory (413), or the process could not be started again (503).
         """
         content = body or b""
         large = self._large if len(content) > SMALL_BYTES else nullcontext()

@@ -39,8 +39,7 @@ RUNTIMES = {
     if exporter.runtime.torch_free_package
 }
 """Packages that run a kind of artifact without torch."""
-WARM_CALLS = 3
-"""TorchScript profiles its first calls and compiles after them."""
+WARM_CALLS = 3  # TorchScript profiles its first calls and compiles after them
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,13 @@ class ServedModel:
     not_joined: str
     """Why requests must not be batched; empty if they may."""
     forms: Named = field(default_factory=dict)
-    """Settings of the preprocessing of texts and images, as the artifact carries it."""
     folder: Path = Path()
     """The artifact's, with the tokenizer."""
     classes: Named | None = None
-    """Settings of the first output's class names, if they have names."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of the artifact: the rows of embedding tables, for example."""
     notes: tuple[str, ...] = ()
     """Lines for whoever starts the server."""
     recorded: RecordedMeasurements = field(default_factory=RecordedMeasurements)
-    """What a run's report says of the artifact."""
 
 
 @contextmanager
@@ -75,11 +70,8 @@ def open_model(
     """Load an artifact's model, after its digests were checked, and warm it up.
 
     `report` is report.json of the run that made it; by default the one in its run's folder.
-
-    Raises:
-        ArtifactInvalid: a file is not the one that was sealed or cannot be loaded, or the kind is
-            not served.
-        StageFailed: the model does not answer its own signature.
+    ArtifactInvalid if a file is not the sealed one or cannot be loaded, or the kind is not served;
+    StageFailed if the model does not answer its own signature.
     """
     if artifact.kind not in SERVED_KINDS:
         raise ArtifactInvalid(
@@ -99,10 +91,8 @@ def open_model(
                 f"{artifact.path}: the model does not answer its own signature: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        recorded = read_recorded(artifact, report)
-        not_joined = recorded.why_not_joined(
-            artifact, call, rows_stay_first=interface.rows_stay_first
-        )
+        recorded, stays = read_recorded(artifact, report), interface.rows_stay_first
+        not_joined = recorded.why_not_joined(artifact, call, rows_stay_first=stays)
         signature, (forms, notes) = artifact.signature, recorded.served_forms(artifact)
         classes = None
         if forms.class_names:

@@ -24,8 +24,7 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Folder of each process's counters, from which all can be summed; prometheus_client reads the
 variable at import."""
 POLL_SECONDS = 0.05
-KILL_SECONDS = 10.0
-"""Time for a process to cancel its requests, and to end its threads."""
+KILL_SECONDS = 10.0  # time for a process to cancel its requests, and to end its threads
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
@@ -34,9 +33,6 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
 
     Each runs `child`, which calls its argument once it answers requests; `ready` is called here
     once all answer. They end within `stop_seconds` of SIGTERM, or shortly after get SIGKILL.
-
-    Raises:
-        StageFailed: one of them ended by itself; the others are stopped.
     """
     read_end, write_end = os.pipe()
     pids: set[int] = set()
@@ -61,7 +57,6 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
 
 
 def _fork(child: Callable[[Ready], None], write_end: int) -> int:
-    """Fork, run `child` in the new process, and return its PID in this one."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -100,7 +95,6 @@ def _reap(pids: set[int]) -> bool:
 
 
 def _stop(pids: set[int], stop_seconds: float) -> None:
-    """End processes: SIGTERM, then SIGKILL."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

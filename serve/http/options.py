@@ -16,7 +16,6 @@ class Limits:
     rows: int = 128
     """Most rows of one request, and of one call of the model."""
     queue: int = 128
-    """Most requests that wait or are being answered."""
     seconds: float = 30.0
     """Time limit from a request's head to its answer."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from compress.serve.http.base_app import BaseApplication
+    from compress.serve.http.asgi_app import BaseApplication
     from compress.serve.http.options import Options
 
 logger = logging.getLogger(__name__)
@@ -31,14 +31,10 @@ REQUIREMENTS = tuple(
 
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
-"""Shortest token."""
-SILENT_SECONDS = 10
-"""How long the kernel keeps new connections on which nothing was sent."""
+SILENT_SECONDS = 10  # how long the kernel keeps new connections on which nothing was sent
 KEEP_ALIVE_SECONDS = 75
-CANCEL_SECONDS = 1
-"""Time limit of the requests that a stopping server has cancelled."""
-BACKLOG = 4096
-"""Most connections that wait in the kernel to be accepted."""
+CANCEL_SECONDS = 1  # time limit of the requests that a stopping server has cancelled
+BACKLOG = 4096  # most connections that wait in the kernel to be accepted
 
 
 def refuse_missing() -> None:
@@ -47,11 +43,7 @@ def refuse_missing() -> None:
 
 
 def token_from(file: Path | None) -> tuple[str, bool]:
-    """Return the token (of a file, else of the environment, else new), and whether it is new.
-
-    Raises:
-        PipelineInvalid: the file cannot be read, or the token is too short or holds spaces.
-    """
+    """Return the token (of a file, else of the environment, else new), and whether it is new."""
     if file is None and TOKEN_VARIABLE not in os.environ:
         return secrets.token_urlsafe(24), True
     try:
@@ -81,12 +73,6 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
     with listener:
         yield listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the address at which a socket is reached."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(

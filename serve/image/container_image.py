@@ -1,8 +1,4 @@
-"""Write images that serve an artifact: a folder for `docker build`, or an OCI layout.
-
-What serving without torch needs is pinned to the installed versions and hashes of their wheels. The
-layout, written without Docker, is that of the OCI image specification v1.
-"""
+"""Write images that serve an artifact: a folder for `docker build`, or an OCI layout (v1)."""
 
 from __future__ import annotations
 
@@ -43,19 +39,16 @@ if TYPE_CHECKING:
 
     Attest = Callable[[Path], object]
 
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-LONGEST_PIP = 1800
-"""Seconds for all packages, of which a runtime may have hundreds of MB."""
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
+LONGEST_PIP = 1800  # seconds for all packages, of which a runtime may have hundreds of MB
 SERVING = (
     *("httptools", "lazy_loader", "numpy", "prometheus-client", "pydantic"),
     *("pyyaml", "rich", "typer", "uvicorn", "uvloop"),
 )
 """What `compress serve` and `compress verify` import besides the model's runtime; no torch."""
 logger = logging.getLogger(__name__)
-HOME = "/opt/compress"
-"""Folder of the model and the server in an image."""
-USER = "10001:10001"
-"""Without a name in /etc/passwd; Kubernetes' `runAsNonRoot` accepts numbers alone."""
+HOME = "/opt/compress"  # folder of the model and the server in an image
+USER = "10001:10001"  # no name: Kubernetes' `runAsNonRoot` accepts numbers alone
 PORT = 8080
 VARIABLES = {
     "PYTHONPATH": f"{HOME}/app:{HOME}/lib",
@@ -84,18 +77,15 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=60s CMD {health}
 ENTRYPOINT {entrypoint}
 """
 DOCKERIGNORE = "*\n!app\n!model\n!*.json\n!*.npz\n!requirements.txt\n"
-PACKAGE = Path(__file__).parents[2]
-"""Folder of this toolkit, in a checkout or in site-packages."""
+PACKAGE = Path(__file__).parents[2]  # folder of this toolkit, in a checkout or in site-packages
 MEDIA = "application/vnd.oci.image."
 INDEX, MANIFEST_TYPE, CONFIG = (
     f"{MEDIA}{kind}.v1+json" for kind in ("index", "manifest", "config")
 )
 LAYER = f"{MEDIA}layer.v1.tar+gzip"
 READ_LAYERS = (LAYER, f"{MEDIA}layer.v1.tar")
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""OCI's names, which are Go's, by Python's."""
-LARGEST_JSON = 2**22
-"""Bytes of a manifest that registries must accept."""
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}  # OCI's names, which are Go's, by Python's
+LARGEST_JSON = 2**22  # bytes of a manifest that registries must accept
 MOST_UNPACKED, MOST_RATIO = 2**30, 50
 """Bytes that a layer may unpack to, and more for each byte that it has: gzip makes a thousandth of
 zeros, and a tenth of texts."""
@@ -106,32 +96,25 @@ T = TypeVar("T")
 def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ()) -> str:
     """Return a requirements file of the installed versions, with a hash each, as pip resolves them.
 
-    pip asks the package index that it is configured for, and installs nothing. The wheels are
-    those for this machine's Python and architecture.
-
-    Args:
-        folder: for the file with the versions that pip may choose.
-        runtime: package that runs the model.
-        readers: packages that read texts and images of requests.
-
-    Raises:
-        Unavailable: pip or a package that serving needs is not installed.
-        StageFailed: pip finds no wheel of an installed version, or cannot reach the index.
+    The hashes come from the package index that pip is configured for; nothing is installed. The
+    wheels are those for this machine's Python and architecture. `runtime` is the package that runs
+    the model, `readers` those that read texts and images of requests.
     """
     refuse_missing()
     constraints = folder / "constraints.txt"
-    # Not of the packages that are asked for: pip would only say that something conflicts.
     serving = (*SERVING, runtime, *readers)
     wanted = {name.replace("_", "-") for name in serving}
     installed = {d.name: d.version for d in distributions() if d.name}
     # Not by a search for the module, of which setuptools warns where distutils was imported.
     if "pip" not in installed:
         raise Unavailable("compress package needs pip to find hashes: python -m ensurepip")
-    installed = {n: v for n, v in installed.items() if n.lower().replace("_", "-") not in wanted}
-    constraints.write_text(
-        "".join(f"{name}=={version}\n" for name, version in sorted(installed.items())),
-        encoding="utf-8",
-    )
+    lines = [
+        f"{name}=={version}\n"
+        for name, version in sorted(installed.items())
+        # Not the packages that are asked for: pip would only say that something conflicts.
+        if name.lower().replace("_", "-") not in wanted
+    ]
+    constraints.write_text("".join(lines), encoding="utf-8")
     pinned = [f"{name}=={distribution_version(name)}" for name in serving]
     options = ["--dry-run", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
     report = run_pip("install", *options, "--constraint", str(constraints), *pinned)
@@ -148,10 +131,7 @@ def run_pip(*arguments: str) -> str:
     """Run pip and return its standard output; StageFailed with its first error line."""
     try:
         done = subprocess.run(
-            [*PIP, *arguments, "--quiet", "--no-input"],
-            capture_output=True,
-            text=True,
-            timeout=LONGEST_PIP,
+            [*PIP, *arguments], capture_output=True, text=True, timeout=LONGEST_PIP
         )
     except subprocess.TimeoutExpired as error:
         raise StageFailed(
@@ -175,7 +155,6 @@ class ImageFiles:
     digest: str
     """Of the artifact."""
     bytes: int
-    """Size of all files."""
     image_digest: str = ""
     """Digest of an OCI image's manifest; empty for a folder with a Dockerfile."""
 
@@ -194,15 +173,8 @@ class ImageFiles:
 def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
     """Write a Dockerfile, pinned requirements, the artifact, its probe and its attestation.
 
-    Args:
-        path: directory of an artifact that a runtime other than torch runs.
-        out: the folder to write, which must not exist or be empty.
-        attest: writes an attestation of the artifact to a file.
-
-    Raises:
-        ArtifactInvalid: the artifact is of another kind, or not what was sealed.
-        PipelineInvalid: `out` holds files.
-        StageFailed: the model does not answer its own signature, or pip finds no hashes.
+    `path` is the artifact's directory, of a kind that a runtime other than torch runs; `attest`
+    writes an attestation of it to a file.
     """
     with new_folder(out) as partial:
         artifact = write_image_files(path, partial, attest)
@@ -216,11 +188,11 @@ def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
             user=USER,
             port=PORT,
             health=json.dumps(["python3", "-c", HEALTH]),
-            entrypoint=json.dumps(entrypoint(partial, artifact)),
+            entrypoint=json.dumps(_entrypoint(partial, artifact)),
         )
         (partial / "Dockerfile").write_text(content, encoding="utf-8")
         (partial / ".dockerignore").write_text(DOCKERIGNORE, encoding="utf-8")
-        size = make_readable(partial)
+        size = _make_readable(partial)
     return ImageFiles(str(out), artifact.digest, size)
 
 
@@ -269,22 +241,14 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     return artifact
 
 
-def entrypoint(folder: Path, artifact: Artifact) -> list[str]:
+def _entrypoint(folder: Path, artifact: Artifact) -> list[str]:
     """Return the command of an image, which refuses another model than this artifact."""
-    command: list[Any] = [
-        "python3",
-        "-m",
-        "compress.cli",
-        "serve",
-        f"{HOME}/model",
-        "--host",
-        "0.0.0.0",
-    ]
+    command = f"python3 -m compress.cli serve {HOME}/model --host 0.0.0.0".split()
     command += ["--sha256", artifact.digest]
     return [*command, "--report", f"{HOME}/{REPORT}"] if (folder / REPORT).is_file() else command
 
 
-def make_readable(folder: Path) -> int:
+def _make_readable(folder: Path) -> int:
     """Let every user read a folder, as an image's user must; return its size in bytes."""
     size = 0
     for path in (folder, *folder.rglob("*")):
@@ -297,70 +261,47 @@ class _Object(TypedDict):
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's
 
 
-class LayoutFile(_Object):
-    """Content of `oci-layout`."""
-
+class _LayoutFile(_Object):
     imageLayoutVersion: Literal["1.0.0"]
 
 
-class Descriptor(_Object):
-    """Names a blob."""
-
+class _Descriptor(_Object):
     mediaType: str
     digest: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
 
 
-class Index(_Object):
-    """Names images, or further indexes."""
-
-    manifests: list[Descriptor]
+class _Index(_Object):
+    manifests: list[_Descriptor]
 
 
-class Manifest(_Object):
-    """Names the configuration and the layers of an image."""
-
-    config: Descriptor
-    layers: list[Descriptor]
+class _Manifest(_Object):
+    config: _Descriptor
+    layers: list[_Descriptor]
 
 
-class Started(_Object):
-    """How a container is started."""
-
+class _Started(_Object):
     Env: NotRequired[list[Annotated[str, Field(pattern="=")]] | None]
     Labels: NotRequired[dict[str, str] | None]
 
 
-class RootFS(_Object):
-    """The hashes of the layers, unpacked."""
-
+class _RootFS(_Object):
     diff_ids: list[str]
 
 
-class Config(_Object):
-    """Configuration of an image."""
-
+class _Config(_Object):
     os: str
     architecture: str
-    rootfs: RootFS
-    config: NotRequired[Started | None]
+    rootfs: _RootFS
+    config: NotRequired[_Started | None]
     history: NotRequired[list[Json]]
 
 
 def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> ImageFiles:
     """Write an OCI layout: the image of `base`, and a layer with server, packages and artifact.
 
-    The same artifact, base, versions and zlib give the same digest.
-
-    Args:
-        path: directory of an artifact that a runtime other than torch runs.
-        out: the layout to write, which must not exist or be empty.
-        base: a layout of one image with this Python, as `skopeo copy docker://… oci:DIR` writes it.
-        attest: writes an attestation of the artifact to a file.
-
-    Raises:
-        ArtifactInvalid: the artifact or the base is not as expected.
-        PipelineInvalid: `out` holds files.
-        StageFailed: the model does not answer its own signature, or pip finds no package.
+    The same artifact, base, versions and zlib give the same digest. `base` is a layout of one image
+    with this Python, as `skopeo copy docker://… oci:DIR` writes it; ArtifactInvalid for another.
+    The rest is as in `write_build_folder`.
     """
     manifest, config = read_base(base)
     with new_folder(out) as partial:
@@ -374,14 +315,14 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
         for record in (root / "lib").glob("*.dist-info/RECORD"):
             lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
             record.write_text("".join(line for line in lines if not line.startswith("../")))
-        make_readable(root)
-        command = entrypoint(root, artifact)
+        _make_readable(root)
+        command = _entrypoint(root, artifact)
         blobs = partial / "blobs" / "sha256"
         blobs.mkdir(parents=True)
         layer, diff_id = write_layer(root, blobs)
         shutil.rmtree(root)
         for descriptor in manifest["layers"]:
-            shutil.copyfile(blob(base, descriptor), blobs / descriptor["digest"][7:])
+            shutil.copyfile(_blob(base, descriptor), blobs / descriptor["digest"][7:])
         settings: Json = config.setdefault("config", {}) or {}
         environment = dict(entry.split("=", 1) for entry in settings.get("Env") or ())
         label = {"compress.artifact.digest": artifact.digest}
@@ -399,73 +340,60 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
         image = {
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
-            "config": write_blob(blobs, config, CONFIG),
+            "config": _write_blob(blobs, config, CONFIG),
             "layers": [*manifest["layers"], layer],
         }
-        descriptor = write_blob(blobs, image, MANIFEST_TYPE)
+        descriptor = _write_blob(blobs, image, MANIFEST_TYPE)
         reference = {"org.opencontainers.image.ref.name": "latest"}
-        index = {
-            "schemaVersion": 2,
-            "mediaType": INDEX,
-            "manifests": [descriptor | {"annotations": reference}],
-        }
-        (partial / "index.json").write_bytes(as_bytes(index))
-        (partial / "oci-layout").write_bytes(as_bytes({"imageLayoutVersion": "1.0.0"}))
-        size = make_readable(partial)
+        manifests = [descriptor | {"annotations": reference}]
+        index = {"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}
+        (partial / "index.json").write_bytes(_as_bytes(index))
+        (partial / "oci-layout").write_bytes(_as_bytes({"imageLayoutVersion": "1.0.0"}))
+        size = _make_readable(partial)
     return ImageFiles(str(out), artifact.digest, size, descriptor["digest"])
 
 
 def read_base(base: Path) -> tuple[Json, Json]:
-    """Return the manifest and the configuration of a layout's image for this machine.
-
-    A child process reads it, within limits of memory and time that the size of its blobs gives.
-
-    Raises:
-        ArtifactInvalid: it is no layout, holds no such image or several, or not this Python.
-    """
+    """Read a layout's manifest and configuration in a child, within limits that its blobs give."""
     return read_in_child(str(base), lambda: _read_base(base), base / "blobs" / "sha256")
 
 
 def _read_base(base: Path) -> tuple[Json, Json]:
-    read_json(base / "oci-layout", TypeAdapter(LayoutFile))
+    _read_json(base / "oci-layout", TypeAdapter(_LayoutFile))
     architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
     wanted = ("linux", architecture)
-    descriptors, seen = [*read_json(base / "index.json", TypeAdapter(Index))["manifests"]], set()
+    descriptors, seen = [*_read_json(base / "index.json", TypeAdapter(_Index))["manifests"]], set()
     images = []
     for descriptor in descriptors:
         if descriptor["digest"] in seen:
             continue
         seen.add(descriptor["digest"])
         if descriptor["mediaType"] == INDEX:  # images for several platforms
-            descriptors += read_json(blob(base, descriptor), TypeAdapter(Index))["manifests"]
+            descriptors += _read_json(_blob(base, descriptor), TypeAdapter(_Index))["manifests"]
         elif descriptor["mediaType"] == MANIFEST_TYPE:
-            content = read_json(blob(base, descriptor), TypeAdapter(Manifest))
+            content = _read_json(_blob(base, descriptor), TypeAdapter(_Manifest))
             if content["config"]["mediaType"] != CONFIG:
                 continue  # an attestation; other types are Docker's own format
-            config = read_json(blob(base, content["config"]), TypeAdapter(Config))
+            config = _read_json(_blob(base, content["config"]), TypeAdapter(_Config))
             if (config["os"], config["architecture"]) == wanted:
                 images.append((content, config))
     if len(images) != 1:
         raise ArtifactInvalid(
             f"{base}: holds {len(images)} OCI images for {'/'.join(wanted)}, expected one"
         )
-    refuse_other_python(base, images[0][0])
-    return images[0]
-
-
-def refuse_other_python(base: Path, manifest: Json) -> None:
-    """Raise ArtifactInvalid if no layer holds this process's version of Python."""
     # The packages' compiled code is for one version. A file that a later layer deletes counts too.
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    for descriptor in manifest["layers"]:
+    layers = images[0][0]["layers"]
+    for descriptor in layers:
         if descriptor["mediaType"] not in READ_LAYERS:
             raise ArtifactInvalid(
                 f"{base}: a layer is {descriptor['mediaType']}, expected {' or '.join(READ_LAYERS)}"
             )
-    if not any(_holds(blob(base, descriptor), f"bin/{name}") for descriptor in manifest["layers"]):
+    if not any(_holds(_blob(base, descriptor), f"bin/{name}") for descriptor in layers):
         raise ArtifactInvalid(
             f"{base}: has no {name} in a folder bin, which the installed packages are for"
         )
+    return images[0]
 
 
 def _holds(layer: Path, name: str) -> bool:
@@ -483,7 +411,7 @@ def _holds(layer: Path, name: str) -> bool:
     return False
 
 
-def blob(base: Path, descriptor: Json) -> Path:
+def _blob(base: Path, descriptor: Json) -> Path:
     """Return a descriptor's file, after its hash was checked; else raise ArtifactInvalid."""
     digest: str = descriptor["digest"].removeprefix("sha256:")
     path: Path = base / "blobs" / "sha256" / digest
@@ -496,8 +424,7 @@ def blob(base: Path, descriptor: Json) -> Path:
     return path
 
 
-def read_json(path: Path, content: TypeAdapter[T]) -> T:
-    """Return the object in a JSON file of a layout; ArtifactInvalid if it is another."""
+def _read_json(path: Path, content: TypeAdapter[T]) -> T:
     try:
         with open_regular(path) as stream:
             raw = stream.read(LARGEST_JSON + 1)
@@ -519,13 +446,11 @@ def write_layer(root: Path, blobs: Path) -> tuple[Json, str]:
     plain = blobs.parent / "layer.tar"
     packed = blobs.parent / "layer.tar.gz"
     parents = [HOME[1:].rsplit("/", depth)[0] for depth in range(HOME.count("/") - 1, 0, -1)]
+    paths = dict.fromkeys(parents, root)
+    for path in (root, *sorted(root.rglob("*"))):
+        paths[f"{HOME[1:]}/{path.relative_to(root).as_posix()}".removesuffix("/.")] = path
     with tarfile.open(plain, "w", format=tarfile.PAX_FORMAT) as archive:
-        for name in parents:
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
-            archive.addfile(entry)
-        for path in (root, *sorted(root.rglob("*"))):
-            name = f"{HOME[1:]}/{path.relative_to(root).as_posix()}".removesuffix("/.")
+        for name, path in paths.items():
             entry = tarfile.TarInfo(name)  # of user 0 and time 0
             if path.is_dir():
                 entry.type, entry.mode = tarfile.DIRTYPE, 0o755
@@ -542,24 +467,17 @@ def write_layer(root: Path, blobs: Path) -> tuple[Json, str]:
     ):
         shutil.copyfileobj(stream, compressed)
     plain.unlink()
-    digest = sha256_of(packed)
-    descriptor = {
-        "mediaType": LAYER,
-        "digest": f"sha256:{digest}",
-        "size": packed.stat().st_size,
-    }
+    digest, size = sha256_of(packed), packed.stat().st_size
     packed.replace(blobs / digest)
-    return descriptor, diff_id
+    return {"mediaType": LAYER, "digest": f"sha256:{digest}", "size": size}, diff_id
 
 
-def write_blob(blobs: Path, content: Json, media_type: str) -> Json:
-    """Write JSON under its hash; return its descriptor."""
-    raw = as_bytes(content)
+def _write_blob(blobs: Path, content: Json, media_type: str) -> Json:
+    raw = _as_bytes(content)
     digest = hashlib.sha256(raw).hexdigest()
     (blobs / digest).write_bytes(raw)
     return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(raw)}
 
 
-def as_bytes(content: Json) -> bytes:
-    """Return JSON with sorted keys, the same bytes for the same content."""
+def _as_bytes(content: Json) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -20,15 +20,7 @@ from compress.serve.worker.wire import from_npz
 
 
 def largest_difference(folder: Path, url: str, token: str | None) -> tuple[float, float]:
-    """Return the largest difference from the recorded outputs, and what rounding may change.
-
-    Both are shares of an output's spread.
-
-    Args:
-        folder: holds the artifact `model` and `probe.npz`.
-        url: address of the server.
-        token: its bearer token.
-    """
+    """Return the largest difference from `probe.npz`, and rounding's, as shares of the spread."""
     artifact = Artifact.from_directory(folder / "model")
     probe = from_npz((folder / "probe.npz").read_bytes())
     inputs = [probe[spec.name] for spec in artifact.signature.inputs]

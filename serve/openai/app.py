@@ -1,7 +1,4 @@
-"""OpenAI's `/v1/completions` and `/v1/chat/completions` as an ASGI application.
-
-Answers are whole completions, the chunks of a stream, or errors, in OpenAI's format.
-"""
+"""OpenAI's `/v1/completions` and `/v1/chat/completions` as an ASGI application."""
 
 from __future__ import annotations
 
@@ -13,19 +10,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from compress.serve.http.base_app import (
-    CLIENT_CLOSED,
-    NO_MEMORY,
-    NOT_ANSWERED,
-    NOT_READ,
-    NOT_RECEIVED,
-    BaseApplication,
-    SharedState,
-    headers_of,
-)
+from compress.serve.http import asgi_app
+from compress.serve.http.asgi_app import BaseApplication, SharedState
 from compress.serve.http.helper_process import HelperProcess
-from compress.serve.http.request_decoder import UNSPECIFIED, content_type_of
-from compress.serve.http.responses import HttpError, Response, send_response
+from compress.serve.http.messages import (
+    UNSPECIFIED,
+    HttpError,
+    Response,
+    content_type_of,
+    send_response,
+)
 from compress.serve.openai.decoder import GenerationJob
 from compress.serve.openai.request import ApiError, DecoderTexts
 from compress.serve.worker.tensors import UNKNOWN_FORM, abbreviated
@@ -34,8 +28,8 @@ from compress.serve.worker.wire import JSON
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from compress.serve.http.messages import Headers, Message, Receive, Send
     from compress.serve.http.options import Limits
-    from compress.serve.http.responses import Headers, Message, Receive, Send
     from compress.serve.openai.decoder import GenerationThreads, Part, ServedDecoder
     from compress.serve.openai.request import GenerationRequest
 
@@ -46,10 +40,8 @@ EVENT_STREAM = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx passes events on at once
 }
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MODELS = "/v1/models"
-TOKEN_BYTES = 768
-"""Memory of a token of the longest prompt while it is read."""
+COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
+TOKEN_BYTES = 768  # memory of a token of the longest prompt while it is read
 STOPPING = "the server stops, before the answer was complete; ask again"
 
 
@@ -73,26 +65,19 @@ class CompletionFormat:
             choice["text"] = text
         return self._object([choice], "chat.completion") | {"usage": usage}
 
-    def first_chunk(self) -> bytes:
-        """Return the event that begins a stream: the role in a chat, else nothing."""
-        return self._chunk({"role": "assistant", "content": ""}, None) if self.chat else b""
-
-    def text_chunk(self, text: str) -> bytes:
-        """Return the event of a part of the text."""
-        return self._chunk({"content": text} if self.chat else text, None)
-
-    def last_chunks(self, finish_reason: str, usage: dict[str, int]) -> bytes:
-        """Return the events that end a stream: finish reason, usage if wanted, `[DONE]`."""
-        events = self._chunk({} if self.chat else "", finish_reason)
-        if self.with_usage:
-            events += event(self._object([], "chat.completion.chunk") | {"usage": usage})
-        return events + DONE
-
-    def _chunk(self, content: Any, finish_reason: str | None) -> bytes:
+    def chunk(self, content: Any, finish_reason: str | None = None) -> bytes:
+        """Return the event of a part of the text, or in a chat of a delta."""
         key = "delta" if self.chat else "text"
         choice = {"index": 0, key: content, "logprobs": None, "finish_reason": finish_reason}
         usage = {"usage": None} if self.with_usage else {}
         return event(self._object([choice], "chat.completion.chunk") | usage)
+
+    def last_chunks(self, finish_reason: str, usage: dict[str, int]) -> bytes:
+        """Return the events that end a stream: finish reason, usage if wanted, `[DONE]`."""
+        events = self.chunk({} if self.chat else "", finish_reason)
+        if self.with_usage:
+            events += event(self._object([], "chat.completion.chunk") | {"usage": usage})
+        return events + DONE
 
     def _object(self, choices: list[dict[str, Any]], chat_object: str) -> dict[str, Any]:
         return {
@@ -128,7 +113,6 @@ class OpenAIApplication(BaseApplication):
     def __init__(
         self, decoder: ServedDecoder, threads: GenerationThreads, limits: Limits, token: str
     ) -> None:
-        """Create the application; all but the two health paths require the bearer token."""
         self._decoder, self._threads = decoder, threads
         self._helper = HelperProcess(
             DecoderTexts.open,
@@ -138,13 +122,8 @@ class OpenAIApplication(BaseApplication):
             seconds=limits.seconds,
             needed_bytes=TOKEN_BYTES * decoder.context,
         )
-        model = {
-            "id": decoder.name,
-            "object": "model",
-            "created": decoder.created,
-            "owned_by": "compress",
-            "max_model_len": decoder.context,
-        }
+        model = {"id": decoder.name, "object": "model", "created": decoder.created}
+        model |= {"owned_by": "compress", "max_model_len": decoder.context}
         content: dict[str, Any] = {
             MODELS: {"object": "list", "data": [model]},
             f"{MODELS}/{decoder.name}": model,
@@ -158,22 +137,13 @@ class OpenAIApplication(BaseApplication):
         super().close()
         self._helper.close()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        headers = headers_of(scope)
-        if scope["path"] not in self._model_paths:
-            try:
-                response = await self._get(scope, headers)
-            except Exception as error:  # noqa: BLE001 - a bug must not leave the client without one
-                response = self.error_response(error)
-            await send_response(scope, send, response)
-            return
-        start, status = time.perf_counter(), CLIENT_CLOSED
-        self.state.in_progress += 1
+    async def _ask_model(
+        self, scope: Message, headers: Headers, receive: Receive, send: Send
+    ) -> None:
+        start, status = time.perf_counter(), asgi_app.CLIENT_CLOSED
         try:
             status = await self._complete(scope, headers, receive, send)
         finally:
-            self.state.in_progress -= 1
             self.state.metrics.count(status, 1, time.perf_counter() - start)
 
     def error_response(self, error: Exception) -> Response:
@@ -183,7 +153,6 @@ class OpenAIApplication(BaseApplication):
     async def _complete(
         self, scope: Message, headers: Headers, receive: Receive, send: Send
     ) -> int:
-        """Answer a request to the model; return the status."""
         is_chat, streams = scope["path"] == CHAT, False
         try:
             # This request is in progress already.
@@ -234,10 +203,13 @@ class OpenAIApplication(BaseApplication):
         """Send each part as an event, no faster than the client reads."""
         headers = [(name.encode(), value.encode()) for name, value in EVENT_STREAM.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send_events(send, written.first_chunk())
+        # A chat's stream begins with the role.
+        first = written.chunk({"role": "assistant", "content": ""}) if written.chat else b""
+        await send_events(send, first)
         while True:
             if part.text:
-                await send_events(send, written.text_chunk(part.text))
+                content = {"content": part.text} if written.chat else part.text
+                await send_events(send, written.chunk(content))
             if part.finish_reason:
                 last = written.last_chunks(part.finish_reason, self._usage(job, part))
                 await send_events(send, last, more=False)
@@ -247,14 +219,13 @@ class OpenAIApplication(BaseApplication):
     async def _read(
         self, is_chat: bool, headers: Headers, receive: Receive, deadline: float
     ) -> GenerationRequest:
-        """Receive a request's body, and return what it asks for."""
-        state, late = self.state, NO_MEMORY
+        state, late = self.state, asgi_app.NO_MEMORY
         size = state.body_size(headers)
         try:
             async with asyncio.timeout_at(deadline), state.reserved(size):
-                late = NOT_RECEIVED
+                late = asgi_app.NOT_RECEIVED
                 content = await state.read_body(receive)
-                late = NOT_READ
+                late = asgi_app.NOT_READ
                 found = content_type_of(headers)
                 if found not in (JSON, *UNSPECIFIED) or "content-encoding" in headers:
                     message = f"found the Content-Type {abbreviated(found)}, expected {JSON}"
@@ -270,20 +241,16 @@ class OpenAIApplication(BaseApplication):
             async with asyncio.timeout_at(deadline):
                 return await anext(parts)
         except TimeoutError:
-            raise self.state.late_error(NOT_ANSWERED) from None
+            raise self.state.late_error(asgi_app.NOT_ANSWERED) from None
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self.state.limits.seconds
 
     def _usage(self, job: GenerationJob, last: Part) -> dict[str, int]:
-        """Return the numbers of tokens of an answer, and add them to the metrics."""
         prompt, answer = len(job.prompt), last.tokens
         self.state.metrics.count_tokens(prompt, answer)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": answer,
-            "total_tokens": prompt + answer,
-        }
+        usage = {"prompt_tokens": prompt, "completion_tokens": answer}
+        return usage | {"total_tokens": prompt + answer}
 
 
 async def send_events(send: Send, events: bytes, *, more: bool = True) -> None:

@@ -1,7 +1,4 @@
-"""Open a folder of `export_genai` for the server, after it has generated its proof again.
-
-Worker threads generate one answer each, token by token, until its client has gone.
-"""
+"""Open a folder of `export_genai` for the server, and generate answers in threads, by token."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ from compress.export.genai.runtime import (
     open_folder,
 )
 from compress.export.genai.text import TOKENIZERS, TextStream
-from compress.serve.http.base_app import SMALL_BYTES
 from compress.serve.http.dynamic_batcher import WorkerThreads
-from compress.serve.http.helper_process import WRITING
+from compress.serve.http.helper_process import SMALL_BYTES, WRITING
 from compress.serve.http.options import Limits
 
 if TYPE_CHECKING:
@@ -38,8 +34,7 @@ if TYPE_CHECKING:
     from compress.serve.http.helper_process import HelperProcess
     from compress.serve.http.options import Options
 
-TOKEN_BYTES = 256
-"""Bytes of a token in JSON, at most; longer ones are rare, and a text has few of them."""
+TOKEN_BYTES = 256  # of a token in JSON, at most; longer ones are rare
 
 
 @dataclass(frozen=True)
@@ -48,13 +43,10 @@ class ServedDecoder:
 
     name: str
     digest: str
-    """Digest of the artifact."""
     context: int
     """Tokens of a prompt and its answer together, at most."""
     end_tokens: frozenset[int]
-    """Tokens that end a text."""
     folder: Path
-    """The artifact's."""
     _model: Any
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -73,12 +65,7 @@ class ServedDecoder:
 
 
 def refuse_for_decoders(artifact: Artifact, options: Options) -> None:
-    """Refuse options without a meaning here, and machines without what opens such a folder.
-
-    Raises:
-        PipelineInvalid: an option is about rows of tensors.
-        Unavailable: onnxruntime-genai or tokenizers is not installed.
-    """
+    """Refuse options about rows of tensors, and machines without what opens such a folder."""
     if options.report is not None or options.limits.rows != Limits().rows:
         raise PipelineInvalid(
             f"{artifact.path}: a decoder answers each request alone: leave --report and --max-rows "
@@ -88,12 +75,7 @@ def refuse_for_decoders(artifact: Artifact, options: Options) -> None:
 
 
 def open_decoder(artifact: Artifact, name: str, threads: int) -> ServedDecoder:
-    """Open a folder, after its digests were checked, and generate the text of its proof.
-
-    Raises:
-        ArtifactInvalid: a file is not the one that was sealed.
-        StageFailed: it generates another text than the one that was compared with the source's.
-    """
+    """Open a folder of an artifact that was not changed, and generate the text of its proof."""
     artifact.verify()
     text = GreedyText.read(artifact.path)
     model = open_folder(artifact.path, threads)
@@ -117,7 +99,6 @@ class Part(NamedTuple):
 
     text: str
     tokens: int
-    """Tokens generated so far."""
     finish_reason: str | None = None
     """`stop` or `length` in the last part."""
 
@@ -128,7 +109,6 @@ class GenerationJob:
 
     prompt: Sequence[int]
     count: int
-    """Tokens of the answer, at most."""
     sampling: Sampling
     stops: tuple[str, ...]
     tokens: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
@@ -143,7 +123,6 @@ class GenerationThreads(WorkerThreads):
     _queue: queue.Queue[Any]
 
     def __init__(self, decoder: ServedDecoder, workers: int) -> None:
-        """Start the threads, inside a running event loop."""
         self._decoder = decoder
         super().__init__(workers, queue.Queue())
 
@@ -190,7 +169,7 @@ class GenerationThreads(WorkerThreads):
         yield Part(part + stops.rest(), count, reason)
 
     def _work(self) -> None:
-        while isinstance(job := self._queue.get(), GenerationJob):
+        while (job := self._queue.get()) is not None:
             try:
                 self._generate(job)
                 self._deliver(job, None)
@@ -217,10 +196,9 @@ class GenerationThreads(WorkerThreads):
 
 
 class StopTexts:
-    """Finds texts that end an answer, however they are split into tokens."""
+    """Finds texts, none of them empty, that end an answer, however they are split into tokens."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Create it; the texts are not empty."""
         self._stops = stops
         self._held = ""
         self.found = False

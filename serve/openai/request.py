@@ -1,8 +1,4 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`: what is read, and what is refused.
-
-Chat templates and tokenizers turn a body into what is generated: prompt tokens, number of tokens,
-sampling. That runs in the helper process, as they may take any time and memory.
-"""
+"""Bodies of `/v1/completions` and `/v1/chat/completions`, read in the helper process."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from compress.artifacts.carried_files import TOKENIZER_CONFIG, chat_template_of
 from compress.common.errors import ArtifactInvalid, first_line
 from compress.export.genai.runtime import Sampling
 from compress.export.genai.text import TextStream, TextTokenizer
-from compress.serve.http.responses import HttpError
+from compress.serve.http.messages import HttpError
 from compress.serve.worker.tensors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
 from compress.serve.worker.wire import clipped, without_mark
 
@@ -40,18 +36,14 @@ EXPECTED = {
     "stop": "a text, or up to 4 of them, of 1 to 256 characters",
     "content": "a text, or a list of parts such as {type: text, text: ...}",
 }
-"""Of settings of several types, in messages."""
-
-NAME_CHARACTERS = 64
-"""Most characters of a client's name of a setting in a message."""
+NAME_CHARACTERS = 64  # most characters of a client's name of a setting in a message
 
 # fail_fast: an error for each of a million items would take more memory than the body.
 Text = Annotated[str, Field(max_length=256, min_length=1)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Item = TypeVar("Item")
 One = Annotated[list[Item], Field(min_length=1, max_length=1, fail_fast=True)]
-COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion where none is given, as OpenAI has it."""
+COMPLETION_TOKENS = 16  # `max_tokens` of a completion where none is given, as OpenAI has it
 TOO_LONG = "context_length_exceeded"
 UNKNOWN_MODEL = 404
 LEAST = 1e-6
@@ -65,7 +57,6 @@ class ApiError(HttpError):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
-        """Store what the response's body says."""
         super().__init__(status, message)
         self.param, self.code = param, code
 
@@ -76,13 +67,11 @@ class Strict(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
     unsupported: ClassVar[dict[str, Values]] = {}
     """Settings of the interface that nothing here does, and their values that ask for nothing."""
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    """Settings that do not change an answer."""
+    ignored: ClassVar[frozenset[str]] = frozenset()  # settings that do not change an answer
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, content: Any) -> Any:
-        """Refuse what is not supported by name, and leave out what asks for nothing."""
         if not isinstance(content, dict):
             return content
         for name in cls.unsupported.keys() & content.keys():
@@ -300,7 +289,6 @@ class GenerationRequest(NamedTuple):
 
     prompt: Sequence[int]
     most_tokens: int
-    """Of the answer."""
     sampling: Sampling
     stops: tuple[str, ...]
     streams: bool = False
@@ -314,7 +302,6 @@ class DecoderTexts:
 
     name: str
     context: int
-    """Tokens of a prompt and its answer together, at most."""
     vocabulary: int
     tokenizer: TextTokenizer
     chat_template: ChatTemplate | None
@@ -351,11 +338,8 @@ class DecoderTexts:
         # Of texts, too: a tokenizer may have more tokens than the model.
         unknown = next((token for token in prompt if not 0 <= token < self.vocabulary), None)
         if unknown is not None:
-            message = (
-                f"{where}: found token id {abbreviated(unknown)}, expected 0 to "
-                f"{self.vocabulary - 1}"
-            )
-            raise ApiError(UNREADABLE, message, where)
+            found = f"{where}: found token id {abbreviated(unknown)}"
+            raise ApiError(UNREADABLE, f"{found}, expected 0 to {self.vocabulary - 1}", where)
         wanted = body.wanted_tokens
         if wanted is not None and wanted > room:
             message = (
@@ -363,10 +347,12 @@ class DecoderTexts:
                 f"{len(prompt)} tokens, and prompt and answer at most {self.context} together"
             )
             raise ApiError(UNREADABLE, message, "max_tokens", TOO_LONG)
+        temperature = 1.0 if body.temperature is None else body.temperature
+        top_p = 1.0 if body.top_p is None else body.top_p
         return GenerationRequest(
             prompt,
             wanted or (room if is_chat else min(room, COMPLETION_TOKENS)),
-            sampling_of(body),
+            Sampling(temperature if temperature >= LEAST else 0.0, max(top_p, LEAST), body.seed),
             body.stops,
             bool(body.stream),
             bool(body.stream_options and body.stream_options.include_usage),
@@ -381,10 +367,7 @@ class DecoderTexts:
         return stream.rest(self.tokenizer)
 
     def _prompt_tokens(self, body: Body) -> tuple[list[int], str]:
-        """Return the token ids of a prompt or a chat, and their number for messages.
-
-        Of a text that fills the context, only as many as show that.
-        """
+        """Return as many token ids as show whether they fit, and their number in words."""
         if isinstance(body, ChatBody):
             if self.chat_template is None:
                 message = (
@@ -412,10 +395,3 @@ class DecoderTexts:
         # A chat's template writes the special tokens.
         ids = self.tokenizer.encode(part, special_tokens=isinstance(body, CompletionBody))
         return ids, f"{len(ids)}" if part is text else f"more than {len(ids)}"
-
-
-def sampling_of(body: Body) -> Sampling:
-    """Return how a body wants tokens to be chosen."""
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
-    return Sampling(temperature if temperature >= LEAST else 0.0, max(top_p, LEAST), body.seed)

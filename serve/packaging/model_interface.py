@@ -1,8 +1,4 @@
-"""How servers call a model: its tensors, found by calling it, and what was measured of it on `val`.
-
-Packaging stages measure a probe, preprocessing and the influence of rows; `compress serve`, which
-has no data, uses what a run's report says.
-"""
+"""How servers call a model: its tensors, by calling it, and what was measured of it on `val`."""
 
 from __future__ import annotations
 
@@ -26,23 +22,20 @@ from compress.serve.packaging.request_forms import forms_of
 from compress.serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.profiling.batch_dependence import Call
     from compress.serve.packaging.request_forms import RequestForms
     from compress.serve.worker.tensors import Array
 
-ANY = -1
-"""Size of an axis that varies."""
-PROBE_SIZES = (2, 3)
-"""Rows of the two calls; other named axes are EXTRA_LENGTH longer, to differ from the rows."""
+ANY = -1  # size of an axis that varies
+PROBE_SIZES = (2, 3)  # rows of two calls; other named axes are EXTRA_LENGTH longer, to differ
 EXTRA_LENGTH = 6
 PROBE_ROWS = 4
 REPORT = "report.json"
@@ -79,36 +72,29 @@ def infer_interface(call: Call, signature: Signature) -> Interface:
 
     An output's axis is fixed if its size is the same in both calls; if the second call fails, every
     axis counts as varying.
-
-    Raises:
-        StageFailed: the model does not answer its own signature, or a tensor is bfloat16.
     """
     refuse_bfloat16(signature)
     arrays: Any = [seeded_rows(signature, n, length=n + EXTRA_LENGTH) for n in PROBE_SIZES]
-    first, other = arrays
-    answers: Any = _call_model(call, first, signature)
-    second: list[Array | None] = [None] * len(signature.outputs)
+    answers: Any = _call_model(call, arrays[0], signature)
+    second: Any = [None] * len(signature.outputs)
     with suppress(Exception):  # a model may refuse other sizes in any way
-        second = [*_call_model(call, other, signature)]
-    outputs = tuple(
-        Tensor(spec.name, str(a.dtype), _varying(a.shape, b))
-        for spec, a, b in zip(signature.outputs, answers, second, strict=True)
-    )
-
-    def predict(*arrays: Any) -> Any:
-        return tuple(call(*arrays))
-
+        second = _call_model(call, arrays[1], signature)
+    outputs = []
+    for spec, a, b in zip(signature.outputs, answers, second, strict=True):
+        other = b.shape if b is not None and b.ndim == a.ndim else (None,) * a.ndim
+        shape = tuple(n if n == m else ANY for n, m in zip(a.shape, other, strict=True))
+        outputs.append(Tensor(spec.name, str(a.dtype), shape))
     # numpy's arrays have all that rows_stay_first uses of tensors.
-    stays = rows_stay_first(predict, signature, first, answers)
+    stays = rows_stay_first(call, signature, arrays[0], answers)
     inputs = tuple(
         Tensor(spec.name, spec.dtype, tuple(d if isinstance(d, int) else ANY for d in spec.shape))
         for spec in signature.inputs
     )
-    return Interface(inputs, outputs, stays)
+    return Interface(inputs, tuple(outputs), stays)
 
 
 def rows_stay_first(
-    predict: Predictor,
+    predict: Callable[..., Iterable[Any]],
     signature: Signature,
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
@@ -148,12 +134,6 @@ def _call_model(call: Call, arrays: list[Array], signature: Signature) -> list[A
     return answers
 
 
-def _varying(shape: tuple[int, ...], other: Array | None) -> tuple[int, ...]:
-    if other is None or len(other.shape) != len(shape):
-        return (ANY,) * len(shape)
-    return tuple(a if a == b else ANY for a, b in zip(shape, other.shape, strict=True))
-
-
 class RecordedMeasurements(Settings):
     """Those of an artifact's measurements in a report that a server needs."""
 
@@ -165,10 +145,7 @@ class RecordedMeasurements(Settings):
     """Of images and texts."""
 
     def why_not_joined(self, artifact: Artifact, call: Call, *, rows_stay_first: bool) -> str:
-        """Return why requests to an artifact must not be batched, without data to measure on.
-
-        What the report says is checked on seeded random rows.
-        """
+        """Return why requests must not be batched, checked on seeded random rows, too."""
         if not rows_stay_first:
             return NOT_ON_AXIS_0
         if self.batch_dependence is None:
@@ -181,13 +158,7 @@ class RecordedMeasurements(Settings):
         return here.why_not_joined if here.depends else ""
 
     def served_forms(self, artifact: Artifact) -> tuple[RequestForms, list[str]]:
-        """Return the images, texts and class names that a server takes, and notes for its user.
-
-        Images that become other inputs than those that the model was validated on are not taken.
-
-        Raises:
-            ArtifactInvalid: a carried file was changed after sealing.
-        """
+        """Return what a server takes (no images unlike those of `val`), and notes for its user."""
         forms, notes = forms_of(artifact), []
         measured = {each.form: each for each in self.preparation}
         taken = [name for name, form in (("image", forms.image), ("text", forms.text)) if form]
@@ -205,11 +176,7 @@ class RecordedMeasurements(Settings):
 
 
 def read_recorded(artifact: Artifact, report: Path | None) -> RecordedMeasurements:
-    """Return what a report measured of an artifact; by default that in its run's folder, if any.
-
-    Raises:
-        ArtifactInvalid: `report` is no run's report, or does not measure this artifact.
-    """
+    """Return what a report (by default in the run's folder) has measured of an artifact."""
     file = report or artifact.path.resolve().parent.parent / REPORT
     try:
         content, _ = read_report(file)
@@ -233,7 +200,6 @@ class Probe:
     """A few inputs, a model's outputs for them, and whether its requests may be batched."""
 
     arrays: Mapping[str, Array]
-    """Inputs and outputs by name."""
     signature: Signature
     """The model's, with which of NaN and infinities the inputs hold."""
     rows_stay_first: bool
@@ -243,11 +209,7 @@ class Probe:
 
 
 def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
-    """Run a model on a few rows of `val`, or on random inputs without data.
-
-    Raises:
-        StageFailed: a tensor has elements that numpy does not know.
-    """
+    """Run a model on a few rows of `val`, or on random inputs without data."""
     import torch
 
     signature = model.signature

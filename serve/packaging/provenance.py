@@ -1,8 +1,4 @@
-"""The provenance record of a TorchServe archive, and its model card.
-
-The record holds the artifact, its lineage and the members' hashes; MODEL_CARD.md says what was
-recorded and measured of the model, and what was not.
-"""
+"""The provenance record of a TorchServe archive, and its model card."""
 
 from __future__ import annotations
 
@@ -23,9 +19,7 @@ from compress.common.signature import Signature
 from compress.core.verdict import History
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from compress.core.verdict import PastStage, Verdict
+    from collections.abc import Iterable, Sequence
 
 PROVENANCE = "provenance.json"
 MODEL_CARD = "MODEL_CARD.md"
@@ -45,7 +39,6 @@ class Packaged(Settings):
     payload: str
     """Name of its deployed file, and of the archive's member with it."""
     sha256: str
-    """SHA-256 of that file."""
     traced_from: str = ""
     """Digest of the eager artifact that it was traced from, whose code is not packed."""
 
@@ -62,7 +55,6 @@ class Provenance(Settings):
     signature: Signature
     artifact: Packaged
     lineage: tuple[Step, ...]
-    """The packaged artifact's lineage."""
     history: History | None
     """The run's record of its stages; None if the model was packed outside a run."""
     members: dict[str, FileDigest]
@@ -87,9 +79,8 @@ def refuse_broken_chain(record: Provenance, where: str) -> None:
     """Raise ArtifactInvalid where a recorded stage did not read the output of the one before it."""
     if record.history is None:
         return
-    outputs = {"source": record.history.source_digest}
-    outputs |= {stage.name: stage.digest for stage in record.history.stages}
     stages = record.history.stages
+    outputs = {"source": record.history.source_digest, **{s.name: s.digest for s in stages}}
     for stage, step in zip(stages, record.lineage[-len(stages) :], strict=False):
         if (stage.stage, outputs.get(stage.input)) != (step.stage, step.inputs.get("input")):
             raise ArtifactInvalid(
@@ -97,7 +88,7 @@ def refuse_broken_chain(record: Provenance, where: str) -> None:
                 f"{outputs.get(stage.input)}, and its lineage says {step.stage} of "
                 f"{step.inputs.get('input')}"
             )
-    last = record.history.stages[-1].name if record.history.stages else "source"
+    last = stages[-1].name if stages else "source"
     if outputs[last] != record.artifact.origin:
         raise ArtifactInvalid(
             f"{where}: {PROVENANCE}: the last stage, {last}, made {outputs[last]}, and the "
@@ -110,11 +101,6 @@ def digest_of(content: bytes | Path) -> FileDigest:
     if isinstance(content, Path):
         return FileDigest(sha256=sha256_of(content), bytes=content.stat().st_size)
     return FileDigest(sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
-
-
-def digests_of(members: Mapping[str, bytes | Path]) -> dict[str, FileDigest]:
-    """Return the size and hash of each member."""
-    return {name: digest_of(content) for name, content in members.items()}
 
 
 def model_card(model_name: str, record: Provenance, bytes_served: int) -> str:
@@ -162,19 +148,20 @@ def _history_section(history: History) -> list[str]:
             facts.append((f"{markdown_text(name)} of the input model", markdown_code(value)))
     facts += [(markdown_text(name), markdown_text(v)) for name, v in history.versions.items()]
     columns = ("stage", "kind", "metric", "bytes", "weights", "multiply-accumulates", "artifact")
-    verdicts = [
-        (
-            markdown_text(stage.name),
-            markdown_text(verdict.rule),
-            _measured(verdict),
-            markdown_text(verdict.against or "–"),
-        )
-        for stage in history.stages
-        for verdict in stage.verdicts
-    ]
+    stages, verdicts = [], []
+    for stage in history.stages:
+        metric = stage.metric
+        shown = f"{metric['name']} {metric['value']:.4f} on {metric['split']}" if metric else "–"
+        texts = map(markdown_text, (stage.name, stage.kind, shown))
+        counts = ["–" if n is None else n for n in (stage.parameters, stage.macs)]
+        stages.append((*texts, stage.bytes, *counts, markdown_code(stage.digest)))
+        for verdict in stage.verdicts:
+            measured = "kept" if verdict.value is None else f"{verdict.value:.6g}"
+            rule, against = markdown_text(verdict.rule), markdown_text(verdict.against or "–")
+            verdicts.append((markdown_text(stage.name), rule, measured, against))
     return [
         _table(("what", "value"), facts),
-        _table(columns, map(_row, history.stages)),
+        _table(columns, stages),
         *(
             f"Settings of {markdown_code(stage.name)}: {_settings(stage.settings)}"
             for stage in history.stages
@@ -182,18 +169,6 @@ def _history_section(history: History) -> list[str]:
         "## Requirements (gates)",
         _table(("stage", "rule", "measured", "compared with"), verdicts),
     ]
-
-
-def _row(stage: PastStage) -> tuple[Any, ...]:
-    metric = stage.metric
-    shown = f"{metric['name']} {metric['value']:.4f} on {metric['split']}" if metric else "–"
-    texts = map(markdown_text, (stage.name, stage.kind, shown))
-    counts = ["–" if n is None else n for n in (stage.parameters, stage.macs)]
-    return (*texts, stage.bytes, *counts, markdown_code(stage.digest))
-
-
-def _measured(verdict: Verdict) -> str:
-    return "kept" if verdict.value is None else f"{verdict.value:.6g}"
 
 
 def _settings(settings: dict[str, Any]) -> str:

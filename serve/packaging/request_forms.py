@@ -1,8 +1,4 @@
-"""What a server takes and answers beside tensors, as an artifact's carried files say it.
-
-A model from a Hugging Face folder carries its tokenizer, its image preprocessing and the names of
-its classes; the built-in server and TorchServe's handler preprocess with the same code.
-"""
+"""What a server takes and answers beside tensors, as an artifact's Hugging Face files say it."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER
+from compress.common.atomic_files import sha256_of
 from compress.common.config import Count, Positive, Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.requirements import Requirement, pip_install
@@ -25,9 +22,6 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
 
-MODES = {1: "L", 3: "RGB"}
-"""Pillow's mode by the number of channels."""
-PAD_TOKENS = ("[PAD]", "<pad>")
 Field = Literal["ids", "attention_mask", "type_ids"]
 FIELDS: dict[str, Field] = {
     "input_ids": "ids",
@@ -39,14 +33,8 @@ STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
 """Steps of transformers' image processors that are computed here."""
 WITHOUT_EFFECT = ("do_convert_rgb", "do_reduce_labels")
 """Steps that change no answer: every image is read in the model's channels."""
-RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""Pillow's filters by their numbers."""
-TOP_LABELS = 5
-"""How many labels of each row are answered where no setting says."""
-MULTILABEL = "multi_label_classification"
-"""transformers' `problem_type` of models whose classes do not exclude each other."""
-WARPED_FROM = 384
-"""ConvNeXT's processor squashes from this size on, and crops below it."""
+RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's, by number
+TOP_LABELS = 5  # how many labels of each row are answered where no setting says
 
 
 class ImageInput(Settings):
@@ -79,7 +67,7 @@ class ImageInput(Settings):
         """Return the handler's settings; StageFailed if the model does not take one image a row."""
         spec, *others = signature.inputs
         axes = dict(zip(self.layout, spec.shape[1:], strict=False))
-        mode = MODES.get(axes.get("c"))  # type: ignore[arg-type]  # a named axis has no mode
+        mode = {1: "L", 3: "RGB"}.get(axes.get("c"))  # type: ignore[arg-type]  # or a named axis
         one_row = bool(spec.shape) and (spec.shape[0] == 1 or isinstance(spec.shape[0], str))
         if others or len(spec.shape) != 4 or mode is None or not one_row:
             shapes = {each.name: list(each.shape) for each in signature.inputs}
@@ -133,8 +121,6 @@ class TextInput(Settings):
 
     def identity(self) -> dict[str, Any]:
         """Return the cache key's part: the settings, and the hash of the tokenizer's file."""
-        from compress.common.atomic_files import sha256_of
-
         return {**self.model_dump(mode="json"), "tokenizer": sha256_of(Path(self.tokenizer))}
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
@@ -177,11 +163,10 @@ class TextInput(Settings):
 def _tokenizer_settings(
     file: str, version: tuple[int, ...], pad_token: str | None
 ) -> tuple[int | None, str | None, int | None]:
-    """Return a tokenizer's longest text, its padding token if it has one, and that token's id."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(Path(file).read_text(encoding="utf-8"))
-    candidates = (pad_token, (tokenizer.padding or {}).get("pad_token"), *PAD_TOKENS)
+    candidates = (pad_token, (tokenizer.padding or {}).get("pad_token"), "[PAD]", "<pad>")
     pad = next((t for t in candidates if t and tokenizer.token_to_id(t) is not None), None)
     longest = (tokenizer.truncation or {}).get("max_length")
     return longest, pad, tokenizer.token_to_id(pad) if pad else None
@@ -202,11 +187,7 @@ class RequestForms:
 
 
 def forms_of(artifact: Artifact) -> RequestForms:
-    """Return what an artifact's carried files say; what does not fit its inputs is left out.
-
-    Raises:
-        ArtifactInvalid: a carried file was changed after sealing.
-    """
+    """Return what an artifact's carried files say; what does not fit its inputs is left out."""
     image = text = None
     try:
         image = image_input(artifact.carried_json(IMAGES))
@@ -235,11 +216,7 @@ def _require(settings: ImageInput | TextInput) -> None:
 
 
 def image_input(config: Mapping[str, Any] | None) -> ImageInput | None:
-    """Return the settings of a `preprocessor_config.json`, or None without one.
-
-    Raises:
-        StageFailed: it has a step that is not computed here.
-    """
+    """Return the settings of a `preprocessor_config.json`; StageFailed for an unknown step."""
     if config is None:
         return None
     kind = str(config.get("image_processor_type", ""))
@@ -263,7 +240,6 @@ def image_input(config: Mapping[str, Any] | None) -> ImageInput | None:
 
 
 def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return `size`, `shorter_side` and `squashed_to` of an image processor's settings."""
     size = (config.get("size") or {}) if config.get("do_resize") else {}
     crop = (config.get("crop_size") or {}) if config.get("do_center_crop") else {}
     sizes: dict[str, Any] = {}
@@ -278,10 +254,9 @@ def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         raise StageFailed(f"image: {kind} resizes to {dict(size)}, which is not computed here")
     edge = size["shortest_edge"]
     if "crop_pct" in config and kind.startswith("ConvNext"):
-        whole = {"size": (edge, edge)}
-        if edge < WARPED_FROM:
-            return whole | {"shorter_side": int(edge / (config["crop_pct"] or 224 / 256))}
-        return whole
+        # Its processor squashes from 384 on, and crops below.
+        shorter = int(edge / (config["crop_pct"] or 224 / 256)) if edge < 384 else None
+        return {"size": (edge, edge), "shorter_side": shorter}
     if config.get("crop_pct") or not crop:
         raise StageFailed(f"image: {kind} resizes to {dict(size)} without cropping to `crop_size`")
     return sizes | {"shorter_side": edge}
@@ -290,19 +265,16 @@ def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def class_settings(
     artifact: Artifact, names: tuple[str, ...], top: int, scores: npt.NDArray[Any]
 ) -> dict[str, Any] | None:
-    """Return the handler's settings of class names for a first output like these scores.
-
-    None without names, or if the scores are not [rows, classes] with so many classes.
-    """
+    """Return the handler's settings of class names; None unless the scores are [rows, names]."""
     if not names or scores.ndim != 2 or scores.shape[1] != len(names):
         return None
     config = artifact.carried_json(CONFIG) or {}
     probable = are_probabilities(scores)
-    several = not probable and config.get("problem_type") == MULTILABEL
-    settings = {"names": [*names], "top": min(top, len(names))}
-    return {**settings, "softmax": not probable and not several} | (
-        {"sigmoid": True} if several else {}
-    )
+    # Classes that do not exclude each other.
+    several = not probable and config.get("problem_type") == "multi_label_classification"
+    settings: dict[str, Any] = {"names": [*names], "top": min(top, len(names))}
+    settings["softmax"] = not probable and not several
+    return settings | ({"sigmoid": True} if several else {})
 
 
 def are_probabilities(scores: npt.NDArray[Any]) -> bool:

@@ -1,9 +1,8 @@
 """Compare what a server prepares of a client's images and texts with the samples of `val`.
 
-The model was validated on `val`; a mean, scale or tokenizer of another model gives it other numbers
-when it is served, and no answer shows that. Where the dataset holds the images and texts that its
-samples were made of, a few are prepared as those of a request are, and each number is compared.
-Elsewhere only ranges of pixels, and ids that are written as texts, can be.
+A mean, scale or tokenizer of another model gives a model other numbers than it was validated on,
+and no answer shows that. Where the dataset holds the images and texts that its samples were made
+of, a few are prepared as a request's are; elsewhere only ranges, and ids as texts, are compared.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from compress.common.config import Settings
+from compress.serve.worker.wire import image_reader, text_reader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,38 +29,30 @@ if TYPE_CHECKING:
     Inputs = list[Array]  # one sample's, in the signature's order, without the batch axis
     Tokens = list[tuple[int, int, int]]
 
-ASKED = 16
-"""Samples whose raw form is prepared, spread over `val`."""
-LIKE = 0.5
-"""Correlation with a sample's pixels, or share of its ids, from which a column is its raw form."""
-ROUNDINGS = 8
-"""Roundings of the input's type by which scaled pixels may differ."""
+ASKED = 16  # samples whose raw form is prepared, spread over `val`
+LIKE = 0.5  # correlation of pixels, or share of ids, from which a column is the raw form
+ROUNDINGS = 8  # roundings of the input's type by which scaled pixels may differ
 MOST_LEVELS = 12.0
 """Mean difference, of 255 grey levels, up to which images are still served, with a warning. In two
 photographs (scikit-learn's) another filter makes 1 to 9, exchanged channels 19 and 53, squashing
 for cropping 41 and 45, another usual mean and std 89."""
-SAMPLES = 128
-"""Samples of `val` without raw forms, spread over it."""
-OUTSIDE = 0.1
-"""Share of the range of images by which samples may leave it: cubic filters overshoot."""
+SAMPLES = 128  # samples of `val` without raw forms, spread over it
+OUTSIDE = 0.1  # share of the range of images by which samples may leave it: cubic filters overshoot
 LEAST_COVERED, USUALLY_COVERED = 0.25, 0.75
 """Shares of the range that black to white pixels become: samples that cover less were certainly, or
 perhaps, prepared in another way."""
-SAME_TEXTS = 0.5
-"""Share of ids, written as texts, that a tokenizer gives again: unknown words do not come back."""
+SAME_TEXTS = 0.5  # share of ids, as texts, that a tokenizer gives again: not unknown words
 
 
 class Preparation(Settings):
     """How images or texts of requests, once prepared, compare with the samples of `val`."""
 
     form: str
-    """`image` or `text`."""
     column: str = ""
     """What of `val` was prepared, such as its dataset's attribute `samples`; empty where it holds
     no raw form, and ranges or ids were compared."""
     samples: int
     difference: str = ""
-    """What differs; empty if nothing does."""
     is_wrong: bool = False
     """Whether it differs too much to be served."""
 
@@ -94,10 +88,6 @@ def _compare_images(
     columns: Mapping[str, list[Any]],
 ) -> Preparation | None:
     """Compare images that `val` holds, once prepared, with its samples; None if it holds none."""
-    import numpy as np
-
-    from compress.serve.worker.wire import image_reader
-
     spec = signature.input_descriptions()[0]
     read = image_reader(settings, spec)
     images = [inputs[0] for inputs in samples.values()]
@@ -143,7 +133,6 @@ def _compare_images(
 
 def image_body(entry: Any) -> bytes | None:
     """Return an image as a client sends it: a PNG or JPEG file as it is, others as PNG."""
-    import numpy as np
     from PIL import Image
 
     with suppress(OSError, ValueError, TypeError, SyntaxError, Image.DecompressionBombError):
@@ -169,25 +158,17 @@ def image_body(entry: Any) -> bytes | None:
 
 
 def _correlation(prepared: Array, expected: Array) -> float:
-    import numpy as np
-
     a, b = (x.astype(np.float64).ravel() - x.mean(dtype=np.float64) for x in (prepared, expected))
     norm = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / norm if norm else float(np.array_equal(prepared, expected))
 
 
 def _range_of_pixels(settings: Mapping[str, Any]) -> tuple[Array, Array]:
-    """Return what black and white pixels become, by channel."""
-    import numpy as np
-
     black, white = ((pixel - np.array(settings["mean"])) / settings["std"] for pixel in (0.0, 1.0))
     return black, white
 
 
 def _compare_ranges(settings: Mapping[str, Any], signature: Signature, data: Splits) -> Preparation:
-    """Compare the range that pixels become with the range of samples."""
-    import numpy as np
-
     if signature.inputs[0].dtype == "uint8":
         return Preparation(form="image", samples=0)
     batches = [batch.inputs[0].double() for batch in data.batches("val", limit=SAMPLES)]
@@ -199,23 +180,19 @@ def _compare_ranges(settings: Mapping[str, Any], signature: Signature, data: Spl
     width = white - black
     covered = float(np.max((high - low) / width))
     outside = float(np.max(np.maximum(black - low, high - white) / width))
-    is_wrong = outside > OUTSIDE or covered < LEAST_COVERED
-    problem = (
-        f"image: pixels from 0 to 1 become {float(np.min(black)):.4g} to "
-        f"{float(np.max(white)):.4g} (mean {settings['mean']}, std {settings['std']}), and samples "
-        f"of `val` range from {low.min():.4g} to {high.max():.4g}"
-    )
-    if is_wrong:
-        problem += ": give the mean and std that the samples were scaled with"
-    else:
-        problem += f", {100 * covered:.0f} % of that; check that they were scaled in this way"
-    differs = is_wrong or covered < USUALLY_COVERED
-    return Preparation(
-        form="image",
-        samples=sum(map(len, batches)),
-        difference=problem if differs else "",
-        is_wrong=is_wrong,
-    )
+    is_wrong, problem = outside > OUTSIDE or covered < LEAST_COVERED, ""
+    if is_wrong or covered < USUALLY_COVERED:
+        problem = (
+            f"image: pixels from 0 to 1 become {float(np.min(black)):.4g} to "
+            f"{float(np.max(white)):.4g} (mean {settings['mean']}, std {settings['std']}), and "
+            f"samples of `val` range from {low.min():.4g} to {high.max():.4g}"
+        )
+        if is_wrong:
+            problem += ": give the mean and std that the samples were scaled with"
+        else:
+            problem += f", {100 * covered:.0f} % of that; check that they were scaled in this way"
+    samples = sum(map(len, batches))
+    return Preparation(form="image", samples=samples, difference=problem, is_wrong=is_wrong)
 
 
 def _compare_texts(
@@ -227,8 +204,6 @@ def _compare_texts(
 ) -> Preparation:
     """Compare texts that `val` holds, tokenized, with its samples; else their ids as texts."""
     from tokenizers import Tokenizer
-
-    from compress.serve.worker.wire import text_reader
 
     backend = Tokenizer.from_file(str(tokenizer))
     added = backend.get_added_tokens_decoder()
@@ -244,7 +219,10 @@ def _compare_texts(
     for name, entries in columns.items():
         if all(isinstance(entry, str) for entry in entries):
             own = tokenize(entries)
-            shares = [_share_of_ids(a, b, special) for a, b in zip(own, expected, strict=True)]
+            shares = []
+            for tokens in zip(own, expected, strict=True):  # of ids without special ones
+                a, b = (Counter(i for _, i, _ in each if i not in special) for each in tokens)
+                shares.append((a & b).total() / max(a.total(), b.total(), 1))
             if sum(shares) / len(shares) >= likeness:
                 likeness, column, prepared = sum(shares) / len(shares), name, own
     if not column:
@@ -276,12 +254,5 @@ def _tokens(inputs: Inputs, settings: Mapping[str, Any]) -> Tokens:
     types = named.get("type_ids", 0 * ids)
     # Without a fixed length, a single text is not padded, and where it begins says nothing.
     is_padded = settings["length"] is not None
-    return [
-        (i if is_padded else 0, int(ids[i]), int(types[i])) for i in map(int, mask.nonzero()[0])
-    ]
-
-
-def _share_of_ids(own: Tokens, other: Tokens, special: set[int]) -> float:
-    """Return the share of ids, without special tokens, that two texts have in common."""
-    a, b = (Counter(i for _, i, _ in each if i not in special) for each in (own, other))
-    return (a & b).total() / max(a.total(), b.total(), 1)
+    places = map(int, mask.nonzero()[0])
+    return [(i if is_padded else 0, int(ids[i]), int(types[i])) for i in places]

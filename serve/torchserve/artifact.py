@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
@@ -16,15 +15,8 @@ from compress.serve.packaging.provenance import (
     digest_of,
     refuse_broken_chain,
 )
-from compress.serve.torchserve.mar_file import (
-    CONFIG,
-    HANDLER,
-    MAR_MANIFEST,
-    handler_text,
-    mar_manifest,
-    model_name_of,
-    read_mar,
-)
+from compress.serve.torchserve import mar_file
+from compress.serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, read_mar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,23 +36,6 @@ HANDLER_SETTINGS = {
     *("built_for", "optimize_for_inference", "one_call_at_a_time"),
 }
 """Entries of its section `handler`."""
-
-
-def refuse_unknown_file(path: Path, command: str) -> None:
-    """Raise ArtifactInvalid for a file that is no ``.mar``, and say what to run instead."""
-    if path.suffix == ".mar":
-        return
-    has_manifest = (path.parent / MANIFEST).is_file()
-    hint = f"run compress {command} {path.parent}" if has_manifest else f"no {MANIFEST} beside it"
-    raise ArtifactInvalid(
-        f"{path}: compress {command} takes an artifact's directory, or a .mar: {hint}"
-    )
-
-
-def refuse_wrong_hash(file: Path, sha256: str | None) -> None:
-    """Raise ArtifactInvalid where a file's SHA-256 is not the expected one, if any."""
-    if sha256 is not None and sha256_of(file) != sha256.lower():
-        raise ArtifactInvalid(f"{file}: sha256 is {sha256_of(file)}, expected {sha256}")
 
 
 def refuse_wrong_artifact_hash(artifact: Artifact, sha256: str | None) -> None:
@@ -92,58 +67,40 @@ class TorchServeArchive(Artifact):
     )
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
-        """Use :meth:`from_directory` instead."""
         super().__init__(path, manifest, digest)
         self._predictors: dict[int, Predictor] = {}
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Start TorchServe; yield a predictor that calls it.
+        """Start TorchServe, once the archive was checked; yield a predictor that calls it."""
+        import torch
 
-        Raises:
-            ArtifactInvalid: the archive was changed after sealing, or its code is not this
-                version's own, so it is not started.
-            Unavailable: Java or TorchServe is missing.
-            StageFailed: no worker became ready.
-        """
+        from compress.serve.torchserve.process import TorchServe
+
+        def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            outputs = client.predict([tensor.detach().cpu().numpy() for tensor in inputs])
+            return tuple(torch.from_numpy(output) for output in outputs)
+
         if threads in self._predictors:
             yield self._predictors[threads]
-        else:
-            with self._served(threads) as predict:
+            return
+        self.check()
+        with (
+            TorchServe(self.payload_path, threads=threads) as server,
+            server.client(self.signature, int(str(self.fact("max_rows")))) as client,
+        ):
+            self._predictors[threads] = predict
+            try:
                 yield predict
+            finally:
+                del self._predictors[threads]
 
     def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
         """Return what :meth:`open` does: the model lies in memory of the server's."""
         return self.open(device, threads)
 
-    @contextmanager
-    def _served(self, threads: int) -> Iterator[Predictor]:
-        from compress.serve.client.client import as_predictor
-        from compress.serve.torchserve.process import TorchServe
-
-        self.check()
-        with (
-            TorchServe(self.payload_path, threads=threads) as server,
-            server.client(self.signature, self.max_rows) as client,
-        ):
-            self._predictors[threads] = as_predictor(client)
-            try:
-                yield self._predictors[threads]
-            finally:
-                del self._predictors[threads]
-
-    @property
-    def max_rows(self) -> int:
-        """Most rows of one request."""
-        return int(str(self.fact("max_rows")))
-
     def check(self) -> tuple[dict[str, bytes], Provenance]:
-        """Verify the ``.mar`` and return its members and provenance.
-
-        Raises:
-            ArtifactInvalid: a file or member was altered or added, or the code in the archive is
-                not this version's own.
-        """
+        """Verify the ``.mar``, its code too; return its members and provenance."""
         # An archive contains code, so it is checked before it is started. That its hash is the
         # manifest's is not enough: whoever plants a handler can rewrite the manifest too.
         mar = self.payload_path
@@ -165,8 +122,26 @@ class TorchServeArchive(Artifact):
         return members, origin
 
 
-def check_bare_mar(mar: Path) -> tuple[dict[str, bytes], Provenance]:
-    """Verify a ``.mar`` without its artifact's directory; return its members and provenance."""
+def check_bare_mar(
+    mar: Path, sha256: str | None = None, command: str = "verify"
+) -> tuple[dict[str, bytes], Provenance]:
+    """Verify a ``.mar`` without its artifact's directory; return its members and provenance.
+
+    It must have the expected SHA-256, if any. ArtifactInvalid for a file that is no ``.mar`` says
+    what `command` takes instead.
+    """
+    if mar.suffix != ".mar":
+        hint = f"no {MANIFEST} beside it"
+        if (mar.parent / MANIFEST).is_file():
+            hint = f"run compress {command} {mar.parent}"
+        raise ArtifactInvalid(
+            f"{mar}: compress {command} takes an artifact's directory, or a .mar: {hint}"
+        )
+        raise ArtifactInvalid(
+            f"{mar}: compress {command} takes an artifact's directory, or a .mar: {hint}"
+        )
+    if sha256 is not None and (found := sha256_of(mar)) != sha256.lower():
+        raise ArtifactInvalid(f"{mar}: sha256 is {found}, expected {sha256}")
     members = read_mar(mar)
     origin = check_members(members, str(mar))
     check_code(members, origin, mar)
@@ -204,8 +179,8 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
 
     # Hashes do not show that: whoever writes a handler can record its hash too.
     ours = {
-        HANDLER: handler_text(),
-        MAR_MANIFEST: mar_manifest(model_name_of(mar), origin.artifact.payload),
+        HANDLER: mar_file.handler_text(),
+        MAR_MANIFEST: mar_file.mar_manifest(mar_file.model_name_of(mar), origin.artifact.payload),
     }
     for name, expected in ours.items():
         if members.get(name) != expected:

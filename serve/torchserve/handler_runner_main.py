@@ -1,7 +1,7 @@
 """Script that runs an unpacked archive's handler without TorchServe; it imports nothing of ours.
 
-It reads npz requests from standard input and writes responses to standard output. Each starts with
-its length, 8 bytes big-endian; in a response, 8 bytes of HTTP status follow.
+Requests and responses start with their length, 8 bytes big-endian; in responses, 8 of HTTP status
+follow.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-class Context:
+class _Context:
     """The part of TorchServe's context that the handler uses."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the archive's manifest and configuration."""
         import yaml
 
         self.manifest = json.loads((folder / "MAR-INF" / "MANIFEST.json").read_text())
@@ -27,11 +26,9 @@ class Context:
         self.status = 200
 
     def get_all_request_header(self, i: int) -> dict[str, str]:
-        """Return a request's headers."""
         return {"Content-Type": "application/x-npz", "Accept": "application/x-npz"}
 
     def set_response_status(self, status: int, phrase: str, i: int) -> None:
-        """Store the status of a response."""
         self.status = status
 
     def set_response_header(self, i: int, key: str, value: str) -> None:
@@ -44,7 +41,7 @@ class Context:
 def run(folder: Path, requests: BinaryIO, answers: BinaryIO) -> None:
     """Load the handler, signal that with an empty response, and answer until the input ends."""
     sys.path.insert(0, str(folder))
-    context = Context(folder)
+    context = _Context(folder)
     model: Any = importlib.import_module("handler").PackagedModel()
     model.initialize(context)
     body: str | bytes = b""

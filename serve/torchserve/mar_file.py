@@ -1,11 +1,7 @@
 """Read and write ``.mar`` files: zip archives that TorchServe unpacks onto Python's path.
 
-Equal members give equal bytes. ``torch-model-archiver`` writes timestamps and the file system's
-order, so that its archives differ from run to run; the layout (``MAR-INF/MANIFEST.json`` and files
-beside it) is the same.
-
-The handler is one file with one class, as TorchServe expects it: the modules of
-`compress.serve.worker`, as this package is not installed where it runs.
+Equal members give equal bytes, unlike with ``torch-model-archiver``. The handler is one file with
+one class: the modules of `compress.serve.worker`, as this package is not installed where it runs.
 """
 
 from __future__ import annotations
@@ -31,11 +27,6 @@ if TYPE_CHECKING:
 HANDLER = "handler.py"
 CONFIG = "model-config.yaml"
 MAR_MANIFEST = "MAR-INF/MANIFEST.json"
-ARCHIVER_VERSION = "0.12.0"
-CREATED_ON = "01/01/1980 00:00:00"
-"""Fixed, like every member's date, so that equal contents give equal bytes."""
-_OLDEST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)
-_REGULAR_FILE = 0o100644 << 16
 MODULES = (
     "compress.checkpoint.pt2_safety",
     "compress.common.foreign.native_runtimes",
@@ -50,11 +41,12 @@ MODULES = (
 
 def mar_manifest(model_name: str, payload: str) -> bytes:
     """Return the archive's manifest for TorchServe."""
-    # The order of the keys is a part of the archive's bytes.
+    # The order of the keys is a part of the archive's bytes, and the date is fixed as each
+    # member's is, so that equal contents give equal bytes.
     model = {"modelName": model_name, "serializedFile": payload, "handler": HANDLER}
     model |= {"modelVersion": "1.0", "configFile": CONFIG}
-    manifest = {"createdOn": CREATED_ON, "runtime": "python", "model": model}
-    return json.dumps(manifest | {"archiverVersion": ARCHIVER_VERSION}, indent=2).encode()
+    manifest = {"createdOn": "01/01/1980 00:00:00", "runtime": "python", "model": model}
+    return json.dumps(manifest | {"archiverVersion": "0.12.0"}, indent=2).encode()
 
 
 def write_mar(path: Path, members: Mapping[str, bytes | Path]) -> None:
@@ -63,11 +55,10 @@ def write_mar(path: Path, members: Mapping[str, bytes | Path]) -> None:
         check_member_name(name)
     # Stored and sorted, with fixed dates, so that equal members give equal bytes.
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name in sorted(members):
-            content = members[name]
-            entry = zipfile.ZipInfo(name, _OLDEST_ZIP_DATE)
+        for name, content in sorted(members.items()):
+            entry = zipfile.ZipInfo(name)  # of 1980
             entry.create_system = 3  # Unix, on every platform
-            entry.external_attr = _REGULAR_FILE
+            entry.external_attr = 0o100644 << 16  # a regular file
             source = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
             entry.file_size = len(content) if isinstance(content, bytes) else content.stat().st_size
             with source, archive.open(entry, "w") as target:
@@ -75,12 +66,7 @@ def write_mar(path: Path, members: Mapping[str, bytes | Path]) -> None:
 
 
 def read_mar(path: Path) -> dict[str, bytes]:
-    """Return every member's bytes.
-
-    Raises:
-        ArtifactInvalid: not a readable archive, a member fails its checksum or has an unsafe
-            name, or would decompress to more than the archive.
-    """
+    """Return every member's bytes; ArtifactInvalid for unsafe names, sizes or checksums."""
     try:
         with zipfile.ZipFile(path) as archive:
             refuse_unsafe(archive, path)
@@ -119,32 +105,21 @@ def check_member_name(name: str, archive: str = "the .mar") -> None:
 
 def handler_text() -> bytes:
     """Return the source of the handler, reproducibly."""
-    sources = [_source(name) for name in MODULES]
-    trees = [ast.parse(source) for source in sources]
-    docs = "\n\n".join(str(ast.get_docstring(tree)) for tree in trees)
-    imports = sorted({line for tree in trees for line in _imports(tree)})
-    bodies = []
-    for source, tree in zip(sources, trees, strict=True):
+    docs, imports, bodies = [], set[str](), []
+    for module in MODULES:
+        package, _, name = module.rpartition(".")
+        source = files(package).joinpath(f"{name}.py").read_text("utf-8")
+        tree = ast.parse(source)
+        docs.append(str(ast.get_docstring(tree)))
         dropped = set[int]()  # the docstring, imports and the `if TYPE_CHECKING` block
         for i, node in enumerate(tree.body):
             if i == 0 or isinstance(node, ast.Import | ast.ImportFrom | ast.If):
                 dropped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            bundled = isinstance(node, ast.ImportFrom) and node.module in ("__future__", *MODULES)
+            if isinstance(node, ast.Import | ast.ImportFrom) and not bundled:
+                imports.add(ast.unparse(node))
         lines = enumerate(source.splitlines(), start=1)
         bodies.append("\n".join(line for number, line in lines if number not in dropped).strip())
-    parts = [f'"""{docs}\n"""\n', "from __future__ import annotations\n", *imports, "\n"]
+    text = "\n\n".join(docs)
+    parts = [f'"""{text}\n"""\n', "from __future__ import annotations\n", *sorted(imports), "\n"]
     return ("\n".join(parts) + "\n\n\n".join(bodies) + "\n").encode()
-
-
-def _source(module: str) -> str:
-    package, _, name = module.rpartition(".")
-    return files(package).joinpath(f"{name}.py").read_text("utf-8")
-
-
-def _imports(tree: ast.Module) -> list[str]:
-    """Return a module's top-level imports, except those of bundled modules."""
-    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    return [
-        ast.unparse(node)
-        for node in imports
-        if isinstance(node, ast.Import) or node.module not in ("__future__", *MODULES)
-    ]

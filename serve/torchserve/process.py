@@ -38,26 +38,17 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.serve.worker.tensors import Array
 
-
 logger = logging.getLogger(__name__)
 
-TORCHSERVE_MISSING = f"needs TorchServe: {pip_install('serve')}"
-KILL_SECONDS = 1.0
-"""How long killed processes may take to disappear."""
+KILL_SECONDS = 1.0  # how long killed processes may take to disappear
 POLL_SECONDS = 0.1
-START_ATTEMPTS = 3
-PORT_TAKEN = "Address already in use"
-"""In the server's output when one of its ports was taken."""
 SHOWN_CHARACTERS = 300
 STARTUP_FAILURES = ("Retry worker:", "Load model failed", "Failed to load model")
 """Lines of the server's log when a worker did not become ready."""
 WORKER_DIED = "Backend worker process died."
-UNINFORMATIVE_LINES = (WORKER_DIED, "RuntimeError: 500 - Unknown exception")
-"""Lines that a worker logs after the actual error."""
-WORKER_LOG_SECONDS = 15
-"""How long to wait for a dead worker's error in the log."""
-MAX_BYTES = 256 * 1024**2
-"""Largest request and response; a larger response would kill the worker."""
+WORKER_LOG_SECONDS = 15  # how long to wait for a dead worker's error in the log
+MAX_BYTES = 256 * 1024**2  # largest request and response; a larger response would kill the worker
+HANDLER_SECONDS = 120.0  # time limit of loading a handler's model, and of one response
 LOGGING = """\
 <Configuration>
   <Appenders>
@@ -103,34 +94,24 @@ class TorchServe:
         startup_seconds: float = 120.0,
         port: int = 0,
     ) -> None:
-        """Configure the server; `__enter__` starts it.
+        """Configure the server of an archive, which is code: verify it before it is served.
 
-        Args:
-            mar: the archive. It is code: verify it before it is served.
-            threads: CPU threads of each worker's model; the archive's own setting by default.
-            startup_seconds: time limit for all workers to become ready.
-            port: port of the inference API; 0 lets the operating system choose.
+        `threads` are those of each worker's model, by default as the archive says; port 0 is any.
         """
         self.mar = mar.resolve()
         self.model_name = model_name_of(mar)
         self.startup_seconds = startup_seconds
         self.port = port
         self.token = ""
-        """Key of the inference API."""
         self.url = self._management_url = ""
         self._environment = {} if threads is None else {THREADS_VARIABLE: str(threads)}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Start, and wait until every worker is ready.
-
-        Raises:
-            Unavailable: Java or TorchServe is missing.
-            StageFailed: a worker did not become ready; the message ends as the model's log does.
-        """
+        """Start, and wait until all workers are ready; else StageFailed with the log's end."""
         java, packages = find_java(), find_torchserve()
         started = time.monotonic()
-        for attempts_left in reversed(range(START_ATTEMPTS)):
+        for attempts_left in (2, 1, 0):
             try:
                 self._start_and_wait(java, packages)
                 break
@@ -150,10 +131,6 @@ class TorchServe:
     def pid(self) -> int:
         """PID of the server."""
         return self._process.pid
-
-    def has_ended(self) -> bool:
-        """Return whether the server has ended by itself."""
-        return has_ended(self.pid)
 
     def client(self, signature: Signature, max_rows: int) -> Client:
         """Return a client of the served model."""
@@ -203,7 +180,7 @@ class TorchServe:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.startup_seconds
         while not self._is_ready():
-            if PORT_TAKEN in (output := self._read("output.log")):
+            if "Address already in use" in (output := self._read("output.log")):
                 if self.port and f"127.0.0.1:{self.port}\n" in output:
                     raise StageFailed(f"{self.mar}: port {self.port} is taken; set another --port")
                 raise PortTaken(f"{self.mar}: TorchServe found its ports taken")
@@ -291,7 +268,7 @@ def find_torchserve() -> Path:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / "frontend").is_dir():
             return Path(folder).parent
-    raise Unavailable(f"serving {TORCHSERVE_MISSING}")
+    raise Unavailable(f"serving needs TorchServe: {pip_install('serve')}")
 
 
 def free_ports(count: int) -> list[int]:
@@ -307,11 +284,9 @@ def log_tail(log: str) -> str:
     """Return as many of a log's last lines as fit SHOWN_CHARACTERS, joined by ` | `."""
     shown = ""  # without tracebacks' frames, so that chained exceptions fit
     for line in reversed(log.splitlines()):
-        if (
-            not line.strip()
-            or line[0].isspace()
-            or line.startswith(("Traceback ", *UNINFORMATIVE_LINES))
-        ):
+        # A worker logs the last two after the actual error.
+        skipped = ("Traceback ", WORKER_DIED, "RuntimeError: 500 - Unknown exception")
+        if not line.strip() or line[0].isspace() or line.startswith(skipped):
             continue
         joined = f"{line} | {shown}" if shown else line[:SHOWN_CHARACTERS]
         if len(joined) > SHOWN_CHARACTERS:
@@ -334,11 +309,11 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + KILL_SECONDS
-    while group_is_alive(process.pid) and time.monotonic() < deadline:
+    while _group_is_alive(process.pid) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 10)
 
 
-def group_is_alive(group: int) -> bool:
+def _group_is_alive(group: int) -> bool:
     """Return whether a process group has processes that are neither dead nor zombies."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -348,15 +323,10 @@ def group_is_alive(group: int) -> bool:
     return False
 
 
-SECONDS = 120.0
-"""Time limit of loading, and of one response."""
-
-
 class HandlerProcess:
     """Runs the handler as TorchServe's worker does; in the `with` block, its probe has passed."""
 
     def __init__(self, members: Mapping[str, bytes], signature: Signature) -> None:
-        """Set the archive's members; `__enter__` unpacks them."""
         self._members = members
         self._signature = signature
         self._stack = ExitStack()
@@ -370,7 +340,25 @@ class HandlerProcess:
                 file = self._folder / "model" / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
-            self._start()
+            script, model = str(handler_runner_main.__file__), str(self._folder / "model")
+            with (self._folder / "log").open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", script, model],
+                    cwd=self._folder,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                )
+            # Callbacks run in reverse: the pipes are closed, the process killed, then waited for.
+            self._stack.callback(process.wait)
+            self._stack.callback(process.kill)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            self._requests, self._answers = process.stdin, process.stdout
+            # Of buffered bytes that an ended process cannot read.
+            self._stack.enter_context(suppress(BrokenPipeError))
+            self._stack.enter_context(self._requests)
+            self._stack.enter_context(self._answers)
             self._receive()
             self._stack = self._stack.pop_all()
         return self
@@ -390,34 +378,12 @@ class HandlerProcess:
         answer = from_npz(self._receive())
         return tuple(answer[output.name] for output in self._signature.outputs)
 
-    def _start(self) -> None:
-        command = [
-            sys.executable,
-            "-I",
-            str(handler_runner_main.__file__),
-            str(self._folder / "model"),
-        ]
-        with (self._folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                command, cwd=self._folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-            )
-        # Callbacks run in reverse: the pipes are closed, the process killed, then waited for.
-        self._stack.callback(process.wait)
-        self._stack.callback(process.kill)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._requests = process.stdin
-        # Of buffered bytes that an ended process cannot read.
-        self._stack.enter_context(suppress(BrokenPipeError))
-        self._stack.enter_context(process.stdin)
-        self._answers = self._stack.enter_context(process.stdout)
-
     def _receive(self) -> bytes:
-        ready, _, _ = select.select([self._answers], [], [], SECONDS)
+        ready, _, _ = select.select([self._answers], [], [], HANDLER_SECONDS)
         sizes = self._answers.read(16) if ready else b""
         if len(sizes) < 16:
             log = (self._folder / "log").read_text(errors="replace")
-            what = "ended" if ready else f"did not answer within {SECONDS:g} s"
+            what = "ended" if ready else f"did not answer within {HANDLER_SECONDS:g} s"
             shown = log_tail(log.replace(f"{self._folder}/", ""))
             raise StageFailed(f"the handler's process {what}; its log ends: {shown}")
         length, status = (int.from_bytes(sizes[i : i + 8], "big") for i in (0, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,31 +23,11 @@ from compress.export.aotinductor.stage import AotModel
 from compress.export.onnx.stage import OnnxModel
 from compress.export.openvino.stage import OpenVINOModel
 from compress.export.torchscript.stage import TorchScriptModel
-from compress.serve.packaging.provenance import (
-    MODEL_CARD,
-    PROVENANCE,
-    Packaged,
-    Provenance,
-    digest_of,
-    digests_of,
-    model_card,
-)
-from compress.serve.packaging.request_forms import (
-    ImageInput,
-    RequestForms,
-    TextInput,
-    class_settings,
-    forms_of,
-)
+from compress.serve.packaging import provenance, request_forms
+from compress.serve.packaging.provenance import PROVENANCE, digest_of
+from compress.serve.packaging.request_forms import ImageInput, RequestForms, TextInput
+from compress.serve.torchserve import mar_file
 from compress.serve.torchserve.artifact import PROBE, TorchServeArchive
-from compress.serve.torchserve.mar_file import (
-    CONFIG,
-    HANDLER,
-    MAR_MANIFEST,
-    handler_text,
-    mar_manifest,
-    write_mar,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,8 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STARTUP_SECONDS = 120
-"""Time limit of a worker's start."""
+STARTUP_SECONDS = 120  # time limit of a worker's start
 
 Servable = OnnxModel | OpenVINOModel | TorchScriptModel | AotModel | GraphModel | EagerModel
 
@@ -121,9 +101,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The handler's hash: an archive with another version's handler is not started here."""
-        import hashlib
-
-        return {"handler": hashlib.sha256(handler_text()).hexdigest()}
+        return {"handler": hashlib.sha256(mar_file.handler_text()).hexdigest()}
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
         """Resolve the tokenizer's path."""
@@ -137,24 +115,21 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
     def check_inputs(self, signature: Signature) -> None:
         """Check `image` and `text` against the signature before anything is trained or exported."""
-        if self.image:
-            self.image.handler_settings(signature)
-        if self.text:
-            self.text.handler_settings(signature)
+        RequestForms(image=self.image, text=self.text).handler_settings(signature)
 
     def with_carried(self, model: Servable) -> Self:
         """Return the stage with `image` and `text` of the artifact where they are left out here."""
-        forms = forms_of(model)
+        forms = request_forms.forms_of(model)
         own = {"class_names": self.class_names, "image": self.image, "text": self.text}
         carried = {key: value for key in own if (value := getattr(forms, key))}
         used = [key for key in carried if not own[key]]
-        overridden = [key for key in carried if own[key]]
+        overridden = ", ".join(key for key in carried if own[key])
         if carried:
             logger.info(
                 "%s: from the artifact's Hugging Face files: %s; from this stage's settings: %s",
                 self.title,
                 ", ".join(used) or "nothing",
-                ", ".join(overridden) or "nothing",
+                overridden or "nothing",
             )
         update = {key: carried[key] for key in used if key != "class_names"}
         return self.model_copy(update=update)
@@ -195,7 +170,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
                 facts["warnings"] = warnings
             members = archive_members(model, served, stage, probe, context.history)
             facts["provenance"] = digest_of(members[PROVENANCE]).sha256
-            write_mar(partial / TorchServeArchive.payload, members)
+            mar_file.write_mar(partial / TorchServeArchive.payload, members)
         return TorchServeArchive.from_directory(context.root)
 
 
@@ -222,41 +197,39 @@ def archive_members(
     probe: Probe,
     history: History | None,
 ) -> dict[str, bytes | Path]:
-    """Return the contents of an archive by member name: bytes, or a file to copy.
-
-    `served` is packed: the stage's input `model`, or an eager model's graph.
-    """
+    """Return an archive's content by member name: of `model`, or of its traced graph `served`."""
     import yaml
 
     from compress.serve.worker.wire import to_npz
 
     config = yaml.safe_dump(handler_config(served, stage, probe), sort_keys=True)
     members: dict[str, bytes | Path] = {
-        MAR_MANIFEST: mar_manifest(stage.model_name, served.payload),
-        HANDLER: handler_text(),
-        CONFIG: config.encode(),
+        mar_file.MAR_MANIFEST: mar_file.mar_manifest(stage.model_name, served.payload),
+        mar_file.HANDLER: mar_file.handler_text(),
+        mar_file.CONFIG: config.encode(),
         PROBE: to_npz(probe.arrays),
         # A large ONNX model has its weights beside it.
         **{name: served.path / name for name in served.model_files},
     }
     if stage.text:
         members[TOKENIZER] = Path(stage.text.tokenizer).read_bytes()
-    packaged = Packaged(
-        kind=served.kind,
-        digest=served.digest,
-        payload=served.payload,
-        sha256=served.manifest.files[served.payload].sha256,
-        traced_from="" if served is model else model.digest,
-    )
-    record = Provenance(
+    record = provenance.Provenance(
         signature=model.signature,
-        artifact=packaged,
+        artifact=provenance.Packaged(
+            kind=served.kind,
+            digest=served.digest,
+            payload=served.payload,
+            sha256=served.manifest.files[served.payload].sha256,
+            traced_from="" if served is model else model.digest,
+        ),
         lineage=model.manifest.lineage,
         history=history,
         members={},
     )
-    members[MODEL_CARD] = model_card(stage.model_name, record, served.payload_bytes).encode()
-    record = record.model_copy(update={"members": digests_of(members)})
+    card = provenance.model_card(stage.model_name, record, served.payload_bytes)
+    members[provenance.MODEL_CARD] = card.encode()
+    digests = {name: digest_of(content) for name, content in members.items()}
+    record = record.model_copy(update={"members": digests})
     return members | {PROVENANCE: record.sealed()}
 
 
@@ -265,7 +238,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
     signature = probe.signature
     names = stage.class_names or served.class_names
     first = signature.outputs[0].name
-    classes = class_settings(served, names, stage.top_labels, probe.arrays[first])
+    classes = request_forms.class_settings(served, names, stage.top_labels, probe.arrays[first])
     if stage.class_names and classes is None:
         shape = list(probe.arrays[first].shape)
         raise StageFailed(

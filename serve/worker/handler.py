@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from compress.serve.worker.tensors import (
     BROKEN,
     UNREADABLE,
     check,
+    describe_error,
     inference_error,
     output_fault,
     run_batched,
@@ -32,7 +34,6 @@ from compress.serve.worker.wire import (
     create_readers,
     decode,
     encode,
-    error_body,
     from_npz,
     requested_outputs,
 )
@@ -45,8 +46,7 @@ if TYPE_CHECKING:
 
     Requests = dict[int, list[Array]]
 
-WARMUP_RUNS = 3
-"""TorchScript profiles its first runs and compiles after them."""
+WARMUP_RUNS = 3  # TorchScript profiles its first runs and compiles after them
 
 
 class PackagedModel:
@@ -106,7 +106,11 @@ class PackagedModel:
         """Return one response body and set its status and headers."""
         try:
             if fault := output_fault(outputs, self.outputs):
-                raise inference_error(fault, works=self.answers_probe())
+                works = False
+                with suppress(Exception):  # the request is at fault if the probe is still answered
+                    replay(self.run, self.probe_inputs, self.probe_outputs, self.atol)
+                    works = True
+                raise inference_error(fault, works=works)
             named = dict(zip(self.outputs, outputs, strict=True))
             body, headers = encode(named, accept, wanted, self.name, self.classes)
         except Exception as error:  # noqa: BLE001
@@ -116,14 +120,6 @@ class PackagedModel:
         for key, value in headers.items():
             context.set_response_header(i, key, value)
         return body
-
-    def answers_probe(self) -> bool:
-        """Return whether the model still answers the probe: the request is at fault then."""
-        try:
-            replay(self.run, self.probe_inputs, self.probe_outputs, self.atol)
-        except Exception:  # noqa: BLE001
-            return False
-        return True
 
 
 def check_members(folder: Path) -> None:
@@ -152,7 +148,7 @@ def read_request(
 
 def respond_error(context: Context, i: int, error: Exception, status: int = UNREADABLE) -> str:
     """Set the status of an error response and return its body."""
-    status, body = error_body(error, status)
+    status, message = describe_error(error, status)
     context.set_response_status(status, HTTPStatus(status).phrase, i)
     context.set_response_content_type(i, JSON)
-    return body
+    return json.dumps({"code": status, "message": message})

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     Run = Callable[[Sequence[Array]], list[Array]]
 
-THREADS_VARIABLE = "HANDLER_THREADS"
-"""Environment variable that overrides the archive's number of threads."""
+THREADS_VARIABLE = "HANDLER_THREADS"  # overrides the archive's number of threads
 
 
 def load_onnx(payload: Path, settings: Named, threads: int) -> Run:

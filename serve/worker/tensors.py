@@ -23,20 +23,14 @@ if TYPE_CHECKING:
     Named = Mapping[str, Any]  # a JSON object, or values by name
     Specs = Sequence[Named]  # "name", "dtype", "shape" … of each input
 
-UNREADABLE = 400
-"""The body, or a tensor in it, does not match the signature."""
-NOT_ACCEPTABLE = 406
-"""The response format that the client accepts cannot represent the outputs."""
+UNREADABLE = 400  # the body, or a tensor in it, does not match the signature
+NOT_ACCEPTABLE = 406  # the response format that the client accepts cannot represent the outputs
 TOO_LARGE = 413
-UNKNOWN_FORM = 415
-"""Unsupported Content-Type or Content-Encoding."""
-UNANSWERABLE = 422
-"""The model fails for these values, or outputs NaN."""
-BROKEN = 500
-"""The model fails for every input."""
+UNKNOWN_FORM = 415  # unsupported Content-Type or Content-Encoding
+UNANSWERABLE = 422  # the model fails for these values, or outputs NaN
+BROKEN = 500  # the model fails for every input
 
-SHOWN_CHARACTERS = 160
-"""Most characters of a client's value in a message."""
+SHOWN_CHARACTERS = 160  # most characters of a client's value in a message
 BRIEF = reprlib.Repr()
 BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxdict = 8
 BRIEF.maxstring = BRIEF.maxother = BRIEF.maxlong = 60
@@ -87,8 +81,14 @@ def in_signature_order(named: Named, specs: Specs) -> list[Any]:
 
 def to_exact_array(values: Any, spec: Named) -> Array:
     """Convert nested lists of numbers to the input's dtype; refuse values that it would change."""
+    # Types of the leaves, with `list` among them if the depths differ. Not by numpy, which pads
+    # every element to the longest text if there is one among numbers.
+    level, types = [values], {type(values)}
+    while types == {list}:
+        level = list(chain.from_iterable(level))
+        types = {*map(type, level)}
     # JSON's booleans are no numbers; 0 and 1 are taken for booleans.
-    if not leaf_types(values) <= {int, float, *([bool] if spec["dtype"] == "bool" else [])}:
+    if not types <= {int, float, *([bool] if spec["dtype"] == "bool" else [])}:
         raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
     try:
         parsed = np.asarray(values)
@@ -101,16 +101,6 @@ def to_exact_array(values: Any, spec: Named) -> Array:
         if array.dtype.kind == "f" or (array == parsed).all():
             return array
     raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
-
-
-def leaf_types(values: Any) -> set[type]:
-    """Return the types of the leaves of nested lists; ``list`` among them if the depths differ."""
-    # Not by numpy, which pads every element to the longest text if there is one among numbers.
-    level, types = [values], {type(values)}
-    while types == {list}:
-        level = list(chain.from_iterable(level))
-        types = {*map(type, level)}
-    return types
 
 
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:

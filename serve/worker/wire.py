@@ -37,7 +37,6 @@ from compress.serve.worker.tensors import (
     UNKNOWN_FORM,
     UNREADABLE,
     abbreviated,
-    describe_error,
     dtype_name,
     in_signature_order,
     to_exact_array,
@@ -57,8 +56,7 @@ try:
 except ImportError:  # a TorchServe archive needs numpy and the model's runtime alone
     pydantic_core = None  # type: ignore[assignment]
 
-fast_json: Any = pydantic_core
-"""Reads and writes JSON in a tenth of json's time, where it is installed."""
+fast_json: Any = pydantic_core  # reads and writes JSON in a tenth of json's time, where installed
 HEADER_LENGTH = "inference-header-content-length"
 """The HTTP header with the length of the JSON, after which raw tensors begin."""
 DATATYPES = {
@@ -70,29 +68,21 @@ DATATYPES = {
     },
     **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
 }
-TEXT_DATATYPE = "BYTES"
-"""The protocol's datatype of strings."""
-JSON_CHUNK = 1 << 16
-"""Numbers per call of `json.dumps`: about 20 ms, during which no other thread runs."""
-LABELS = ("labels", "probabilities")
-"""Additional outputs if classes have names: the most probable ones of each row."""
+TEXT_DATATYPE = "BYTES"  # the protocol's datatype of strings
+JSON_CHUNK = 1 << 16  # numbers per call of `json.dumps`: 20 ms, in which no other thread runs
+LABELS = ("labels", "probabilities")  # outputs of the likeliest classes, if they have names
 JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
-MEMBER_BYTES = 512
-"""Allowed per array in a zip's central directory: 46 bytes, its name, and extra fields."""
+MEMBER_BYTES = 512  # per array in a zip's directory: 46 bytes, its name and extra fields
 END_OF_ZIP = struct.Struct("<4s4H2LH")
 RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "image/jpeg")
-TENSORS = (NPY, NPZ, RAW)
-"""Bodies of bytes that hold nothing but tensors."""
+TENSORS = (NPY, NPZ, RAW)  # bodies of bytes that hold nothing but tensors
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_PIXELS = 64_000_000
-"""Largest decoded image: a small file can decompress to any size."""
-MOST_TOKENS_OF_CHARACTER = 4
-"""Usually: of the bytes of an emoji."""
+MAX_PIXELS = 64_000_000  # largest decoded image: a small file can decompress to any size
+MOST_TOKENS_OF_CHARACTER = 4  # usually: of the bytes of an emoji
 SPARE_TOKENS = 256
 """Tokens at the end of a text's part that may be others than in the text. A word of WordPiece is
 one unknown token if it has more than 100 characters, and up to 100 tokens if not."""
-DEEP_MODES = ("I", "F")
-"""First letters of Pillow's modes with more than 8 bits per channel."""
+DEEP_MODES = ("I", "F")  # first letters of Pillow's modes with more than 8 bits per channel
 
 
 def is_protocol(value: Any) -> bool:
@@ -118,10 +108,7 @@ def from_protocol(
     raw: memoryview | bytes = b"",
     read_texts: Callable[[list[str]], list[Array]] | None = None,
 ) -> list[Array]:
-    """Return the arrays of a parsed request, and the raw bytes after it, in the signature's order.
-
-    `read_texts` converts texts to the inputs, if the model takes texts.
-    """
+    """Return the arrays of a parsed request, and raw bytes behind it, in the signature's order."""
     if not is_protocol(value):
         form = '{"inputs": [{"name", "shape", "datatype", ...}, ...]}'
         raise ValueError(UNREADABLE, f"the body is not {form}")
@@ -170,7 +157,13 @@ def _array(tensor: Named, raw: memoryview | bytes, spec: Named) -> Array:
             UNREADABLE, f"{name}: shape is {abbreviated(shape)}, expected a list of sizes"
         )
     if "binary_data_size" in parameters_of(tensor):
-        return _from_bytes(raw, shape, spec)
+        dtype = np.dtype(spec["dtype"]).newbyteorder("<")
+        needed = math.prod(shape) * dtype.itemsize
+        if len(raw) != needed:
+            found = f"{name}: binary_data_size is {len(raw)}"
+            raise ValueError(UNREADABLE, f"{found}, expected {needed} for shape {shape}")
+        # A copy: the bytes start at any offset, and native code may rely on aligned data.
+        return np.frombuffer(raw, dtype).reshape(shape).astype(spec["dtype"])
     array = to_exact_array(tensor["data"], spec)
     nested = array.ndim > 1  # the data of a tensor may be flat, or nested like its shape
     if array.size != math.prod(shape) or (nested and list(array.shape) != shape):
@@ -178,16 +171,6 @@ def _array(tensor: Named, raw: memoryview | bytes, spec: Named) -> Array:
         message = f"{name}: data has {size} elements, expected those of shape {shape}"
         raise ValueError(UNREADABLE, message)
     return array.reshape(shape)
-
-
-def _from_bytes(raw: memoryview | bytes, shape: list[int], spec: Named) -> Array:
-    dtype = np.dtype(spec["dtype"]).newbyteorder("<")
-    needed = math.prod(shape) * dtype.itemsize
-    if len(raw) != needed:
-        found = f"{spec['name']}: binary_data_size is {len(raw)}"
-        raise ValueError(UNREADABLE, f"{found}, expected {needed} for shape {shape}")
-    # A copy: the bytes start at any offset, and native code may rely on aligned data.
-    return np.frombuffer(raw, dtype).reshape(shape).astype(spec["dtype"])
 
 
 def requested_outputs(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
@@ -269,18 +252,11 @@ def parameters_of(owner: Named) -> Named:
 def decode(
     body: Any, content_type: str, headers: Named, specs: Specs, readers: Readers
 ) -> tuple[list[Array], Named]:
-    """Decode a request body.
+    """Decode a request body: bytes, or JSON that is parsed already; raw bytes without a type.
 
-    Args:
-        body: bytes, or JSON that is parsed already.
-        content_type: without parameters, in lower case; raw bytes if empty.
-        headers: the request's other headers, their names in lower case.
-        specs: name, shape and dtype of each input.
-        readers: preprocessing functions by content type, of an image's bytes or a list of texts.
-
-    Returns:
-        The arrays in the signature's order, and the parsed request if it is one of the Open
-        Inference Protocol, else an empty dictionary.
+    `readers` are the preprocessing functions of images' bytes, or lists of texts, by content type.
+    Returns the arrays in the signature's order, and the parsed request if it is one of the Open
+    Inference Protocol, else an empty dictionary.
     """
     encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
@@ -323,7 +299,12 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
         raise ValueError(UNREADABLE, f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
     shape = [-1 if isinstance(d, str) else d for d in spec["shape"]]
     if "x-shape" in headers:
-        shape = _sizes(headers["x-shape"])
+        sizes = [size.strip() for size in headers["x-shape"].split(",")]
+        # str.isdigit alone also takes digits of other scripts, and superscripts.
+        if not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
+            found = f"X-Shape is {headers['x-shape'][:40]!r}"
+            raise ValueError(UNREADABLE, f"{found}, expected sizes with commas, such as 1,8")
+        shape = [int(size) for size in sizes]
     elif shape.count(-1) > 1:
         message = f"X-Shape is missing, expected the sizes of {list(spec['shape'])}, such as 1,8"
         raise ValueError(UNREADABLE, message)
@@ -334,15 +315,6 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
         message = f"{found}, expected {spec['dtype']} of shape {list(spec['shape'])}"
         raise ValueError(UNREADABLE, message)
     return np.frombuffer(body, little_endian).reshape(shape).astype(spec["dtype"])
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = [size.strip() for size in text.split(",")]
-    # str.isdigit alone also takes digits of other scripts, and superscripts.
-    if not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
-        message = f"X-Shape is {text[:40]!r}, expected sizes with commas, such as 1,8"
-        raise ValueError(UNREADABLE, message)
-    return [int(size) for size in sizes]
 
 
 def without_mark(body: bytes | bytearray) -> bytes | bytearray:
@@ -368,13 +340,11 @@ def parse_json(body: bytes | bytearray) -> Any:
 def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
     """Return the arrays of a parsed JSON body; numbers must fit the inputs' dtypes exactly."""
     inputs = value.get("inputs") if isinstance(value, dict) else value
-    are_texts = (
-        isinstance(inputs, list) and bool(inputs) and all(isinstance(i, str) for i in inputs)
-    )
-    if are_texts and TEXT in readers:
-        return readers[TEXT](inputs)
-    if isinstance(inputs, list) and len(specs) == 1:
-        inputs = {specs[0]["name"]: inputs}
+    if isinstance(inputs, list):
+        if inputs and TEXT in readers and all(isinstance(i, str) for i in inputs):
+            return readers[TEXT](inputs)
+        if len(specs) == 1:
+            inputs = {specs[0]["name"]: inputs}
     if not isinstance(inputs, dict):
         raise ValueError(UNREADABLE, 'the body is not {"inputs": {"name": [...], ...}}')
     ordered = zip(in_signature_order(inputs, specs), specs, strict=True)
@@ -386,12 +356,8 @@ def encode(
 ) -> tuple[bytes, dict[str, str]]:
     """Encode outputs, none of which holds NaN; return the response's body and headers.
 
-    Args:
-        named: the outputs by name.
-        accept: the Accept header, in lower case.
-        wanted: ``requested_outputs`` of an Open Inference Protocol request; else empty.
-        model_name: name of the served model.
-        classes: ``names``, ``top`` and ``softmax`` of the first output, if its classes have names.
+    `accept` is the Accept header in lower case, `wanted` the ``requested_outputs`` of an Open
+    Inference Protocol request, `classes` the settings of the first output's class names, if any.
     """
     if NPZ in accept:
         return to_npz(named), {"content-type": NPZ}
@@ -455,12 +421,6 @@ def directory_bytes(data: bytes) -> int:
         raise ValueError(UNREADABLE, "the npz is a zip64: it holds more than 2 GiB, or many arrays")
     size: int = END_OF_ZIP.unpack(end)[5]
     return size
-
-
-def error_body(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:
-    """Return the status and the JSON body of a TorchServe error response."""
-    status, message = describe_error(error, status)
-    return status, json.dumps({"code": status, "message": message})
 
 
 def create_readers(settings: Named, specs: Specs, folder: Path) -> Readers:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from compress.common.errors import ArtifactInvalid
-from compress.serve.http.responses import HttpError
+from compress.serve.http.messages import HttpError
 
 
 class Service:

@@ -18,7 +18,7 @@ import pytest
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
 from compress.serve.http.helper_process import READING, WRITING, HelperProcess
-from compress.serve.http.responses import HttpError
+from compress.serve.http.messages import HttpError
 from tests.forging import forge
 from tests.serve.called_service import Service, broken, slow
 from tests.serve.openai.asking import CHAT, USER, asked, connected, request, text_of, until

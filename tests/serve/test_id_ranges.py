@@ -15,8 +15,7 @@ from compress.export.aotinductor.stage import ExportAot
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.serve.packaging.model_interface import record_probe
-from compress.serve.repository.kserve import PackageKServe
-from compress.serve.repository.triton import PackageTriton
+from compress.serve.repository import PackageKServe, PackageTriton
 from compress.serve.torchserve.mar_file import CONFIG
 from compress.serve.torchserve.stage import PackageTorchServe, archive_members
 from compress.serve.worker.tensors import check

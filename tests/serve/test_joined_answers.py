@@ -28,8 +28,7 @@ from compress.serve.http.dynamic_batcher import Batcher
 from compress.serve.http.loaded_model import ServedModel, open_model
 from compress.serve.http.options import Options
 from compress.serve.packaging.model_interface import NO_REPORT, read_recorded
-from compress.serve.repository.kserve import PackageKServe
-from compress.serve.repository.triton import PackageTriton
+from compress.serve.repository import PackageKServe, PackageTriton
 from compress.serve.torchserve.mar_file import read_mar
 from compress.serve.torchserve.stage import PackageTorchServe
 from tests.forging import forge_report

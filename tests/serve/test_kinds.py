@@ -28,7 +28,7 @@ from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
 from compress.quantization.stages.static import QuantizeStatic
 from compress.serve.http.loaded_model import open_model
-from compress.serve.packaging.provenance import Provenance, digests_of
+from compress.serve.packaging.provenance import Provenance, digest_of
 from compress.serve.packaging.request_forms import TextInput, are_probabilities
 from compress.serve.torchserve.mar_file import read_mar
 from compress.serve.torchserve.process import HandlerProcess
@@ -139,7 +139,7 @@ def test_an_aotinductor_package_is_served_and_refused_on_another_processor(
     config = members["model-config.yaml"]
     members["model-config.yaml"] = config.replace(b"instructions:", b"instructions:\n    - avx9")
     record = Provenance.read(members["provenance.json"], "it")
-    digests = record.members | digests_of({"model-config.yaml": members["model-config.yaml"]})
+    digests = record.members | {"model-config.yaml": digest_of(members["model-config.yaml"])}
     members["provenance.json"] = record.model_copy(update={"members": digests}).sealed()
     with (
         pytest.raises(StageFailed, match="compiled for a processor with avx9, which this one has"),

@@ -13,9 +13,8 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.infer_signature import inputs_of, with_values_seen
 from compress.data.splits import Splits
-from compress.serve.http.request_decoder import RequestDecoder
-from compress.serve.http.responses import HttpError
-from compress.serve.repository.triton import PackageTriton
+from compress.serve.http.messages import HttpError, RequestDecoder
+from compress.serve.repository import PackageTriton
 from compress.serve.worker.wire import to_npz
 from tests.serve.served_here import sealed
 

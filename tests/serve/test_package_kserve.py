@@ -16,8 +16,13 @@ from benchmarks.attack import cases_folders
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
 from compress.core.context import Context
-from compress.serve.repository.kserve import NOT_RUN, KServeService, PackageKServe
-from compress.serve.repository.triton import PackageTriton, TritonRepository
+from compress.serve.repository import (
+    NOT_DEPLOYED,
+    KServeService,
+    PackageKServe,
+    PackageTriton,
+    TritonRepository,
+)
 from tests.forging import forge
 from tests.serve.served_here import SIGNATURE, sealed
 
@@ -92,7 +97,7 @@ def test_the_repository_is_carried_and_its_model_answers(repository: TritonRepos
     for name in ("rows/config.pbtxt", "rows/1/model.onnx"):
         carried = service.path / "model_repository" / name
         assert carried.read_bytes() == (repository.path / name).read_bytes()
-    assert service.manifest.facts["warnings"] == [NOT_RUN]
+    assert service.manifest.facts["warnings"] == [NOT_DEPLOYED]
     inputs = SIGNATURE.example(batch=3)
     with repository.open() as expected, service.open() as got:
         for a, b in zip(expected(*inputs), got(*inputs), strict=True):

@@ -24,15 +24,13 @@ from compress.export.openvino.stage import RUNTIME, ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
 from compress.profiling.batch_dependence import numpy_call
 from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
-from compress.serve.repository.kserve import PackageKServe
-from compress.serve.repository.triton import (
+from compress.serve.repository import (
     AUTO_COMPLETES,
     NOT_RUN,
-    DynamicBatching,
+    PackageKServe,
     PackageTriton,
     TritonRepository,
     model_config,
-    without_batching,
 )
 from compress.serve.verify import verify
 
@@ -131,16 +129,8 @@ def rows() -> Splits:
     return Splits({"val": samples}, input_names=("x", "mask"))  # type: ignore[dict-item]
 
 
-def written(interface: Interface, batching: DynamicBatching | None) -> str:
-    return model_config(
-        "model",
-        "onnx",
-        interface,
-        max_batch_size=128,
-        batching=batching,
-        instances=1,
-        threads=1,
-    )
+def written(interface: Interface, joins: bool = True) -> str:
+    return model_config(PackageTriton(), "onnx", interface, joins=joins)
 
 
 def read(repository: TritonRepository, published: ModuleType) -> Any:
@@ -155,7 +145,7 @@ def test_requests_are_joined_only_where_that_changes_no_answer(
 ) -> None:
     with pooled.open() as predict:
         interface = infer_interface(numpy_call(predict, pooled.signature), pooled.signature)
-    text = written(interface, DynamicBatching(0.0, 128) if joins else None)
+    text = written(interface, joins)
     config = text_format.Parse(text, published.ModelConfig())
     assert config.max_batch_size == 128
     assert config.HasField("dynamic_batching") is joins
@@ -240,16 +230,9 @@ def test_rows_on_another_axis_are_not_batched(
 
 def test_an_aotinductor_package_has_positional_names_and_no_batching(published: ModuleType) -> None:
     tensors = (Tensor("x", "float32", (-1, 3)),)
-    interface = without_batching(Interface(tensors, tensors, True))
-    text = model_config(
-        "m",
-        "aot",
-        interface,
-        max_batch_size=128,
-        batching=DynamicBatching(0, 128),
-        instances=1,
-        threads=2,
-    )
+    interface = Interface(tensors, tensors, rows_stay_first=False)
+    stage = PackageTriton(model_name="m", threads=2)
+    text = model_config(stage, "aot", interface, joins=True)
     config = text_format.Parse(text, published.ModelConfig())
     assert (config.backend, config.platform, config.max_batch_size) == ("pytorch", "torch_aoti", 0)
     assert not config.HasField("dynamic_batching")
@@ -334,7 +317,7 @@ def test_a_dictionary_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_a_tensor_of_one_number_for_each_row_is_reshaped(published: ModuleType) -> None:
     tensors = (Tensor("score", "float16", (-1,)),)
     interface = Interface(tensors, (Tensor("flag", "bool", (-1,)),), True)
-    text = written(interface, DynamicBatching(0.0, 128))
+    text = written(interface)
     config = text_format.Parse(text, published.ModelConfig())
     (score,), (flag,) = config.input, config.output
     assert (list(score.dims), list(score.reshape.shape), score.HasField("reshape")) == (

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from compress.serve.http.bounded_protocol import Deadline
-from compress.serve.http.responses import Response, response_bytes
+from compress.serve.http.messages import Response, response_bytes
 
 
 def test_only_the_last_time_limit_ends_a_connection() -> None:

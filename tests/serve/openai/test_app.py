@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -261,3 +263,9 @@ def test_a_body_is_held_once_while_its_text_is_read(texts: DecoderTexts, folder:
     with pytest.raises(ApiError, match="found more than"):
         replace(texts, tokenizer=Measuring(folder)).read(False, body)
     assert set(held) == {0}
+
+
+def test_prometheus_is_not_imported_before_several_processes_are_forked() -> None:
+    # At import it reads the variable that names the folder of all processes' counters.
+    code = "import sys, compress.serve.openai.decoder; sys.exit('prometheus_client' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

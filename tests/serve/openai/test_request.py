@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from compress.serve.http.responses import HttpError
+from compress.serve.http.messages import HttpError
 from compress.serve.openai.app import error_in_openai_format
 from compress.serve.openai.decoder import StopTexts
 from compress.serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body

@@ -1,4 +1,4 @@
-"""The `triton` artifact, a Triton model repository, and the stage `package_triton`."""
+"""Triton model repositories, and KServe's InferenceService for them: artifacts and stages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 import re
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
@@ -33,14 +33,27 @@ if TYPE_CHECKING:
     from compress.export.common.runtime import TritonBackend
     from compress.serve.packaging.model_interface import Interface, Tensor
 
+logger = logging.getLogger(__name__)
+
+NOT_RUN = (
+    "Triton itself was not run: the gates measured the packaged file with the runtime of this "
+    "process; config.pbtxt is written for Triton's published schema"
+)
+AUTO_COMPLETES = (
+    "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
+    "joins requests all the same"
+)
+REPOSITORY = "model_repository"  # folder of the repository beside the InferenceService
+NOT_DEPLOYED = (
+    "neither KServe nor Triton was run: the gates measured the packaged file with the runtime of "
+    "this process"
+)
 DATA_TYPES = {
     "bool": "TYPE_BOOL",
     "uint8": "TYPE_UINT8",
     **{f"int{bits}": f"TYPE_INT{bits}" for bits in (8, 16, 32, 64)},
     **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
 }
-
-
 CONFIG, VERSION = "config.pbtxt", "1"
 BLOCKS = {
     *("input", "output", "reshape", "instance_group", "parameters", "value"),
@@ -65,85 +78,52 @@ def backends() -> dict[str, TritonBackend]:
     return {kind: runtime.triton for kind, runtime in runtimes.items() if runtime.triton}
 
 
-def _values_of_backends() -> dict[str, str]:
-    """Return the entries that name a backend → the values that are written here."""
-    known = backends().values()
-    names = {
-        "backend": [one.backend for one in known],
-        "platform": [one.platform for one in known if one.platform],
-        "key": [key for one in known for key in one.thread_parameters],
-    }
-    return {entry: f'"(?:{"|".join(map(re.escape, of))})"' for entry, of in names.items()}
-
-
 class EnumName(str):
     """An enumeration's value, which protobuf text format writes without quotes."""
 
 
-@dataclass(frozen=True)
-class DynamicBatching:
-    """Settings of Triton's dynamic batcher."""
-
-    max_delay_ms: float
-    """How long a request may wait for others, milliseconds."""
-    queue_size: int
-    """Requests that may wait."""
-
-
-def model_config(
-    name: str,
-    kind: str,
-    interface: Interface,
-    *,
-    max_batch_size: int,
-    batching: DynamicBatching | None,
-    instances: int,
-    threads: int,
-) -> str:
+def model_config(stage: PackageTriton, kind: str, interface: Interface, *, joins: bool) -> str:
     """Write ``config.pbtxt``.
 
     If axis 0 of every tensor is the batch, ``max_batch_size`` is set and the dimensions omit that
-    axis; otherwise all dimensions are written and requests are not joined. Without ``batching``
-    they are not either. ``threads`` are those of each of the ``instances``.
-
-    Raises:
-        StageFailed: Triton does not support a tensor's data type.
+    axis; otherwise all dimensions are written and requests are not joined.
     """
     batched = interface.rows_stay_first
     backend = backends()[kind]
     per_call, other = backend.thread_parameters
     config: dict[str, Any] = {
-        "name": name,
+        "name": stage.model_name,
         "backend": backend.backend,
         **({"platform": backend.platform} if backend.platform else {}),
-        "max_batch_size": max_batch_size if batched else 0,
+        "max_batch_size": stage.max_batch_size if batched else 0,
         "input": _tensors(interface.inputs, backend, "INPUT", batched),
         "output": _tensors(interface.outputs, backend, "OUTPUT", batched),
-        "instance_group": [{"kind": EnumName("KIND_CPU"), "count": instances}],
+        "instance_group": [{"kind": EnumName("KIND_CPU"), "count": stage.instances}],
         "parameters": [
             {"key": key, "value": {"string_value": str(count)}}
-            for key, count in ((per_call, threads), (other, 1))
+            for key, count in ((per_call, stage.threads), (other, 1))
         ],
     }
-    if batched and batching:
+    if batched and joins:
         config["dynamic_batching"] = {
-            "max_queue_delay_microseconds": round(batching.max_delay_ms * 1000),
-            "default_queue_policy": {"max_queue_size": batching.queue_size},
+            "max_queue_delay_microseconds": round(stage.max_batch_delay_ms * 1000),
+            "default_queue_policy": {"max_queue_size": stage.queue_size},
         }
     return "\n".join(_lines(config)) + "\n"
 
 
 def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> None:
-    """Raise ArtifactInvalid for a repository with more than one model, or entries of others.
-
-    Triton loads each model that it finds, and its Python backend the code beside it.
-
-    Args:
-        folder: the repository.
-        files: names of its files.
-        model: name of its model.
-    """
-    config, values = f"{model}/{CONFIG}", VALUES | _values_of_backends()
+    """Raise ArtifactInvalid for a second model, or foreign entries, whose code Triton runs."""
+    known = backends().values()
+    of_backends = {
+        "backend": [one.backend for one in known],
+        "platform": [one.platform for one in known if one.platform],
+        "key": [key for one in known for key in one.thread_parameters],
+    }
+    values = VALUES | {
+        entry: f'"(?:{"|".join(map(re.escape, names))})"' for entry, names in of_backends.items()
+    }
+    config = f"{model}/{CONFIG}"
     for name in files:
         if name != config and not name.startswith(f"{model}/{VERSION}/"):
             raise ArtifactInvalid(f"{folder}: {name}: is not of model {model}, and Triton reads it")
@@ -161,18 +141,12 @@ def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> 
             )
 
 
-def without_batching(interface: Interface) -> Interface:
-    """Return the interface with all dimensions written, which Triton passes on as they are."""
-    return replace(interface, rows_stay_first=False)
-
-
 def _tensors(
     tensors: tuple[Tensor, ...], backend: TritonBackend, role: str, batched: bool
 ) -> list[dict[str, Any]]:
     entries = []
     for i, tensor in enumerate(tensors):
-        dtype = tensor.dtype
-        name = backend.tensor_name.format(name=tensor.name, role=role, index=i)
+        name, dtype = backend.tensor_name.format(name=tensor.name, role=role, index=i), tensor.dtype
         if dtype not in DATA_TYPES:
             raise StageFailed(f"{tensor.name} is {dtype}, which Triton's requests do not carry")
         dims = [*(tensor.shape[1:] if batched else tensor.shape)]
@@ -197,20 +171,6 @@ def _lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             else:
                 text = item if isinstance(item, EnumName) else json.dumps(item)
                 yield f"{indent}{key}: {text}"
-
-
-logger = logging.getLogger(__name__)
-
-NOT_RUN = (
-    "Triton itself was not run: the gates measured the packaged file with the runtime of this "
-    "process; config.pbtxt is written for Triton's published schema"
-)
-
-
-AUTO_COMPLETES = (
-    "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
-    "joins requests all the same"
-)
 
 
 class TritonRepository(Artifact):
@@ -296,15 +256,20 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         from compress.serve.packaging.model_interface import infer_interface, why_not_joined
 
         backend = backends()[model.kind]
-        refuse_code_for_gpu(model, self.title)
+        built_for: Any = model.manifest.facts.get("built_for", {"device": "cpu"})
+        if built_for["device"] != "cpu":
+            raise StageFailed(
+                f"{self.title}: the package was compiled for {built_for['device']}, and the "
+                "repository's instances are on the CPU; compile it with `device: cpu`"
+            )
         model.verify()
         with model.open("cpu", context.threads) as predict:
             interface = infer_interface(numpy_call(predict, model.signature), model.signature)
         if backend.refuse:
             backend.refuse(model, self.title)
         not_joined = backend.not_batched
-        if not_joined:
-            interface = without_batching(interface)
+        if not_joined:  # all dimensions are written, and Triton passes them on as they are
+            interface = replace(interface, rows_stay_first=False)
         else:
             not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
         warnings = [NOT_RUN, *unchecked_ids(model)]
@@ -328,20 +293,17 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
-            (partial / self.model_name / VERSION).mkdir(parents=True)
-            _copy(model, partial / payload)
-            text = model_config(
-                self.model_name,
-                model.kind,
-                interface,
-                max_batch_size=self.max_batch_size,
-                batching=DynamicBatching(self.max_batch_delay_ms, self.queue_size)
-                if joins
-                else None,
-                instances=self.instances,
-                threads=self.threads,
-            )
-            lines = [*unchecked_ids(model), *taken_not_finite(model)]
+            folder = partial / self.model_name / VERSION
+            for name in model.model_files:  # external weights keep their names
+                target = partial / payload if name == model.payload else folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(model.path / name, target)
+            text = model_config(self, model.kind, interface, joins=joins)
+            lines = unchecked_ids(model) + [
+                f"{spec.name} may hold {' and '.join(spec.not_finite)}, as samples of the data do"
+                for spec in model.signature.inputs
+                if spec.not_finite
+            ]
             comments = "".join(f"# {line}\n" for line in lines)
             (partial / self.model_name / CONFIG).write_text(comments + text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
@@ -350,12 +312,7 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
 
 @contextmanager
 def open_predictor(packaged: Artifact, file: Path, threads: int) -> Iterator[Predictor]:
-    """Yield a predictor of a repository's model file, run in this process on the CPU.
-
-    Raises:
-        ArtifactInvalid: no backend reads such a file, or the manifest lacks what opening it needs.
-        Unavailable: it is native code, compiled for another machine.
-    """
+    """Yield a predictor of a repository's model file, run in this process on the CPU."""
     model, facts = EXPORTERS[kind_of(file)].writes(), packaged.manifest.facts
     for name in model.needs_facts:
         packaged.fact(name)
@@ -388,28 +345,122 @@ def unchecked_ids(model: Artifact) -> list[str]:
     ]
 
 
-def taken_not_finite(model: Artifact) -> list[str]:
-    """Return a line for each input whose samples hold NaN or infinities, which Triton passes on."""
-    return [
-        f"{spec.name} may hold {' and '.join(spec.not_finite)}, as samples of the data do"
-        for spec in model.signature.inputs
-        if spec.not_finite
-    ]
+class KServeService(Artifact):
+    """``inference_service.yaml``, and the model repository to upload to its `storageUri`.
+
+    ``open`` runs the repository's model file in this process.
+    """
+
+    kind: ClassVar[str] = "kserve"
+    only_device: ClassVar[str] = "cpu"
+    payload: ClassVar[str] = "inference_service.yaml"
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size in bytes of the manifest and of the repository."""
+        return sum(file.bytes for file in self.manifest.files.values())
+
+    def check_files(self, hashed: Iterable[str] = ()) -> None:
+        """Check as every artifact's files are, and the entries of Triton's configuration."""
+        super().check_files(hashed)
+        within = [name.removeprefix(f"{REPOSITORY}/") for name in self.manifest.files]
+        within.remove(self.payload)
+        refuse_foreign_entries(self.path / REPOSITORY, within, str(self.fact("model_name")))
+
+    @opened_model
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Yield a predictor of the packaged file; nothing is deployed."""
+        name = self.fact("model_file")
+        if name not in self.manifest.files:
+            raise ArtifactInvalid(f"{self.path}: {name} is not a file of this artifact")
+        self.verify_cached()
+        with open_predictor(self, self.path / name, threads) as predict:
+            yield predict
 
 
-def refuse_code_for_gpu(model: Artifact, title: str) -> None:
-    """Raise StageFailed for native code that was compiled for a GPU."""
-    built_for: Any = model.manifest.facts.get("built_for", {"device": "cpu"})
-    if built_for["device"] != "cpu":
-        raise StageFailed(
-            f"{title}: the package was compiled for {built_for['device']}, and the repository's "
-            "instances are on the CPU; compile it with `device: cpu`"
-        )
+class PackageKServe(Stage[TritonRepository, KServeService]):
+    """Write the InferenceService that serves a model repository by the Open Inference Protocol.
 
+    After `package_triton`, for a Kubernetes cluster with KServe.
 
-def _copy(model: Artifact, payload: Path) -> None:
-    """Copy the model file under Triton's name for it; external weights keep their names."""
-    for name in model.model_files:
-        target = payload if name == model.payload else payload.parent / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(model.path / name, target)
+        - {stage: package_kserve, storage_uri: "s3://models/resnet", cpu: "2", max_replicas: 4}
+    """
+
+    stage: Literal["package_kserve"] = "package_kserve"
+    storage_uri: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://\S+$")]
+    """Where the cluster finds the repository: `s3://bucket/folder`, `gs://…`, `pvc://claim/folder`.
+    Copying it there is yours to do."""
+    service_name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")] = "model"
+    """Name of the service, which becomes a part of its address."""
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] | None = None
+    """Kubernetes namespace; that of the command which applies the manifest, where left out."""
+    model_format: Literal["onnx", "pytorch", "triton"] | None = None
+    """KServe's name of the format, by which it finds a runtime; that of the file where left out."""
+    runtime: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")] = (
+        "kserve-tritonserver"
+    )
+    """Name of the serving runtime; it must take a model repository."""
+    cpu: Annotated[str, Field(pattern=r"^([0-9]+m|[0-9]+(\.[0-9]{1,3})?)$")] = "1"
+    """Processors, requested and at most: `2`, or thousandths such as `500m`."""
+    memory: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi|Ti|k|M|G|T)?$")] = "2Gi"
+    """Memory, requested and at most."""
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """Copies that are kept; 0 lets an idle service sleep, where KServe runs on Knative."""
+    max_replicas: Count = 1
+    """Copies that may run."""
+    gates: tuple[AnyGate, ...] = (LabelAgreement(minimum=1.0), Parity(atol=1e-4))
+    """Rules that the packaged file must satisfy; by default it answers as its input does."""
+
+    @model_validator(mode="after")
+    def _replicas_are_in_order(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas: {self.min_replicas} is more than max_replicas {self.max_replicas}"
+            )
+        return self
+
+    def run(self, model: TritonRepository, context: Context) -> KServeService:
+        """Copy the repository and write the manifest, reproducibly."""
+        import yaml
+
+        model.verify()
+        facts: dict[str, Any] = {
+            "model_name": model.model_name,
+            "model_file": f"{REPOSITORY}/{model.payload_name}",
+            "parameters": model.parameters(),
+            "macs": model.macs(),
+            "warnings": [NOT_DEPLOYED, *unchecked_ids(model)],
+            **inherited_facts(model),
+        }
+        with KServeService.atomic_write(
+            context.root, model.signature, lineage=self.lineage(model), facts=facts
+        ) as partial:
+            for name in model.manifest.files:
+                target = partial / REPOSITORY / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(model.path / name, target)
+            text = yaml.safe_dump(self._manifest(model), sort_keys=False)
+            (partial / KServeService.payload).write_text(text, encoding="utf-8")
+        logger.info("%s: %s", self.title, NOT_DEPLOYED)
+        return KServeService.from_directory(context.root)
+
+    def _manifest(self, model: TritonRepository) -> dict[str, Any]:
+        metadata = {"name": self.service_name}
+        if self.namespace:
+            metadata["namespace"] = self.namespace
+        own_format = backends()[kind_of(model.payload_path)].kserve_format
+        resources = {"cpu": self.cpu, "memory": self.memory}
+        model_spec = {
+            "modelFormat": {"name": self.model_format or own_format},
+            "protocolVersion": "v2",
+            "runtime": self.runtime,
+            "storageUri": self.storage_uri,
+            "resources": {"requests": resources, "limits": dict(resources)},
+        }
+        predictor = {"minReplicas": self.min_replicas, "maxReplicas": self.max_replicas}
+        return {
+            "apiVersion": "serving.kserve.io/v1beta1",
+            "kind": "InferenceService",
+            "metadata": metadata,
+            "spec": {"predictor": {**predictor, "model": model_spec}},
+        }

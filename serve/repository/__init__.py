@@ -1,1 +1,0 @@
-"""Model repositories for NVIDIA Triton and KServe."""
