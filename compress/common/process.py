@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 THREADS = "OMP_NUM_THREADS"
+NEVER = 2**31 - 1  # the largest threshold of the garbage collector, a C int
 
 
 def derive_seed(*parts: int) -> int:
@@ -98,15 +99,18 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 @contextmanager
-def gc_frozen() -> Iterator[None]:
-    """Exempt existing objects from garbage collection for a block; collect its own at the end."""
-    # A collection over all objects of torch takes a third of a second, an export triggers several.
-    gc.freeze()
+def own_garbage_only() -> Iterator[None]:
+    """Let the garbage collector look at a block's own objects alone, and collect them at its end."""
+    # One collection over all objects of torch and its exporters takes a third of a second, and an
+    # export triggers several. Freezing them instead would end in `gc.unfreeze`, which also thaws
+    # what the command froze after its imports.
+    thresholds = gc.get_threshold()
+    gc.set_threshold(thresholds[0], NEVER, NEVER)
     try:
         yield
     finally:
-        gc.collect()
-        gc.unfreeze()
+        gc.collect(1)  # what survived the youngest generation is in the second one
+        gc.set_threshold(*thresholds)
 
 
 def usable_cores() -> int:

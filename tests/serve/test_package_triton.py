@@ -243,6 +243,8 @@ def test_an_aotinductor_package_has_positional_names_and_no_batching(published: 
     assert config.parameters["INTRA_OP_THREAD_COUNT"].string_value == "2"
 
 
+# CI compiles such packages in tests/export/aotinductor, and packages other kinds.
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_packaged_aotinductor_package_answers_on_the_machine_it_was_compiled_for(
     folder: Path, published: ModuleType, tmp_path: Path

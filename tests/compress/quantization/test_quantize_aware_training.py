@@ -250,6 +250,8 @@ def test_labels_are_those_of_the_tasks_class_axis(task: str | None, labels: int)
     assert (0 if parity is None else parity.labels) == labels
 
 
+# A figure; what the training learns is in the tests below and above.
+@pytest.mark.soak
 @pytest.mark.slow
 def test_four_bits_that_are_trained_for_beat_those_that_are_not(
     digits: Splits, tmp_path: Path

@@ -169,7 +169,9 @@ def tied(tmp_path_factory) -> EagerModel:
     return drawn(tmp_path_factory.mktemp("tied"), "Llama", tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("method", ["rtn", pytest.param("gptq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["rtn", pytest.param("gptq", marks=[pytest.mark.slow, pytest.mark.soak])]
+)
 def test_the_integers_of_the_rotated_weights_are_exported(method, tied, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     floats = rotated(tied, tmp_path / "rotated")

@@ -58,11 +58,11 @@ def results(root, trained, launch, names):
 @pytest.mark.parametrize(
     "names",
     [
-        [*ALONE, "ddp-whole", "fsdp-selective"],
-        # Of shards and of whole models CI has one each.
-        pytest.param(["plain", "fsdp-whole"], marks=pytest.mark.soak),
+        [*ALONE, "fsdp-selective"],
+        # CI has whole models alone and on several processes, and compiled blocks with shards.
+        pytest.param(["plain", *TOGETHER], marks=pytest.mark.soak),
     ],
-    ids=["each kind", "both at once"],
+    ids=["each kind", "together"],
 )
 def test_compiled_models_reach_the_weights_of_others(tmp_path, trained, launch, names):
     found = results(tmp_path, trained, launch, names)

@@ -203,7 +203,8 @@ def test_masks_that_pad_at_the_beginning_are_refused(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "rotary"),
     [
-        ("Mistral", {"sliding_window": 8}, "2 of 2"),
+        # Their files' operators are those of Llama in the tests above; GPT-2's and Phi's are not.
+        pytest.param("Mistral", {"sliding_window": 8}, "2 of 2", marks=pytest.mark.soak),
         pytest.param("Qwen2", {"tie_word_embeddings": True}, "2 of 2", marks=pytest.mark.soak),
         ("Phi", {"partial_rotary_factor": 0.5, "hidden_size": 128}, "2 of 2"),
         pytest.param("Gemma", {"head_dim": 16}, "2 of 2", marks=pytest.mark.soak),
