@@ -100,7 +100,7 @@ def import_modules(names: Iterable[str]) -> None:
 
 @contextmanager
 def own_garbage_only() -> Iterator[None]:
-    """Let the garbage collector look at a block's own objects alone, and collect them at its end."""
+    """Let the garbage collector see a block's own objects alone, and collect them at its end."""
     # One collection over all objects of torch and its exporters takes a third of a second, and an
     # export triggers several. Freezing them instead would end in `gc.unfreeze`, which also thaws
     # what the command froze after its imports.

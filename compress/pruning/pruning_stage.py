@@ -14,8 +14,8 @@ from compress.training.objectives.objective import TargetLoss, Teaching
 if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
-    from compress.training.objectives.objective import Constraint
     from compress.training.fit import Fit
+    from compress.training.objectives.objective import Constraint
 
 
 class Finetune(Training):

@@ -25,10 +25,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from compress.artifacts.edits.removal import BLOCK_INDEX, blocks_of
+from compress.artifacts.meta_init import stream_weights_
 from compress.artifacts.streaming.packed_model import FACTOR, PARTS, TABLE, shared_parameters
 from compress.checkpoint.safetensors_io import read_safetensors, write_safetensors
 from compress.checkpoint.state_dict import in_memory
-from compress.artifacts.meta_init import stream_weights_
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
