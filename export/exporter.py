@@ -17,8 +17,7 @@ from compress.common.forward import count_forwards, opened_model
 from compress.common.requirements import require_all
 from compress.core.gates.baselines import BASELINES, BaselineRuntime
 from compress.core.stage import Reads, Stage, Writes, members_of
-from compress.export.common.runtime import Runtime
-from compress.export.common.targets import warn_of_other_target
+from compress.export.common.runtime import Runtime, warn_of_other_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

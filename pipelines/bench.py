@@ -18,8 +18,7 @@ from compress.core.context import Context
 from compress.export.fastest.measure import BenchCell, measure_fastest
 from compress.export.fastest.stage import Runtime, export_to
 from compress.export.web.browser import ONNXRUNTIME_WEB
-from compress.export.web.page import web_page
-from compress.export.web.runtime import WEB
+from compress.export.web.page import WEB, web_page
 from compress.functional.in_memory import as_artifact, forward_names, make_splits
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.reporting.terminal_table import NOT_MEASURABLE

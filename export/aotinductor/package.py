@@ -16,8 +16,8 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
-from compress.export.common.batches import refuse_misfit
-from compress.export.common.targets import NO_UINT16_KERNELS, refuse_unrolled_rnn
+from compress.export.common.compiled_code import refuse_misfit
+from compress.export.common.runtime import NO_UINT16_KERNELS, refuse_unrolled_rnn
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
 
@@ -63,7 +63,7 @@ def compile_package(
     from torch._inductor import aoti_compile_and_package, config
     from torch._inductor.utils import fresh_cache
 
-    from compress.export.aotinductor.graph_passes import IntegerShare, PackForImages, PassSequence
+    from compress.export.aotinductor.lowering import IntegerShare, PackForImages, PassSequence
 
     # Inductor (torch 2.13) hands 16-bit activations to 8-bit kernels.
     if any(torch.uint16 in node.args for node in program.graph.nodes):

@@ -9,8 +9,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.forward import torch_predictor
 from compress.common.requirements import COMPILER
-from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
-from compress.export.common.targets import NO_UINT16_KERNELS
+from compress.export.common.runtime import NO_UINT16_KERNELS, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class AotModel(ExportedModel):
     ) -> Iterator[Predictor]:
         """Load the code; Unavailable where it was compiled for another machine."""
         from compress.export.aotinductor.package import load
-        from compress.export.common.host_check import refuse_other_host
+        from compress.export.common.compiled_code import refuse_other_host
 
         refuse_other_host(facts["built_for"], file)
         with torch_predictor(load(file, signature, device), device, threads) as predict:
@@ -108,7 +107,7 @@ class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
 
     def all_requirements(self) -> tuple[Requirement, ...]:
         """Return the compiler, and a CUDA device where one is compiled for."""
-        from compress.export.common.host_check import CUDA
+        from compress.export.common.compiled_code import CUDA
 
         return (*super().all_requirements(), *((CUDA,) if self.device == "cuda" else ()))
 
@@ -119,7 +118,7 @@ class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The processor and system that the code is compiled for."""
-        from compress.export.common.host_check import built_for
+        from compress.export.common.compiled_code import built_for
 
         return {"built_for": built_for(self.device)}
 
@@ -135,7 +134,7 @@ class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Trace and compile."""
         from compress.export.aotinductor.package import compile_package
-        from compress.export.common.host_check import built_for
+        from compress.export.common.compiled_code import built_for
 
         program = program_of(model)
         return {

@@ -12,7 +12,7 @@ from torch._decomp import get_decompositions
 from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import StageFailed, first_line
 from compress.export.common.macs import count_macs, operator_of
-from compress.export.common.targets import SIGNED_8_BITS, refuse_unrolled_rnn
+from compress.export.common.runtime import SIGNED_8_BITS, refuse_unrolled_rnn
 from compress.export.executorch.runtime import quiet_library
 from compress.export.parity.bisect import module_of
 from compress.graph.axis_bounds import trace

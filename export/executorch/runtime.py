@@ -16,7 +16,7 @@ import torch
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.signature import AxisBounds
-from compress.export.common.batches import in_parts, refuse_misfit
+from compress.export.common.compiled_code import in_parts, refuse_misfit
 from compress.graph.axis_bounds import axis_limits
 
 if TYPE_CHECKING:

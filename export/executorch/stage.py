@@ -11,8 +11,7 @@ from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.config import Count
 from compress.common.forward import torch_predictor
 from compress.common.requirements import Requirement, pip_install
-from compress.export.common.runtime import Reproducer, Runtime
-from compress.export.common.targets import SIGNED_8_BITS
+from compress.export.common.runtime import SIGNED_8_BITS, Reproducer, Runtime
 from compress.export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:

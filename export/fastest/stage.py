@@ -72,7 +72,7 @@ class ExportFastest(Exporter[EagerModel | GraphModel, Exported]):
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The processor and system that are measured, and that code is compiled for."""
-        from compress.export.common.host_check import built_for
+        from compress.export.common.compiled_code import built_for
 
         return {"built_for": built_for("cpu")}
 

@@ -13,8 +13,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.common.requirements import require_all
-from compress.export.common.runtime import Runtime
-from compress.export.common.targets import NO_BFLOAT16
+from compress.export.common.runtime import NO_BFLOAT16, Runtime
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.genai.runtime import GENAI
 
@@ -173,9 +172,8 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
         self, model: Artifact, folder: Path, context: Context, vocabulary: int, longest: int
     ) -> tuple[dict[str, Any], GreedyText]:
         """Compare a folder with its source; return what was found, and the greedy text."""
-        from compress.export.genai.proof import CacheProof
         from compress.export.genai.runtime import open_folder
-        from compress.export.genai.session import CachedSession
+        from compress.export.genai.session import CachedSession, CacheProof
 
         session = CachedSession(folder / GenaiModel.payload, context.threads)
         facts, text = CacheProof(model, session, context, vocabulary, longest).check()

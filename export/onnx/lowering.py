@@ -19,10 +19,10 @@ from torch.onnx._internal.fx.passes import type_promotion
 
 from compress.common.errors import StageFailed, first_line
 from compress.common.process import gc_disabled
-from compress.export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
+from compress.export.common.runtime import NO_UINT16_IN_OPSET, UINT16_OPSET
 from compress.export.onnx.metadata import INPUT, OUTPUT, name_values_
 from compress.export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
-from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_
+from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_, lower_quantized_rnns_
 from compress.export.onnx.passes.float_layers import (
     has_weights_of,
     separate_float_layers_,
@@ -31,7 +31,6 @@ from compress.export.onnx.passes.float_layers import (
 )
 from compress.export.onnx.passes.matmul_nbits import use_packed_weights
 from compress.export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
-from compress.export.onnx.passes.rnn import lower_quantized_rnns_
 from compress.export.onnx.passes.stored_integers import INT4_OPSET, has_four_bit_weights
 from compress.export.onnx.passes.zero_pads import fold_zero_pads_
 from compress.graph.axis_bounds import dynamic_shapes

@@ -11,8 +11,14 @@ from pydantic import Field
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
-from compress.export.common.targets import NO_BFLOAT16, NO_UINT16_IN_OPSET, UINT16_OPSET
+from compress.export.common.runtime import (
+    NO_BFLOAT16,
+    NO_UINT16_IN_OPSET,
+    UINT16_OPSET,
+    Reproducer,
+    Runtime,
+    TritonBackend,
+)
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed
 from compress.common.forward import plain_attention
-from compress.export.common.targets import NO_BFLOAT16
+from compress.export.common.runtime import NO_BFLOAT16
 from compress.export.onnx.lowering import innermost_reason, lower
 from compress.export.onnx.passes.float_layers import has_weights_of
 from compress.export.onnx.proto_io import read

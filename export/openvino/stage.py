@@ -12,8 +12,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.foreign.native_runtimes import open_vino
 from compress.common.requirements import Requirement, pip_install
 from compress.common.signature import TABLE_ROWS
-from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
-from compress.export.common.targets import NO_BFLOAT16
+from compress.export.common.runtime import NO_BFLOAT16, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import ONNX_TARGETS, OnnxModel
 

@@ -14,7 +14,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.forward import Predictor, torch_predictor
 from compress.common.requirements import Requirement, pip_install
-from compress.export.common.host_check import CUDA
+from compress.export.common.compiled_code import CUDA
 from compress.export.common.runtime import Runtime
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import OnnxModel
@@ -80,8 +80,7 @@ class TensorRTEngine(ExportedModel):
         Raises:
             Unavailable: it was built elsewhere, or TensorRT or the GPU is not here.
         """
-        from compress.export.tensorrt.host_check import refuse_other_host
-        from compress.export.tensorrt.runtime import load
+        from compress.export.tensorrt.runtime import load, refuse_other_host
 
         device = _numbered(device)
         refuse_other_host(facts["built_for"], file, device)
@@ -144,7 +143,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The GPU, its driver and the TensorRT that the engine is built for."""
-        from compress.export.tensorrt.host_check import built_for
+        from compress.export.tensorrt.runtime import built_for
 
         return {"built_for": built_for()}
 
@@ -157,8 +156,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
     ) -> dict[str, Any]:
         """Build an engine."""
         from compress.export.tensorrt.build import build_from_onnx, build_from_program
-        from compress.export.tensorrt.host_check import built_for
-        from compress.export.tensorrt.runtime import sizes_of
+        from compress.export.tensorrt.runtime import built_for, sizes_of
 
         sizes = sizes_of(model.signature, self.sizes)
         device = self.device_for(context)

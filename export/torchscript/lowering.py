@@ -14,7 +14,7 @@ from torch.fx.graph import CodeGen
 
 from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import StageFailed, first_line
-from compress.export.common.targets import UINT8_ONLY
+from compress.export.common.runtime import UINT8_ONLY
 from compress.export.torchscript.file_io import quiet
 
 if TYPE_CHECKING:

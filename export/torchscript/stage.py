@@ -11,8 +11,7 @@ from pydantic import model_validator
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
-from compress.export.common.targets import UINT8_ONLY
+from compress.export.common.runtime import UINT8_ONLY, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Writes one HTML file that runs an ONNX file in the browser that opens it, and measures it."""
+"""Writes one HTML file that runs an ONNX file in a browser, and compares its answers there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import base64
 import gzip
 import html
 import json
+import math
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import largest_finite
-from compress.export.web.browser import ONNXRUNTIME_WEB
+from compress.core.gates.other_runtime import OTHER_RUNTIMES, OtherRun, OtherRuntime
+from compress.export.web.browser import CHROMIUM, ONNXRUNTIME_WEB, REPORT, run_page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,3 +130,32 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
         "shape": list(array.shape),
         "packed": _packed(array.tobytes(), level=1),
     }
+
+
+def run_in_browser(model: Artifact, batches: Sequence[Batch]) -> OtherRun:
+    """Run an artifact's file in a headless Chromium on batches of one size, and measure it.
+
+    Raises:
+        Unavailable: Chromium or onnxruntime-web is missing.
+        StageFailed: the file does not run there.
+    """
+    from compress.profiling.benchmark import MEASURED_SECONDS
+
+    sizes = {len(batches[0][0]): batches}
+    page = web_page(model.path.name, model, sizes, seconds=MEASURED_SECONDS, report=REPORT)
+    found = run_page(page)
+    where = f"onnxruntime-web {ONNXRUNTIME_WEB.version()} in {CHROMIUM.what}"
+    if "error" in found:
+        raise StageFailed(f"does not run in {where}: {found['error']}")
+    (size,) = found["sizes"]
+    difference = math.nan if size["difference"] is None else size["difference"]
+    return OtherRun(difference, size["p50_ms"], size["p90_ms"], where)
+
+
+WEB = OTHER_RUNTIMES["web"] = OtherRuntime(
+    run=run_in_browser,
+    artifact_kinds=frozenset({"onnx"}),
+    requirements=(ONNXRUNTIME_WEB, CHROMIUM),
+    versions=lambda: {"onnxruntime-web": ONNXRUNTIME_WEB.version()},
+)
+"""The runtime `web` of the gate `runs_in`."""

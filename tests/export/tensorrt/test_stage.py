@@ -19,7 +19,7 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.export.common.batches import in_parts
+from compress.export.common.compiled_code import in_parts
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.parity.sample_parity import val_inputs
 from compress.export.tensorrt.build import (
@@ -29,8 +29,7 @@ from compress.export.tensorrt.build import (
     refuse_quantized,
     write_onnx,
 )
-from compress.export.tensorrt.host_check import difference
-from compress.export.tensorrt.runtime import check_engine, in_order, shapes_of, sizes_of
+from compress.export.tensorrt.runtime import check_engine, difference, in_order, shapes_of, sizes_of
 from compress.export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
