@@ -10,7 +10,7 @@ import torch
 
 from compress.artifacts.carried_files import CONFIG
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import KeepBlocks, KeepIndices
+from compress.artifacts.recipe import CallByName, KeepBlocks, KeepIndices
 from compress.artifacts.streaming.packed_model import (
     FACTOR,
     ROUNDS,
@@ -190,7 +190,9 @@ def _transformers_module(
 def _as_transformers(module: Any, title: str) -> Any:
     """Return a module with transformers' own class, without the adapter of the call."""
     transformers = sys.modules.get("transformers")
-    own = next((kind for kind in type(module).__mro__ if _is_of(transformers, kind)), None)
+    # A class of transformers, and no subclass made here.
+    kinds = (k for k in type(module).__mro__ if k is getattr(transformers, k.__name__, None))
+    own = next(kinds, None)
     if module is None or own is None:
         raise StageFailed(
             f"{title}: takes a language model of transformers, found {type(module).__name__}; "
@@ -200,6 +202,8 @@ def _as_transformers(module: Any, title: str) -> Any:
     return module.eval()
 
 
-def _is_of(transformers: Any, kind: type) -> bool:
-    """Whether a class is a model of transformers, and no subclass made here."""
-    return transformers is not None and getattr(transformers, kind.__name__, None) is kind
+def call_by_name(module: Any, signature: Signature) -> Any:
+    """Return a module of transformers, which now takes a signature's inputs, and returns scores."""
+    names = tuple(spec.name for spec in signature.inputs)
+    CallByName(inputs=names, outputs=("logits",)).apply_(module)
+    return module

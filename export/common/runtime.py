@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from torch.export import ExportedProgram
 
@@ -70,6 +70,8 @@ class Runtime:
     """What must be installed to export with default settings, and to open a file."""
     targets: tuple[str, ...] = ()
     """Quantization targets that it has kernels for, the usual one first; empty: any."""
+    refused_formats: Mapping[str, str] = field(default_factory=dict)
+    """Format of activations that it has no kernels for → why, and what to do."""
     runs_in: str = ""
     """Another baseline that computes its files: transformers opens `.gguf` files as modules."""
     reproducer: Reproducer | None = None

@@ -20,21 +20,19 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.export.latency.float_layers import weighted_layers
 from compress.export.onnx.graph import (
+    CONVOLUTIONS,
+    HEAVY_KERNELS,
+    KERNEL_TIME,
     PACKED_GATHER,
     consumers,
     inputs_of,
+    is_integer_kernel,
+    is_kernel_call,
+    kernel_macs,
     producer,
     remove_unread_,
     sizes,
     stored,
-)
-from compress.export.onnx.kernels import (
-    CONVOLUTIONS,
-    COUNTED,
-    KERNEL_TIME,
-    is_integer_kernel,
-    is_kernel_call,
-    kernel_macs,
 )
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import exact_session
@@ -323,7 +321,7 @@ class Profile:
         return frozenset(
             node.module
             for node in self.nodes
-            if node.node.op_type in COUNTED and is_integer_kernel(node.node.op_type)
+            if node.node.op_type in HEAVY_KERNELS and is_integer_kernel(node.node.op_type)
         )
 
     @cached_property
@@ -380,7 +378,7 @@ class Profile:
     def _feeds_alone(self, node: ProfiledNode) -> bool:
         if node.node.op_type in MOVES:
             return any(map(self._feeds_alone, self.before(node)))
-        is_product = node.node.op_type in COUNTED | CONVOLUTIONS | {NORM}
+        is_product = node.node.op_type in HEAVY_KERNELS | CONVOLUTIONS | {NORM}
         return is_product and len([*self.after(node)]) == 1
 
     def _connected(

@@ -20,7 +20,7 @@ from torch.onnx._internal.fx.passes import type_promotion
 from compress.common.errors import StageFailed, first_line
 from compress.common.process import gc_disabled
 from compress.export.common.runtime import NO_UINT16_IN_OPSET, UINT16_OPSET
-from compress.export.onnx.metadata import INPUT, OUTPUT, name_values_
+from compress.export.onnx.graph import INPUT, OUTPUT, name_values_, strip_
 from compress.export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_, lower_quantized_rnns_
 from compress.export.onnx.passes.float_layers import (
@@ -33,12 +33,14 @@ from compress.export.onnx.passes.matmul_nbits import use_packed_weights
 from compress.export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
 from compress.export.onnx.passes.stored_integers import INT4_OPSET, has_four_bit_weights
 from compress.export.onnx.passes.zero_pads import fold_zero_pads_
+from compress.export.onnx.proto_io import write
 from compress.graph.axis_bounds import dynamic_shapes
 from compress.graph.library_cache import cached_composite_ops, patched_attribute
 from compress.graph.rnn import any_sequence_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import onnx_ir as ir
     from torch.export import ExportedProgram
@@ -126,6 +128,15 @@ def lower(
     if opset is not None and written != opset:
         raise StageFailed(f"opset {opset} was asked for and the exporter wrote {written}")
     return model
+
+
+def lower_to_file(
+    program: ExportedProgram, signature: Signature, opset: int | None, file: Path
+) -> None:
+    """Translate a program, and write it as a small ONNX file."""
+    model = lower(program, signature, opset)
+    strip_(model)
+    write(model, file)
 
 
 def make_attention_contiguous_(program: ExportedProgram) -> None:

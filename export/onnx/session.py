@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,8 @@ from compress.common.tensor_difference import relative_error
 from compress.export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     import onnx_ir as ir
 
@@ -30,11 +31,6 @@ There it adds products of unsigned and signed 8-bit numbers in pairs in 16 bits,
 them are cut off: a small int8 network was wrong by a tenth to a third of its outputs' norm on an
 EPYC with AVX2. With the setting, weights are made unsigned where the processor is such a one.
 """
-
-
-def device_of(device: str) -> str:
-    """Return the device if this onnxruntime has kernels for it, else the CPU."""
-    return device if CUDA in onnxruntime.get_available_providers() else "cpu"
 
 
 def session_predictor(file: Path, threads: int, device: str = "cpu") -> Predictor:
@@ -57,10 +53,9 @@ def session_predictor(file: Path, threads: int, device: str = "cpu") -> Predicto
     return _predictor(session)
 
 
-@contextmanager
-def opened_session(file: Path, threads: int) -> Iterator[Predictor]:
+def opened_session(file: Path, threads: int) -> AbstractContextManager[Predictor]:
     """Open an ONNX file on the CPU for a ``with`` block."""
-    yield session_predictor(file, threads)
+    return nullcontext(session_predictor(file, threads))
 
 
 def counted_predictor(
@@ -72,7 +67,7 @@ def counted_predictor(
     share of the multiply-accumulates of a call with the inputs, where it can be counted.
     """
     # They import onnx, which opening a file does not need.
-    from compress.export.onnx.kernels import count_kernels, integer_macs_share
+    from compress.export.onnx.graph import count_kernels, integer_macs_share
     from compress.export.onnx.proto_io import read
 
     with tempfile.TemporaryDirectory() as folder:

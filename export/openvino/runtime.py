@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +12,11 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import open_vino, openvino_core
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from compress.common.forward import Predictor
-    from compress.common.signature import Signature, TensorSpec
+    from compress.common.signature import Signature
 
 INTEGERS = {"i8", "u8"}
 HEAVY = {
@@ -34,32 +34,36 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
     Raises:
         StageFailed: OpenVINO has no such operators.
     """
-    shapes = {
-        spec.name: _bounded_shape(spec, signature)
-        for spec in signature.inputs
-        if not signature.axes.keys().isdisjoint(spec.shape)
-    }
+    openvino = open_vino()
+    shapes = {}
+    for spec in signature.inputs:
+        sizes = []
+        for axis in spec.shape:
+            if isinstance(axis, int):
+                sizes.append(openvino.Dimension(axis))
+            elif axis in signature.axes:
+                allowed = signature.bounds(axis)
+                most = -1 if allowed.max is None else allowed.max  # -1: any
+                sizes.append(openvino.Dimension(allowed.min, most))
+            else:
+                sizes.append(openvino.Dimension.dynamic())
+        if not signature.axes.keys().isdisjoint(spec.shape):
+            shapes[spec.name] = openvino.PartialShape(sizes)
     try:
         model = openvino_core().read_model(onnx_file)
         if shapes:
             model.reshape(shapes)
     except Exception as error:
         raise StageFailed(f"OpenVINO cannot read the model: {_reason(error)}") from error
-    _number_unnamed_(model)
-    open_vino().save_model(model, file, compress_to_fp16=False)
-
-
-def _number_unnamed_(model: Any) -> None:
-    """Name operators that have no name by their place, so that a model is always written alike.
-
-    OpenVINO numbers them by how many the process has made, of all models.
-    """
+    # Operators without a name get one by their place, so that a model is always written alike:
+    # OpenVINO numbers them by how many the process has made, of all models.
     operators = model.get_ordered_ops()
     unnamed = {i for i, op in enumerate(operators) if op.get_friendly_name() == op.get_name()}
     taken = {op.get_friendly_name() for i, op in enumerate(operators) if i not in unnamed}
     for i in sorted(unnamed):
         name = f"{operators[i].get_type_name()}_{i}"
         operators[i].set_friendly_name(f"{name}_unnamed" if name in taken else name)
+    open_vino().save_model(model, file, compress_to_fp16=False)
 
 
 def compiled(file: Path, threads: int) -> Any:
@@ -89,7 +93,7 @@ def predictor(model: Any) -> Predictor:
         arrays = {n: x.detach().cpu().numpy() for n, x in zip(shapes, inputs, strict=True)}
         for name, array in arrays.items():
             # OpenVINO 2026.4 gives outputs without rows for other sizes, instead of an error.
-            if not shapes[name].compatible(_shape(array)):
+            if not shapes[name].compatible(open_vino().PartialShape(list(array.shape))):
                 found, expected = list(array.shape), shapes[name].to_string()
                 raise ValueError(f"input {name} has shape {found}, expected {expected}")
         # Arrays of its own: those that OpenVINO shares are overwritten by the next call.
@@ -99,10 +103,9 @@ def predictor(model: Any) -> Predictor:
     return predict
 
 
-@contextmanager
-def opened(file: Path, threads: int) -> Iterator[Predictor]:
+def opened(file: Path, threads: int) -> AbstractContextManager[Predictor]:
     """Open `model.xml`, or an ONNX file, on the CPU for a ``with`` block."""
-    yield predictor(compiled(file, threads))
+    return nullcontext(predictor(compiled(file, threads)))
 
 
 def within_bounds(predict: Predictor, signature: Signature) -> Predictor:
@@ -137,25 +140,6 @@ def count_kernels(model: Any) -> dict[str, dict[str, int]]:
             group = "integer_kernels" if precision in INTEGERS else "float_kernels"
             kinds[group][kind] += 1
     return {group: dict(sorted(counts.items())) for group, counts in kinds.items()}
-
-
-def _bounded_shape(spec: TensorSpec, signature: Signature) -> Any:
-    """Return an input's shape, with the smallest and largest size of each named axis."""
-    sizes = []
-    for axis in spec.shape:
-        if isinstance(axis, int):
-            sizes.append(open_vino().Dimension(axis))
-        elif axis in signature.axes:
-            allowed = signature.bounds(axis)
-            most = -1 if allowed.max is None else allowed.max  # -1: any
-            sizes.append(open_vino().Dimension(allowed.min, most))
-        else:
-            sizes.append(open_vino().Dimension.dynamic())
-    return open_vino().PartialShape(sizes)
-
-
-def _shape(array: Any) -> Any:
-    return open_vino().PartialShape(list(array.shape))
 
 
 def _reason(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -17,16 +17,15 @@ from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import ONNX_TARGETS, OnnxModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
-    import torch
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
 
-    Tensors = tuple[torch.Tensor, ...]
     Source = EagerModel | GraphModel | OnnxModel
 
 OPENVINO = Requirement(what="openvino", install=pip_install("openvino"))
@@ -35,6 +34,7 @@ RUNTIME = Runtime(
     title="OpenVINO",
     requirements=(OPENVINO,),
     targets=ONNX_TARGETS,
+    refused_formats={"bfloat16": NO_BFLOAT16},
     reproducer=Reproducer(
         file="model.onnx",
         library="openvino",
@@ -70,17 +70,16 @@ class OpenVINOModel(ExportedModel):
     runtime: ClassVar[Runtime] = RUNTIME
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
+    ) -> AbstractContextManager[Predictor]:
         """Compile a model for the CPU.
 
         Floats are computed in float32: OpenVINO's own default is bfloat16 where there is any.
         """
         from compress.export.openvino.runtime import compiled, predictor, within_bounds
 
-        yield within_bounds(predictor(compiled(file, threads)), signature)
+        return nullcontext(within_bounds(predictor(compiled(file, threads)), signature))
 
 
 class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel]):
@@ -93,10 +92,6 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
     """
 
     stage: Literal["export_openvino"] = "export_openvino"
-
-    def unsupported_input_reason(self, formats: Set[str]) -> str:
-        """Return why ONNX lacks a format; empty where it does not."""
-        return NO_BFLOAT16 if "bfloat16" in formats else ""
 
     def write(self, model: Source, file: Path, context: Context) -> dict[str, Any]:
         """Write the model as ONNX, and that as OpenVINO's."""
@@ -143,16 +138,11 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
         if onnx_file != copy:
             super().copy_for_report(model, onnx_file, copy)
 
-    def reexport(
-        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
-    ) -> Tensors:
-        """Write a part of the graph as ONNX, and return OpenVINO's outputs for it."""
-        from compress.export.onnx.graph import strip_
-        from compress.export.onnx.lowering import lower
-        from compress.export.onnx.proto_io import write
-        from compress.export.openvino.runtime import compiled, predictor
+    def write_program(
+        self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Write a graph as ONNX, which OpenVINO compiles as well."""
+        from compress.export.onnx.lowering import lower_to_file
 
-        graph = lower(program, signature, None)
-        strip_(graph)
-        write(graph, file)
-        return predictor(compiled(file, threads=1))(*inputs)
+        lower_to_file(program, signature, None, file)
+        return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -20,7 +19,8 @@ from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import OnnxModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -71,22 +71,18 @@ class TensorRTEngine(ExportedModel):
         return device if device.startswith("cuda") else "cuda"
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
+    ) -> AbstractContextManager[Predictor]:
         """Load an engine; more samples than the largest batch are answered in parts.
 
-        Raises:
-            Unavailable: it was built elsewhere, or TensorRT or the GPU is not here.
+        Raise Unavailable where it was built elsewhere, or TensorRT or the GPU is not here.
         """
         from compress.export.tensorrt.runtime import load, refuse_other_host
 
         device = _numbered(device)
         refuse_other_host(facts["built_for"], file, device)
-        run = load(file, signature, facts["sizes"], device)
-        with torch_predictor(run, device, threads) as predict:
-            yield predict
+        return torch_predictor(load(file, signature, facts["sizes"], device), device, threads)
 
 
 class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngine]):

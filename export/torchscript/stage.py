@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import model_validator
@@ -11,11 +10,13 @@ from pydantic import model_validator
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
+from compress.common.forward import torch_predictor
 from compress.export.common.runtime import UINT8_ONLY, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch.export import ExportedProgram
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 Source: TypeAlias = EagerModel | GraphModel
 
-NOT_UINT8 = {"int8", "uint16"}
-"""Activations that torch's integer kernels do not take."""
 DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_aot are not"
 
 
@@ -54,6 +53,7 @@ def refuse_nested_output(model: Artifact, title: str) -> None:
 RUNTIME = Runtime(
     name="torchscript",
     title="TorchScript",
+    refused_formats={other: UINT8_ONLY.format(other) for other in ("int8", "uint16")},
     reproducer=Reproducer(
         file="model.ts",
         run_lines=(
@@ -88,17 +88,14 @@ class TorchScriptModel(ExportedModel):
         return "cpu" if self.manifest.facts.get("integer_kernels") else device
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
+    ) -> AbstractContextManager[Predictor]:
         """Load a module."""
-        from compress.common.forward import torch_predictor
         from compress.export.torchscript.file_io import load
 
         module = load(file, device, optimized=bool(facts.get("optimize_for_inference")))
-        with torch_predictor(module, device, threads) as predict:
-            yield predict
+        return torch_predictor(module, device, threads)
 
     def parameters(self) -> int:
         """Count the weights, BatchNorm folded into them where freezing did so."""
@@ -151,11 +148,6 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
         if self.scripted and self.method != "mixed":
             raise ValueError("scripted: names submodules for `method: mixed` alone")
         return self
-
-    def unsupported_input_reason(self, formats: Set[str]) -> str:
-        """Return why torch has no kernels for such formats; empty where it has."""
-        other = formats & NOT_UINT8
-        return UINT8_ONLY.format(min(other)) if other else ""
 
     def write(self, model: Source, file: Path, context: Context) -> dict[str, Any]:
         """Trace or script, and write."""
