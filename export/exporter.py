@@ -54,8 +54,8 @@ class ExportedModel(Artifact):
     ) -> AbstractContextManager[Predictor]:
         """Open a file, sealed or not, on a device with a number of threads.
 
-        Raise ArtifactInvalid where the runtime cannot load it, Unavailable where it was compiled
-        for another machine.
+        Raise ArtifactInvalid where the runtime cannot load it, Unavailable on another machine than
+        its own.
         """
         raise NotImplementedError
 

@@ -52,13 +52,11 @@ CONVOLUTION = re.compile(r"aten\.conv(1d|2d|3d|olution)\.")
 def compile_package(
     program: ExportedProgram, signature: Signature, file: Path, device: str
 ) -> dict[str, Any]:
-    """Compile a program, rewritten in place; return facts of the kernels for heavy operators.
+    """Compile a program, rewritten in place; return its integer and float kernels.
 
-    They are the number of integer and of float kernels that its code calls, and `integer_share`,
-    the integer kernels' share of the multiply-accumulates, None where nothing is multiplied.
-
-    Raises:
-        StageFailed: the program cannot be compiled, or would be compiled into wrong answers.
+    With them `integer_share`, the integer kernels' share of the multiply-accumulates, None where
+    nothing is multiplied. Raise StageFailed where it cannot be compiled, or would give wrong
+    answers.
     """
     from torch._inductor import aoti_compile_and_package, config
     from torch._inductor.utils import fresh_cache
@@ -108,11 +106,7 @@ def compile_package(
 
 
 def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Return a function that runs a package; inputs that do not fit the signature are refused.
-
-    Raises:
-        ArtifactInvalid: the package cannot be loaded.
-    """
+    """Return a function that runs a package, and refuses other inputs than the signature's."""
     # The archive's sizes are checked first: the loader unpacks it to disk, whatever it holds.
     refuse_bomb(file)
     index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else -1

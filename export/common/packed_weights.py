@@ -79,19 +79,10 @@ def decoder_weights(
 ) -> DecoderWeights:
     """Return the transformers module behind a model, and the model's weights for it.
 
-    Of a model whose weights stay on disk, the module has its float weights alone; those of a few
-    bits are on the meta device, and are read when they are asked for.
-
-    Args:
-        model: a float model, or the result of `quantize_weights`.
-        context: knows the float model that a graph was made from.
-        title: the stage's, for messages.
-        by_config: whether the format builds the model by its config, which then has to have the
-            widths that pruning left.
-
-    Raises:
-        StageFailed: the module is none of transformers, the graph was quantized otherwise than by
-            `quantize_weights`, or no config has the module's widths.
+    Weights of a few bits that stay on disk are on the meta device there, and are read when they are
+    asked for. With `by_config` the format builds the model by its config, which then has to have
+    the widths that pruning left. Raise StageFailed where it has not, for modules that are none of
+    transformers, and for graphs quantized otherwise than by `quantize_weights`.
     """
     if isinstance(model, PackedModel):
         return _streamed_weights(model, title)
@@ -165,10 +156,7 @@ def _multiplied(title: str, module: str) -> str:
 def _transformers_module(
     model: EagerModel | GraphModel, context: Context, title: str, *, by_config: bool
 ) -> tuple[Any, Mapping[str, Any] | None]:
-    """Return the last eager model before a graph, as transformers' own class calls it.
-
-    With it, the entries of its config that pruning changed; None where no config has its widths.
-    """
+    """Return the last eager model before a graph, and entries of its config that pruning changed."""
     from compress.artifacts.libraries.transformers_folder import described_by_config
     from compress.core.gates.baselines import nearest_float_model
 
@@ -203,7 +191,7 @@ def _as_transformers(module: Any, title: str) -> Any:
 
 
 def call_by_name(module: Any, signature: Signature) -> Any:
-    """Return a module of transformers, which now takes a signature's inputs, and returns scores."""
+    """Return a module of transformers that now takes a signature's inputs, and returns scores."""
     names = tuple(spec.name for spec in signature.inputs)
     CallByName(inputs=names, outputs=("logits",)).apply_(module)
     return module

@@ -87,10 +87,7 @@ RECURRENT = re.compile(r"aten\.(lstm|gru|rnn)(?:_tanh|_relu)?\.input")
 def refuse_unrolled_rnn(
     program: ExportedProgram, runtime: str, kernels: Collection[str] = ()
 ) -> None:
-    """Raise StageFailed for a recurrent layer over sequences of any length.
-
-    `kernels` names the layers for which the runtime has one: LSTM, GRU, RNN.
-    """
+    """Raise StageFailed for a recurrent layer of any length, but those of these `kernels`."""
     for node in program.graph.nodes:
         match = RECURRENT.match(str(node.target))
         if match is None or (layer := match[1].upper()) in kernels:
@@ -134,11 +131,7 @@ UINT8_ONLY = (
 
 
 def warn_of_other_target(target: object, targets: tuple[str, ...], title: str) -> None:
-    """Warn of a graph quantized for none of a runtime's targets: it is right, and may be slow.
-
-    A float model has no target. A runtime's usual one comes first; it has none where it has no
-    patterns of its own.
-    """
+    """Warn of a graph quantized for none of a runtime's targets: it is right, and may be slow."""
     if targets and target is not None and target not in targets:
         logger.warning(
             "%s: the graph was quantized for %s, whose patterns are not all fused here; quantize "

@@ -52,9 +52,7 @@ SMALL = 1024
 class FileDiagnosis(ABC):
     """A file that costs too much, and what files of other settings would save.
 
-    Raises:
-        StageFailed: by what it measures: the file is not taken apart, or the float model cannot be
-            exported.
+    Measuring raises StageFailed where the file is not taken apart, or its float model not exported.
     """
 
     file: Artifact
@@ -119,12 +117,7 @@ class FileDiagnosis(ABC):
         return Profile.measure(model, self.names, self.batches[0], self.context.threads)
 
     def saved(self, key: str, change: Callable[[], ir.Model | None]) -> float:
-        """Return what a changed file saves, measured once.
-
-        Args:
-            key: what tells the change from others.
-            change: makes the changed file; None where it cannot be made.
-        """
+        """Return what a changed file saves, measured once by `key`; 0 where it cannot be made."""
         if key not in self._saved:
             changed = change()
             self.measured += changed is not None
@@ -146,12 +139,7 @@ class CountedCost(FileDiagnosis):
 
     @abstractmethod
     def share_of(self, layer: str, *, floats_alone: bool) -> float | None:
-        """Return the share of the whole that a module's layer has; None without any.
-
-        Args:
-            layer: the module.
-            floats_alone: whether what is in integers is left out.
-        """
+        """Return the share of the whole that a module, or its floats alone, has, if any."""
 
 
 class TensorSize(NamedTuple):
@@ -318,10 +306,7 @@ class SpeedGate:
 
     @property
     def spread_in_margin(self) -> float:
-        """How far measurements lie apart, as a multiple of the distance to the limit.
-
-        It is half the interval's width, or the distance to what the run has found.
-        """
+        """Half the interval's width, or the distance to what the run has found, over the margin."""
         spread = (self.interval.high - self.interval.low) / 2
         margin = abs(self.value - self.limit)
         if self.earlier is not None:

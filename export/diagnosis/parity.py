@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +24,7 @@ from compress.export.parity.compare import largest_relative_error, outputs_by_ki
 from compress.export.parity.sample_parity import tolerance_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import onnx_ir as ir
 
@@ -58,7 +58,6 @@ class ParityDiagnosis:
     """Until when the wrong layer is searched for, on the clock of :func:`time.monotonic`."""
     measured: int = 0
     """How many changed files were made."""
-    _differences: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def outputs(self) -> dict[str, KindOutputs]:
@@ -82,37 +81,27 @@ class ParityDiagnosis:
                 axes[axis] = max(axes.get(axis, 0.0), error)
         return axes
 
-    @property
-    def own_size_error(self) -> float:
-        """The error at the sizes that the model was traced with."""
-        return self.errors.get("seeded", math.inf)
-
     @cached_property
     def worst(self) -> Tensors:
         """The inputs on which the file is most wrong, of those that it answers to."""
-        answered = {kind: e for kind, e in self.errors.items() if math.isfinite(e)}
-        return self.outputs[max(answered, key=lambda kind: answered[kind])].inputs
+        answered = [one for one in self.outputs.values() if math.isfinite(one.error)]
+        return max(answered, key=lambda one: one.error).inputs
 
     @cached_property
     def difference(self) -> float:
         """Largest absolute difference on `val`, on seeded inputs without data, as the gate has."""
         return self._difference(self.model)
 
-    def difference_with(self, settings: Mapping[str, Any]) -> float:
-        """Return the largest absolute difference with other settings of the export, made once."""
-        key = str(sorted(settings.items()))
-        if key not in self._differences:
-            self.measured += 1
-            changed = self.rerun(self.stage.title, settings)
-            self._differences[key] = math.inf if changed is None else self._difference(changed)
-        return self._differences[key]
+    @cached_property
+    def difference_unoptimized(self) -> float:
+        """The same of an export with `optimize: none`; infinite where there is none."""
+        self.measured += 1
+        changed = self.rerun(self.stage.title, {"optimize": "none"})
+        return math.inf if changed is None else self._difference(changed)
 
     @cached_property
     def own_error(self) -> float | None:
-        """How far the source is from its outputs in float64, as the largest absolute difference.
-
-        None where it cannot be run in float64.
-        """
+        """Largest absolute difference of the source from itself in float64; None without one."""
         with self._source() as expected:
             reference = Float64Reference(self.source, expected)
             errors = []

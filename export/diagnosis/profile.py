@@ -74,11 +74,7 @@ ACTIVATIONS = {
 
 
 def plain_export(source: EagerModel | GraphModel) -> tuple[ir.Model, list[str]]:
-    """Return a float model as ONNX, and the modules of its layers with weights and of its tables.
-
-    Raises:
-        StageFailed: it has no ONNX form.
-    """
+    """Return a float model as ONNX, and the modules of its layers with weights and its tables."""
     model, _ = translate(source, None, "compress explain")
     modules = set()
     if isinstance(source, EagerModel):
@@ -87,11 +83,7 @@ def plain_export(source: EagerModel | GraphModel) -> tuple[ir.Model, list[str]]:
 
 
 def as_onnx(artifact: Artifact) -> ir.Model:
-    """Return an ONNX file's model, or the plain export of a model that is run by PyTorch.
-
-    Raises:
-        StageFailed: it is neither, or has no ONNX form.
-    """
+    """Return an ONNX file's model, or the plain export of a model that is run by PyTorch."""
     if isinstance(artifact, OnnxModel):
         return read(artifact.payload_path, weights=True)
     if isinstance(artifact, EagerModel | GraphModel):
@@ -119,13 +111,9 @@ def fitting_names(model: ir.Model, names: Sequence[str]) -> list[str]:
 
 
 def modules_by_node(model: ir.Model, names: Sequence[str]) -> list[str]:
-    """Return the module of each operator; one without weights belongs to the layer before it.
+    """Return the module of each operator, of :func:`plain_export`'s names.
 
-    What stands before all layers belongs to the first one that reads it.
-
-    Args:
-        model: the file's model.
-        names: modules of its layers, as :func:`plain_export` returns them.
+    One without weights belongs to the layer before it; what stands before all, to its first reader.
     """
     named = zip(layers_of(model), fitting_names(model, names), strict=True)
     of_layer = dict(named)
@@ -225,14 +213,7 @@ class Profile:
         inputs: Sequence[torch.Tensor],
         threads: int,
     ) -> Self:
-        """Profile a model on some inputs.
-
-        Args:
-            model: a model with its weights.
-            names: modules of its layers, in the order of `layers_of`.
-            inputs: what it is called with.
-            threads: CPU threads of the session.
-        """
+        """Profile a model, with its layers' names in the order of :func:`layers_of`."""
         named = named_copy(model, modules_by_node(model, names))
         with TemporaryDirectory(prefix="compress-profile-") as folder:
             file, optimized = Path(folder) / "model.onnx", Path(folder) / "optimized.onnx"

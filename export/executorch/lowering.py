@@ -196,11 +196,8 @@ UNSIGNED = (torch.uint8, torch.uint16)
 def lower(program: ExportedProgram, bounded: Signature) -> tuple[bytes, dict[str, Any]]:
     """Return the content of a `.pte` file, and facts of what XNNPACK computes of it.
 
-    What XNNPACK has kernels for is delegated, and memory is planned for the largest sizes.
-    `bounded` is the signature with a largest size of every named axis.
-
-    Raises:
-        StageFailed: ExecuTorch has no kernel for an operator, or cannot bound a size.
+    What XNNPACK has kernels for is delegated, and memory is planned for the largest sizes, which
+    `bounded` has. Raise StageFailed where ExecuTorch has no kernel, or cannot bound a size.
     """
     rounding = [n for n in program.graph.nodes if str(n.target).startswith("quantized_decomposed.")]
     if any(dtype in node.args for node in rounding for dtype in UNSIGNED):

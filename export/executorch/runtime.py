@@ -48,11 +48,7 @@ def quiet_library() -> Iterator[None]:
 def planned_sizes(
     program: ExportedProgram, signature: Signature, largest_batch: int
 ) -> dict[str, list[int]]:
-    """Return the smallest and largest size of each named axis.
-
-    Raises:
-        StageFailed: neither `model.axes` nor the model's code bounds an axis.
-    """
+    """Return the smallest and largest size of each axis; StageFailed where nothing bounds one."""
     limits, sizes = axis_limits(program, signature), {}
     for name in signature.dynamic_axes:
         bounds = signature.bounds(name)
@@ -93,13 +89,9 @@ NO_KERNEL = re.compile(r"kernel '([\w:.]+)' not found")
 def load(
     file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], threads: int
 ) -> Callable[..., Tensors]:
-    """Return a function that runs a file; sizes that it was not made for are refused.
+    """Return a function that runs a file made for some smallest and largest `sizes` of named axes.
 
-    `sizes` holds the smallest and largest size of each named axis. Larger batches are answered in
-    parts.
-
-    Raises:
-        ArtifactInvalid: the file cannot be loaded.
+    Larger batches are answered in parts, and other sizes refused.
     """
     program, bounded = ExecuTorchProgram(file, threads), bounded_signature(signature, sizes)
 

@@ -61,20 +61,10 @@ def measure_fastest(
     threads: Sequence[int],
     seconds: float = MEASURED_SECONDS,
 ) -> list[BenchCell]:
-    """Measure models in turn, for each number of threads and batch size.
+    """Measure models on rows of `val`, or seeded ones, for each number of threads and batch size.
 
-    Inputs are rows of `val`, or seeded ones without data.
-
-    Args:
-        models: at least one, by name; their inputs must be the same.
-        context: data, device and seed.
-        batches: rows of a call.
-        threads: CPU threads of a call.
-        seconds: how long each model is measured for each pair.
-
-    Raises:
-        PipelineInvalid: the models' inputs differ.
-        StageFailed: a model's batch is fixed at another size.
+    Each is measured for some seconds in turn. Raise PipelineInvalid where the models' inputs
+    differ, StageFailed where a model's batch is fixed at another size.
     """
     names = list(models)
     signature = models[names[0]].signature

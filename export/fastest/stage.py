@@ -135,9 +135,8 @@ def export_to(
 ) -> tuple[dict[str, Artifact], dict[str, str]]:
     """Export a model to runtimes, each into a folder of the context's; each file is checked.
 
-    Returns:
-        The artifacts by runtime, and the reasons for those that could not be written, such as a
-        missing compiler or an operator that the runtime lacks.
+    Returns the artifacts by runtime, and why others could not be written, such as a missing
+    compiler.
     """
     exported: dict[str, Artifact] = {}
     failures: dict[str, str] = {}

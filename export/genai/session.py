@@ -116,8 +116,7 @@ class CacheProof:
     def check(self) -> tuple[dict[str, Any], GreedyText]:
         """Return what was compared and how far it differs, for the manifest, and the greedy text.
 
-        Raises:
-            StageFailed: the source answers otherwise, or the cache changes the answers.
+        Raise StageFailed where the source answers otherwise, or the cache changes the answers.
         """
         with self.source.open(threads=self.context.threads) as expected:
             errors = [

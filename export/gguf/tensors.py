@@ -48,11 +48,7 @@ def block_type(weight: PackedWeight) -> BlockType | None:
 
 
 def blocks_of(name: str, weight: PackedWeight) -> NDArray[np.uint8]:
-    """Return a weight's blocks as bytes, `(outputs, bytes of a row)`.
-
-    Raises:
-        StageFailed: GGUF has no such type, or a scale leaves the range of half precision.
-    """
+    """Return a weight's blocks, `(outputs, row bytes)`; StageFailed where GGUF has none such."""
     kind = block_type(weight)
     if kind is None:
         if weight.group_size % BLOCK:
@@ -330,8 +326,7 @@ def compare_file(
 ) -> dict[str, Any]:
     """Compare a file's weights and answers with its source's; return what was found.
 
-    Raise StageFailed where an integer differs, a float by more than the rounding of scales to half
-    precision, or an answer.
+    Raise StageFailed where they differ by more than the rounding of scales to half precision.
     """
     from gguf import GGUFReader, dequantize
 

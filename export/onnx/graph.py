@@ -419,13 +419,9 @@ def is_integer_kernel(operator: str) -> bool:
 
 
 def integer_macs_share(optimized: ir.Model, profile: Path) -> float | None:
-    """Return the share of the multiply-accumulates of a profiled call that integer kernels did.
+    """Return the integer kernels' share of the multiply-accumulates of a profiled call of a model.
 
     None where an operator's products cannot be counted, or nothing is multiplied.
-
-    Args:
-        optimized: the model as onnxruntime rewrote it.
-        profile: what its profiler wrote of one call.
     """
     events = [e for e in json.loads(profile.read_text("utf-8")) if is_kernel_call(e)]
     # Both are in onnxruntime's topological order; names are missing or made up.
@@ -447,12 +443,7 @@ def is_kernel_call(event: Mapping[str, Any]) -> bool:
 
 
 def kernel_macs(node: ir.Node, arguments: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return a kernel's multiply-accumulates, and whether it does them in integers.
-
-    Args:
-        node: an operator as onnxruntime rewrote it.
-        arguments: of the event of its call in a profile.
-    """
+    """Return a kernel's multiply-accumulates in a profiled call, and whether it is of integers."""
     in_integers = is_integer_kernel(node.op_type)
     if node.op_type not in HEAVY_KERNELS:
         return 0, in_integers

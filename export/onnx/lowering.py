@@ -67,11 +67,9 @@ def lower(
 ) -> ir.Model:
     """Translate a program; inputs, outputs and axes get the signature's names.
 
-    Without an `opset` it is the exporter's default. The model's weights are the program's own,
-    but where it has a transposed or folded copy: `free_weights` empties what it does not read.
-
-    Raises:
-        StageFailed: an operator has no ONNX form, or the operator set is not available.
+    Without an `opset` it is the exporter's default. The model's weights are the program's own, but
+    where it has a transposed or folded copy: `free_weights` empties what it does not read. Raise
+    StageFailed where an operator has no ONNX form, or the operator set is not available.
     """
     if any(torch.uint16 in node.args for node in program.graph.nodes):
         if opset is not None and opset < UINT16_OPSET:

@@ -41,13 +41,7 @@ def read(file: Path, *, weights: bool = False) -> ir.Model:
 
 
 def write(model: ir.Model, file: Path) -> None:
-    """Write a model and check it against the ONNX standard.
-
-    What is too large for protobuf has its weights in a second file.
-
-    Raises:
-        StageFailed: it breaks the standard.
-    """
+    """Write a model, large weights in a second file; StageFailed where it is not valid ONNX."""
     try:
         CheckerPass(full_check=True)(model.clone())  # it reorders the tensors
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:

@@ -34,11 +34,10 @@ EPYC with AVX2. With the setting, weights are made unsigned where the processor 
 
 
 def session_predictor(file: Path, threads: int, device: str = "cpu") -> Predictor:
-    """Return a predictor that runs an ONNX file.
+    """Return a predictor that runs an ONNX file; ArtifactInvalid where onnxruntime cannot load it.
 
-    Raises:
-        ArtifactInvalid: onnxruntime cannot load the file.
-        Unavailable: the device is a CUDA one, and onnxruntime does not find CUDA's libraries.
+    Raise Unavailable where the device is a CUDA one, and onnxruntime does not find CUDA's
+    libraries.
     """
     if device == "cpu":
         return _predictor(exact_session(file, threads))
@@ -86,10 +85,7 @@ def counted_predictor(
 def plain_session_error(
     exact: Predictor, file: Path, threads: int, inputs: tuple[torch.Tensor, ...]
 ) -> float:
-    """Return how far a session without :data:`EXACT_SUMS` is off, as a share of the outputs' norm.
-
-    It is 0 where the processor computes the same with and without it.
-    """
+    """Return how far a session without :data:`EXACT_SUMS` is off, as a share of the norm."""
     if not has_16_bit_sums():
         return 0.0
     plain = _predictor(_session(file, session_options(threads)))
@@ -134,10 +130,7 @@ def _predictor(session: Any) -> Predictor:
 
 
 def session_options(threads: int, optimized: Path | None = None, *, profiled: bool = False) -> Any:
-    """Return a session's options; with a file, the model that it rewrites is written there.
-
-    With `profiled`, the kernels that it runs are written beside that file.
-    """
+    """Return a session's options; the rewritten model and a profile go to and beside a file."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1

@@ -50,8 +50,7 @@ def translate(
 ) -> tuple[ir.Model, Translation]:
     """Return a model as ONNX; where torch's exporter fails, its older one is tried.
 
-    Raises:
-        StageFailed: neither exporter can translate the model; the message is the usual one's.
+    Raise StageFailed with the usual exporter's message where both fail.
     """
     try:
         program = program_of(source)

@@ -30,9 +30,6 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
     """Write an ONNX file as an OpenVINO model, with its weights as they are, beside the graph.
 
     Its inputs have the bounds that the signature declares, so that other programs have them too.
-
-    Raises:
-        StageFailed: OpenVINO has no such operators.
     """
     openvino = open_vino()
     shapes = {}
@@ -67,11 +64,7 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
 
 
 def compiled(file: Path, threads: int) -> Any:
-    """Return `model.xml`, or an ONNX file, compiled for the CPU with so many threads for a call.
-
-    Raises:
-        ArtifactInvalid: OpenVINO cannot load or compile it.
-    """
+    """Return `model.xml`, or an ONNX file, compiled for the CPU; ArtifactInvalid if it fails."""
     settings = {
         "INFERENCE_PRECISION_HINT": "f32",  # by default bfloat16, where the processor has it
         "INFERENCE_NUM_THREADS": threads,

@@ -73,10 +73,7 @@ class OpenVINOModel(ExportedModel):
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
     ) -> AbstractContextManager[Predictor]:
-        """Compile a model for the CPU.
-
-        Floats are computed in float32: OpenVINO's own default is bfloat16 where there is any.
-        """
+        """Compile a model for the CPU, in float32; OpenVINO's default may be bfloat16."""
         from compress.export.openvino.runtime import compiled, predictor, within_bounds
 
         return nullcontext(within_bounds(predictor(compiled(file, threads)), signature))

@@ -153,9 +153,8 @@ class Float64Reference:
     def explains(self, inputs: Tensors, exported: Tensors, limit: float) -> bool:
         """Whether an export is about as near to float64 as its source, or the source jumps here.
 
-        A quantized graph also where its own sums, rounded otherwise, are as far from it.
-
-        `limit`: error, relative to the norm, that is allowed besides.
+        A quantized graph also where its own sums, rounded otherwise, are as far from it. `limit` is
+        the error, relative to the norm, that is allowed besides.
         """
         expected = self._expected(*inputs)
         if [t.shape for t in expected] != [t.shape for t in exported]:

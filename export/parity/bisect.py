@@ -149,11 +149,7 @@ class LayerSearch:
     ) -> tuple[fx.GraphModule, Signature, Tensors, float]:
         """Export the smallest part that shows the difference: the operator, or all up to it.
 
-        Returns:
-            The part, its signature, the inputs that show the difference, and its error.
-
-        Raises:
-            StageFailed: the part cannot be exported on its own.
+        Returns the part, its signature, the inputs that show the difference, and its error.
         """
         try:
             part, arguments = single_operator(self.module, node)
@@ -173,11 +169,7 @@ class LayerSearch:
 def export_errors(
     part: fx.GraphModule, signature: Signature, inputs: Tensors, reexport: Reexport, file: Path
 ) -> list[float]:
-    """Export a part and return the error of each output, infinite where the export fails to run.
-
-    Raises:
-        StageFailed: the part cannot be exported.
-    """
+    """Export a part and return the error of each output, infinite where the export fails to run."""
     with torch.no_grad():
         expected = part(*inputs)
     program = retrace(part, signature, signature.example())
@@ -230,8 +222,7 @@ def prefix(module: fx.GraphModule, ends: Sequence[fx.Node]) -> fx.GraphModule:
 def single_operator(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
     """Return a module of one operator with its weights, and the nodes that are its inputs.
 
-    Raises:
-        StageFailed: the operator takes a size, or one of several results of another.
+    Raise StageFailed where it takes a size, or one of several results of another.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]

@@ -193,10 +193,7 @@ def find_adversarial_mismatch(
 
 
 def _error(expected: Tensors, outputs: Tensors, rounding: float) -> float:
-    """Return the worst output's error where the source is finite; infinite for other shapes.
-
-    A largest difference up to `rounding` counts as none.
-    """
+    """Return the worst output's error where the source is finite; infinite for other shapes."""
     errors = []
     for a, b in zip(expected, outputs, strict=True):
         if a.shape != b.shape:
@@ -246,10 +243,7 @@ def _extreme(
 
 
 def _masked(signature: Signature, base: Tensors, shares: torch.Tensor, least: int) -> Tensors:
-    """Return rows whose masks let through a share of their elements from the left, `(rows,)`.
-
-    They are `least` at least.
-    """
+    """Return rows whose masks let through a share of their elements, `(rows,)`, or `least`."""
     changed = []
     for spec, x in zip(signature.inputs, base, strict=True):
         if spec.unmasked_value is not None:
@@ -320,13 +314,9 @@ def compare_outputs(
     """Compare two models: at several sizes of each axis, on `val`, on adversarial inputs.
 
     `expected` is the source's predictor, or its recorded outputs. `limits` holds the largest sizes
-    of named axes, `operators` the names of the exported model's operators.
-
-    Returns:
-        The error on `val` that the source's own rounding noise allowed; 0 where it was not needed.
-
-    Raises:
-        StageFailed: their outputs differ; the message says where.
+    of named axes, `operators` the names of the exported model's operators. Returns the error on
+    `val` that the source's own rounding noise allowed, 0 where it was not needed; raises
+    StageFailed where outputs differ.
     """
     signature, tolerance = source.signature, tolerance_for(source)
     for inputs in val_batches:
@@ -429,8 +419,7 @@ def check_axis_sizes(
 ) -> None:
     """Compare two models on seeded inputs, at several sizes of every named axis.
 
-    Raises:
-        StageFailed: an axis is baked in, or outputs differ; the message names the axis.
+    Raise StageFailed where an axis is baked in, or outputs differ; the message names the axis.
     """
     limit, usual = tolerance.relative, _usual_sizes(expected, signature)
 

@@ -156,10 +156,8 @@ def report_folder(context: Context, title: str) -> Path:
 def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
     """Write a report, and keep the file, where the body finds that an export's outputs are wrong.
 
-    None is written for a runtime without a reproducer.
-
-    Raises:
-        StageFailed: the body raised it; the wrong layer and the folder are added to the message.
+    Its StageFailed is raised anew, with the wrong layer and the folder in the message. No report is
+    written for a runtime without a reproducer.
     """
     # The report of an earlier attempt, and what of one was half written.
     shutil.rmtree(parity.folder, ignore_errors=True)
@@ -244,9 +242,8 @@ class RefusedFile:
     def read(cls, folder: Path, source: Artifact) -> Self:
         """Return the file that a stage's report is on.
 
-        Raises:
-            ArtifactInvalid: it is not as it was, or of another source.
-            OSError: there is no report.
+        Raise ArtifactInvalid where it is not as it was or of another source, OSError without a
+        report.
         """
         report = read_sealed(folder / REPORT, dict[str, Any])
         if report.get("source") != source.digest:
@@ -320,11 +317,8 @@ def _write_script(
 ) -> float:
     """Write script, program, exported file and inputs; return the error that they show.
 
-    Where the search found no layer, the whole exported model is shown: `copy_export` writes it, and
-    `exported` is its predictor.
-
-    Raises:
-        StageFailed: the part cannot be exported on its own.
+    Where the search found no layer, the whole exported model is shown. Raise StageFailed where the
+    part cannot be exported on its own.
     """
     file = folder / reproducer.file
     if search.node is None:
@@ -412,10 +406,7 @@ def _row(compared: KindOutputs, error: float) -> dict[str, Any]:
 
 
 def _metric(parity: ParityContext, seconds: float, deadline: float) -> dict[str, Any] | None:
-    """Return the task's metric on ``val`` of both, where there is data and a metric for it.
-
-    `seconds` is how long the comparison took, on some samples of it.
-    """
+    """Return the task's metric on ``val`` of both, where there is time, data and a metric."""
     data, signature = parity.context.data, parity.source.signature
     metric = parity.context.metric.for_model(signature)
     if data is None or "val" not in data.datasets or not metric.is_measured:

@@ -175,12 +175,9 @@ def check_on_samples(
     tolerance: Tolerance = FLOAT,
     noise: RoundingNoise | None = None,
 ) -> SampleErrors:
-    """Compare two models on real inputs.
+    """Compare two models on real inputs; StageFailed where outputs or labels differ.
 
     `noise` is measured where the tolerance is exceeded, and may explain it.
-
-    Raises:
-        StageFailed: outputs, or the labels of classes, differ.
     """
     errors = SampleErrors()
     for inputs in batches:
@@ -295,10 +292,7 @@ def float_problem(
 def problem_of(
     errors: SampleErrors, spreads: Sequence[float], label_changes: float, of: str = "the source"
 ) -> str:
-    """Return what is wrong with an export by its errors; empty where nothing is.
-
-    `spreads` are the largest errors of each output, and `label_changes` a share of the samples.
-    """
+    """Return what is wrong with an export, by the largest errors allowed; empty if nothing."""
     allowed_changes = label_changes * errors.samples
     if any(s.not_finite for s in errors.outputs) and not any(s.finite for s in errors.outputs):
         return NOTHING_FINITE

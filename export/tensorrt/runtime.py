@@ -106,11 +106,7 @@ class Shapes(NamedTuple):
 def sizes_of(
     signature: Signature, given: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[int, int, int]]:
-    """Return the sizes of every named axis.
-
-    Raises:
-        StageFailed: an axis other than the batch has none, or there is no such axis.
-    """
+    """Return the sizes of every named axis; StageFailed for those without, or unknown ones."""
     axes = signature.dynamic_axes
     for name in given:
         if name not in axes:
@@ -255,10 +251,8 @@ def check_engine(
 ) -> float:
     """Compare an engine with its source at its smallest, usual and largest sizes, and on `val`.
 
-    Return what the source's rounding noise allowed on `val`, as `compare_outputs` does.
-
-    Raises:
-        StageFailed: their outputs differ; the message says at which sizes.
+    Returns what the source's rounding noise allowed on `val`, as `compare_outputs` does; raises
+    StageFailed where outputs differ.
     """
     signature, tolerance = source.signature, tolerance_for(source)
     reference = Float64Reference(source, expected, noise)

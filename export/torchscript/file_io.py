@@ -49,10 +49,8 @@ def adapt_calls(
 ) -> torch.jit.ScriptModule:
     """Return a module around another one that is called as edits of a recipe say.
 
-    `inputs` are an example: the outputs for it show where each is.
-
-    Raises:
-        ArtifactInvalid: its state is of a type that TorchScript code cannot write.
+    `inputs` are an example: the outputs for it show where each is. Raise ArtifactInvalid for state
+    of a type that TorchScript code cannot write.
     """
     if not edits:
         return module
@@ -122,12 +120,9 @@ ROOT = "the model's own forward"
 def script_parts_(
     module: torch.nn.Module, patterns: Sequence[str], trace: Callable[[], Any]
 ) -> None:
-    """Replace submodules by scripted ones, in place.
+    """Replace submodules that match, or else in which `trace` guesses, by scripted ones.
 
-    They are those whose names match the patterns, or without any those in which `trace` guesses.
-
-    Raises:
-        StageFailed: a name fits no submodule, one cannot be scripted, or all would have to be.
+    Raise StageFailed where a name fits none, one cannot be scripted, or all would have to be.
     """
     if patterns:
         names = [name for name, _ in module.named_modules() if name]
@@ -240,10 +235,8 @@ def to_torchscript(
     """Return a module in eval mode as TorchScript, and the submodules in which tracing guessed.
 
     A trace, of seeded inputs when none are given, guesses where Python code reads a number from a
-    tensor: see :func:`record_guesses`. The module's own submodules may be replaced.
-
-    Raises:
-        StageFailed: TorchScript cannot express the module.
+    tensor: see :func:`record_guesses`. The module's own submodules may be replaced. Raise
+    StageFailed where TorchScript cannot express the module.
     """
     inputs = signature.example() if inputs is None else tuple(inputs)
     guessed: list[str] = []
@@ -293,11 +286,7 @@ def inlined_functions() -> Iterator[None]:
 
 
 def save(module: torch.jit.ScriptModule, file: Path) -> None:
-    """Write a module; equal modules give equal bytes.
-
-    Raises:
-        StageFailed: the module calls what only Python can run.
-    """
+    """Write a module, equal ones in equal bytes; StageFailed where it calls Python code."""
     buffer = io.BytesIO()
     with quiet():
         try:
@@ -329,11 +318,7 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
 
 
 def load(file: Path, device: str = "cpu", *, optimized: bool = False) -> Any:
-    """Read a module.
-
-    Raises:
-        ArtifactInvalid: the file is not TorchScript, truncated, or would unpack to too much.
-    """
+    """Read a module; ArtifactInvalid where it is no TorchScript, truncated, or too much."""
     refuse_bomb(file)
     try:
         with quiet():

@@ -314,11 +314,7 @@ HEAVY = {"conv1d", "conv2d", "conv3d", "linear", "lstm", "gru"}
 
 
 def script(program: ExportedProgram) -> tuple[torch.jit.ScriptModule, dict[str, dict[str, int]]]:
-    """Return a program as TorchScript, and how many integer and float kernels it calls.
-
-    Raises:
-        StageFailed: TorchScript has no form of an operator.
-    """
+    """Return a program as TorchScript, and how many integer and float kernels it calls."""
     # Scripted and not traced, so that the sizes of named axes stay computed; and not frozen:
     # freezing would turn integer weights back into floats.
     graph = without_guards(program.module(check_guards=False))

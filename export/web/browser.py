@@ -82,9 +82,7 @@ OPTIONS = (
 def run_page(page: str, deadline_s: float = DEADLINE_S) -> Any:
     """Open a page in Chromium and return the JSON that it posts to :data:`REPORT`.
 
-    Raises:
-        Unavailable: there is no Chromium.
-        StageFailed: Chromium ended, or the page posted nothing before the deadline.
+    Raise Unavailable without Chromium, StageFailed where it ended or posted nothing in time.
     """
     # Chromium alone: Playwright or a driver would add a package, and the page reports by itself.
     reports: SimpleQueue[bytes] = SimpleQueue()

@@ -45,23 +45,13 @@ def web_page(
     facts: Mapping[str, str] | None = None,
     report: str = "",
 ) -> str:
-    """Return a page that holds an ONNX file, onnxruntime-web, inputs and the file's answers.
+    """Return a page that holds an ONNX file, onnxruntime-web, inputs by rows and answers.
 
-    It needs no other file and asks nothing of the network.
-
-    Args:
-        name: what the page calls the model.
-        model: an artifact whose payload is an ONNX file.
-        batches: inputs by the number of rows.
-        seconds: how long calls of each number of rows are measured.
-        atol: largest absolute difference at which answers count as equal; by default 1 % of the
-            largest answer, as runtimes round integers differently.
-        baseline: milliseconds of a call here by the number of rows, shown beside the browser's.
-        facts: what else the page says of the model, by name.
-        report: address that the results are sent to as JSON; by default nowhere.
-
-    Raises:
-        StageFailed: the model is too large for a page, or onnxruntime-web lacks a file.
+    It needs no other file and asks nothing of the network. Answers are equal up to `atol`, by
+    default 1 % of the largest one, as runtimes round integers differently. The page measures calls
+    of each number of rows for some seconds, shows them beside `baseline`, milliseconds of a call
+    here by rows, and `facts` of the model, and sends them as JSON to the address `report`. Raise
+    StageFailed where the model is too large, or onnxruntime-web lacks a file.
     """
     folder = ONNXRUNTIME_WEB.need_folder() / "dist"
     model.verify_cached()
@@ -133,12 +123,7 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def run_in_browser(model: Artifact, batches: Sequence[Batch]) -> OtherRun:
-    """Run an artifact's file in a headless Chromium on batches of one size, and measure it.
-
-    Raises:
-        Unavailable: Chromium or onnxruntime-web is missing.
-        StageFailed: the file does not run there.
-    """
+    """Run an artifact's file in a headless Chromium on batches of one size, and measure it."""
     from compress.profiling.benchmark import MEASURED_SECONDS
 
     sizes = {len(batches[0][0]): batches}

@@ -51,10 +51,7 @@ def fold_zero_pads_(model: ir.Model) -> None:
 
 
 def _spatial_zeros(pad: ir.Node) -> list[int] | None:
-    """Return cells before each spatial axis, then behind each; None where a Conv cannot add them.
-
-    A Conv adds zeros, and neither channels nor samples.
-    """
+    """Return cells before each spatial axis, then behind each; None where a Conv cannot add."""
     _, amounts, fill, axes = [*pad.inputs, None, None, None][:4]
     cells = stored(amounts)
     if cells is None or axes is not None:
@@ -70,12 +67,7 @@ def _spatial_zeros(pad: ir.Node) -> list[int] | None:
 
 
 def _convolutions(value: ir.Value, grid: Grid | None = None) -> list[ir.Node] | None:
-    """Return all readers of a value, behind conversions; None where one of them is no Conv.
-
-    Args:
-        value: a tensor.
-        grid: of its integers; None of floats.
-    """
+    """Return all readers of a value, or of its integers; None where one of them is no Conv."""
     if value.is_graph_output():
         return None
     readers: list[ir.Node] = []
