@@ -156,7 +156,7 @@ def _multiplied(title: str, module: str) -> str:
 def _transformers_module(
     model: EagerModel | GraphModel, context: Context, title: str, *, by_config: bool
 ) -> tuple[Any, Mapping[str, Any] | None]:
-    """Return the last eager model before a graph, and entries of its config that pruning changed."""
+    """Return the last eager model before a graph, and what pruning changed of its config."""
     from compress.artifacts.libraries.transformers_folder import described_by_config
     from compress.core.gates.baselines import nearest_float_model
 

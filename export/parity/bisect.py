@@ -82,11 +82,11 @@ class LayerSearch:
         outputs = [n for n in self.module.graph.output_node().all_input_nodes if ancestors(n)]
         errors = {n: self._measure([n]) for n in outputs}
         self.refused = bool(self.refusal) and all(e is None for e in errors.values())
-        wrong = [n for n, e in errors.items() if e and e[0] > self.limit]
-        if not wrong:
+        worst = next((n for n, e in errors.items() if e and e[0] > self.limit), None)
+        if worst is None:
             return None
-        worst, verified = wrong[0], False
-        while not (verified or self.out_of_time):
+        verified = False
+        while not self.out_of_time:
             worst = self._bisect(worst)
             before = values_before(worst)
             if not before:
@@ -97,8 +97,8 @@ class LayerSearch:
             if measured is None:
                 break
             earlier = [n for n, e in zip(before, measured, strict=False) if e > self.limit]
-            verified = not earlier and measured[-1] > self.limit
             if not earlier:
+                verified = measured[-1] > self.limit
                 break
             worst = earlier[0]
         self.node = worst
@@ -172,7 +172,7 @@ def export_errors(
     """Export a part and return the error of each output, infinite where the export fails to run."""
     with torch.no_grad():
         expected = part(*inputs)
-    program = retrace(part, signature, signature.example())
+    program = retrace(part, signature)
     try:
         outputs = reexport(program, signature, file, inputs)
     except StageFailed:
@@ -237,13 +237,11 @@ def single_operator(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModu
     return fx.GraphModule(module, graph).eval(), inputs
 
 
-def retrace(
-    module: fx.GraphModule, signature: Signature, inputs: Sequence[torch.Tensor]
-) -> ExportedProgram:
+def retrace(module: fx.GraphModule, signature: Signature) -> ExportedProgram:
     """Export a part of a graph as a program of its own; StageFailed where torch.export cannot."""
     try:
         with torch.no_grad():
-            return trace(module, inputs, signature)
+            return trace(module, signature.example(), signature)
     except Exception as error:
         raise StageFailed(f"torch.export: {first_line(error)}") from error
 
