@@ -196,8 +196,8 @@ class Exporter(Stage[Reads, Writes]):
 
         Return the error on `val` that the source's rounding noise allowed; 0 where none is needed.
         """
-        from compress.export.parity.arithmetic_error import noise_of
         from compress.export.parity.compare import compare_outputs
+        from compress.export.parity.sample_parity import noise_of
 
         limits, operators = facts.get("axis_limits"), facts.get("operators", ())
         noise = noise_of(model, context)
@@ -301,8 +301,7 @@ class Exporter(Stage[Reads, Writes]):
 
     def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the largest error of an export that is taken for a right one."""
-        from compress.export.parity.arithmetic_error import LARGEST_SPREAD
-        from compress.export.parity.sample_parity import tolerance_for
+        from compress.export.parity.sample_parity import LARGEST_SPREAD, tolerance_for
 
         allowed: Any = artifact.manifest.facts.get(ALLOWED, 0.0)
         return max(tolerance_for(model).spread, min(float(allowed), LARGEST_SPREAD))

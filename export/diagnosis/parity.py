@@ -18,10 +18,9 @@ from compress.common.forward import accept_any_batch, flatten_outputs
 from compress.common.tensor_difference import largest, largest_difference
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import session_predictor
-from compress.export.parity.arithmetic_error import Float64Reference
 from compress.export.parity.bisect import LayerSearch
 from compress.export.parity.compare import largest_relative_error, outputs_by_kind
-from compress.export.parity.sample_parity import tolerance_for
+from compress.export.parity.sample_parity import Float64Reference, tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

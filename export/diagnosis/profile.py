@@ -34,10 +34,10 @@ from compress.export.onnx.graph import (
     sizes,
     stored,
 )
+from compress.export.onnx.lowering import translate
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import exact_session
 from compress.export.onnx.stage import OnnxModel
-from compress.export.onnx.translate import translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

@@ -107,8 +107,7 @@ class ExportExecuTorch(Exporter[EagerModel | GraphModel, ExecuTorchModel]):
         self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
     ) -> dict[str, Any]:
         """Lower a graph, and plan its memory."""
-        from compress.export.executorch.lowering import lower
-        from compress.export.executorch.runtime import bounded_signature, planned_sizes
+        from compress.export.executorch.runtime import bounded_signature, lower, planned_sizes
 
         sizes = planned_sizes(program, signature, self.largest_batch)
         content, delegation = lower(program, bounded_signature(signature, sizes))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.onnx.translate import Translation
+    from compress.export.onnx.lowering import Translation
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +176,9 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
 
     def translated(self, model: EagerModel | GraphModel) -> tuple[ir.Model, Translation]:
         """Return a model as ONNX, with names that :meth:`write` shortens."""
+        from compress.export.onnx.lowering import translate
         from compress.export.onnx.passes.stored_integers import compact_
         from compress.export.onnx.session import optimize
-        from compress.export.onnx.translate import translate
 
         graph, translation = translate(model, self.opset, self.title)
         if self.optimize != "none":
@@ -220,7 +220,7 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
 
         A failure says first why the older exporter was used, if it was.
         """
-        from compress.export.onnx.translate import BY_OLDER_EXPORTER
+        from compress.export.onnx.lowering import BY_OLDER_EXPORTER
 
         try:
             super().prove(model, file, facts, context, began)

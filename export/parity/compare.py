@@ -19,13 +19,14 @@ from compress.common.tensor_difference import (
     largest_finite,
     relative_error,
 )
-from compress.export.parity.arithmetic_error import Float64Reference, noise_of
 from compress.export.parity.sample_parity import (
     FLOAT,
     NOTHING_FINITE,
     OTHER_INFINITIES,
+    Float64Reference,
     Tolerance,
     check_on_samples,
+    noise_of,
     tolerance_for,
     val_inputs,
 )
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.parity.arithmetic_error import RoundingNoise
+    from compress.export.parity.sample_parity import RoundingNoise
 
     Limits = Mapping[str, int]
     Tensors = tuple[torch.Tensor, ...]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.tensorrt.build import BuildOptions
+    from compress.export.tensorrt.runtime import BuildOptions
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
 
     def build_options(self) -> BuildOptions:
         """Return the settings of TensorRT's builder."""
-        from compress.export.tensorrt.build import BuildOptions
+        from compress.export.tensorrt.runtime import BuildOptions
 
         cache = Path(self.cache) if self.cache else None
         return BuildOptions(self.workspace_mebibytes, self.optimization_level, self.tf32, cache)
@@ -151,8 +151,12 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         self, model: EagerModel | GraphModel | OnnxModel, file: Path, context: Context
     ) -> dict[str, Any]:
         """Build an engine."""
-        from compress.export.tensorrt.build import build_from_onnx, build_from_program
-        from compress.export.tensorrt.runtime import built_for, sizes_of
+        from compress.export.tensorrt.runtime import (
+            build_from_onnx,
+            build_from_program,
+            built_for,
+            sizes_of,
+        )
 
         sizes = sizes_of(model.signature, self.sizes)
         device = self.device_for(context)
@@ -178,7 +182,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         context: Context,
     ) -> float:
         """Compare at the smallest, usual and largest sizes, and on `val`."""
-        from compress.export.parity.arithmetic_error import noise_of
+        from compress.export.parity.sample_parity import noise_of
         from compress.export.tensorrt.runtime import check_engine
 
         noise = noise_of(model, context)
