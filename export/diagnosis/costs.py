@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
     from compress.export.diagnosis.profile import ProfiledNode
-    from compress.profiling.benchmark import Comparison, Opener
+    from compress.profiling.benchmark import Comparison
     from compress.profiling.quantiles import Interval
 
     Rerun = Callable[[str, Mapping[str, Any]], ir.Model | None]
@@ -378,13 +378,12 @@ class SpeedDiagnosis(FileDiagnosis):
         return self.ms * (1 - 1 / compared.speedup) if is_faster else 0.0
 
     def _compared(self, changed: ir.Model) -> Comparison:
+        threads = self.context.threads
         with TemporaryDirectory(prefix="compress-timed-") as folder:
-            openers: list[Opener] = []
+            files = [Path(folder) / name / "model.onnx" for name in ("own", "changed")]
             # Both from files that the same code wrote, as the way of writing may tell in the time.
-            for name, model in (("own", self.model), ("changed", changed)):
-                file = Path(folder) / name / "model.onnx"
+            for file, model in zip(files, (self.model, changed), strict=True):
                 file.parent.mkdir()
                 write(model, file)
-                openers.append(partial(opened_session, file, self.context.threads))
-            own, other = openers
-            return compare_latency(own, other, self.batches, threads=self.context.threads)
+            openers = [partial(opened_session, file, threads) for file in files]
+            return compare_latency(*openers, self.batches, threads=threads)

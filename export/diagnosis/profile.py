@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
@@ -131,20 +132,6 @@ def modules_by_node(model: ir.Model, names: Sequence[str]) -> list[str]:
     return [*found.values()]
 
 
-def named_copy(model: ir.Model, modules: Sequence[str]) -> ir.Model:
-    """Return a model whose operators and inner values have names that begin with their module.
-
-    onnxruntime names what it fuses after the operators that it was made of.
-    """
-    copy = model.clone()
-    for number, (node, module) in enumerate(zip(copy.graph, modules, strict=True)):
-        node.name = f"{module}{SEPARATOR}{number}"
-        for value in node.outputs:
-            if value.name and not value.is_graph_output():
-                value.name = f"{module}{SEPARATOR}{value.name}"
-    return copy
-
-
 def _module_of_layer(node: ir.Node, modules: set[str]) -> str:
     for value in inputs_of(node):
         module = str(value.name).rpartition(".")[0]
@@ -214,7 +201,13 @@ class Profile:
         threads: int,
     ) -> Self:
         """Profile a model, with its layers' names in the order of :func:`layers_of`."""
-        named = named_copy(model, modules_by_node(model, names))
+        # Names begin with modules: onnxruntime names what it fuses after what it was made of.
+        named, modules = model.clone(), modules_by_node(model, names)
+        for number, (node, module) in enumerate(zip(named.graph, modules, strict=True)):
+            node.name = f"{module}{SEPARATOR}{number}"
+            for value in node.outputs:
+                if value.name and not value.is_graph_output():
+                    value.name = f"{module}{SEPARATOR}{value.name}"
         with TemporaryDirectory(prefix="compress-profile-") as folder:
             file, optimized = Path(folder) / "model.onnx", Path(folder) / "optimized.onnx"
             write(named, file)
@@ -227,29 +220,24 @@ class Profile:
                 session.run(None, feed)
             events = json.loads(Path(session.end_profiling()).read_text("utf-8"))
             rewritten = read(optimized)
-        times, written = defaultdict[str, list[float]](list), dict[str, tuple[str, int]]()
-        arguments = dict[str, dict[str, Any]]()
+        calls = defaultdict[str, list[dict[str, Any]]](list)
         for event in filter(is_kernel_call, events):
-            name = event["name"].removesuffix(KERNEL_TIME)
-            times[name].append(1e-3 * event["dur"] + CUT_OFF_MS)
-            types = [kind for value in event["args"]["output_type_shape"] for kind in value]
-            size = int(event["args"].get("output_size", 0))
-            written[name] = (types[0] if types else "", size)
-            arguments[name] = event["args"]
+            calls[event["name"].removesuffix(KERNEL_TIME)].append(event)
         origins = {key: n for n in named.graph for key in (*(v.name for v in n.outputs), n.name)}
-        nodes = tuple(
-            ProfiledNode(
-                node,
-                _origin(name, origins),
-                _module_of(node),
-                _mean(times[name]),
-                *written[name],
-                *kernel_macs(node, arguments[name]),
-            )
-            for node in rewritten.graph
-            if (name := str(node.name)) in times
-        )
-        return cls(named, rewritten, nodes)
+        nodes = []
+        for node in rewritten.graph:
+            if not (own := calls.get(name := str(node.name))):
+                continue
+            ms = sorted(1e-3 * event["dur"] + CUT_OFF_MS for event in own[WARM_UP:])
+            arguments = own[-1]["args"]
+            types = [kind for value in arguments["output_type_shape"] for kind in value]
+            written = (types[0] if types else "", int(arguments.get("output_size", 0)))
+            names_in_file = (name, *(name.removesuffix(ending) for ending in IN_BLOCKS))
+            origin = next((origins[key] for key in names_in_file if key in origins), None)
+            shortest = fmean(ms[: max(1, int(SHORTEST_SHARE * len(ms)))])
+            macs = kernel_macs(node, arguments)
+            nodes.append(ProfiledNode(node, origin, _module_of(node), shortest, *written, *macs))
+        return cls(named, rewritten, tuple(nodes))
 
     @cached_property
     def ms(self) -> float:
@@ -315,11 +303,13 @@ class Profile:
         while left:
             island = self._connected(left[0], _is_float)
             left = [node for node in left if node not in island]
-            conversions: list[ProfiledNode] = []
-            for node in island:
-                for neighbour in (*self.before(node), *self.after(node)):
-                    if neighbour.node.op_type in (QUANTIZE, DEQUANTIZE):
-                        conversions += self._connected(neighbour, _is_conversion)
+            conversions = [
+                conversion
+                for node in island
+                for neighbour in (*self.before(node), *self.after(node))
+                if neighbour.node.op_type in (QUANTIZE, DEQUANTIZE)
+                for conversion in self._connected(neighbour, _is_conversion)
+            ]
             if conversions:
                 found.append(FloatIsland(tuple(island), tuple(dict.fromkeys(conversions))))
         return tuple(found)
@@ -378,17 +368,6 @@ class Profile:
                     found[neighbour] = None
                     pending.append(neighbour)
         return [*found]
-
-
-def _mean(times: list[float]) -> float:
-    shortest = sorted(times[WARM_UP:])
-    counted = shortest[: max(1, int(SHORTEST_SHARE * len(shortest)))]
-    return sum(counted) / len(counted)
-
-
-def _origin(name: str, origins: dict[str | None, ir.Node]) -> ir.Node | None:
-    names = (name, *(name.removesuffix(ending) for ending in IN_BLOCKS))
-    return next((origins[key] for key in names if key in origins), None)
 
 
 def _module_of(node: ir.Node) -> str:

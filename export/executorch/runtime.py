@@ -168,7 +168,7 @@ class ExecuTorchProgram:
             with _captured_stderr() as printed:
                 with suppress(RuntimeError):
                     self._method.execute(tensors)
-                reason = _last_line(printed)
+                reason = _read(printed).rpartition("\n")[2].strip()
             raise RuntimeError(f"{first_line(error)}: {reason}") from error
 
     def _load(self) -> None:
@@ -182,15 +182,16 @@ class ExecuTorchProgram:
                 self._program = Runtime.get().load_program(self.file)
                 self._method = self._program.load_method("forward")
             except RuntimeError as error:
-                if missing := sorted({*NO_KERNEL.findall(_read(printed))}):
-                    raise ArtifactInvalid(
-                        f"{self.file}: ExecuTorch's runtime has no kernel for "
-                        f"{', '.join(missing)}; use export_onnx"
-                    ) from error
-                raise ArtifactInvalid(
-                    f"{self.file}: not an ExecuTorch program that this runtime can load, or "
-                    f"truncated ({first_line(error)}; {_last_line(printed)})"
-                ) from error
+                reason = _read(printed)
+                last = reason.rpartition("\n")[2].strip()
+                problem = (
+                    "not an ExecuTorch program that this runtime can load, or truncated "
+                    f"({first_line(error)}; {last})"
+                )
+                if missing := sorted({*NO_KERNEL.findall(reason)}):
+                    kernels = ", ".join(missing)
+                    problem = f"ExecuTorch's runtime has no kernel for {kernels}; use export_onnx"
+                raise ArtifactInvalid(f"{self.file}: {problem}") from error
 
 
 class ThreadPool:
@@ -228,11 +229,7 @@ def _captured_stderr() -> Iterator[IO[str]]:
 
 def _read(printed: IO[str]) -> str:
     printed.seek(0)
-    return printed.read()
-
-
-def _last_line(printed: IO[str]) -> str:
-    return _read(printed).rstrip().rpartition("\n")[2].strip()
+    return printed.read().rstrip()
 
 
 aten = torch.ops.aten

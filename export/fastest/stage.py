@@ -17,6 +17,7 @@ from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.core.stage import members_of
 from compress.export.aotinductor.stage import AotModel
+from compress.export.common.compiled_code import built_for
 from compress.export.exporter import EXPORTERS, Exporter
 from compress.export.onnx.stage import OnnxModel
 from compress.export.openvino.stage import OpenVINOModel
@@ -167,8 +168,6 @@ class ExportFastest(Exporter[EagerModel | GraphModel, Exported]):
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The processor and system that are measured, and that code is compiled for."""
-        from compress.export.common.compiled_code import built_for
-
         return {"built_for": built_for("cpu")}
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> Exported:
@@ -194,21 +193,15 @@ class ExportFastest(Exporter[EagerModel | GraphModel, Exported]):
             facts["fastest"] = {"kept": kept, "verdict": _verdict(kept, cell)} | cell.model_dump(
                 mode="json"
             )
-            return self._seal(exported[kept], model, facts, context.root)
-
-    def _seal(
-        self, winner: Artifact, model: Artifact, facts: dict[str, Any], root: Path
-    ) -> Exported:
-        """Copy an exported file into the stage's artifact."""
-        kind = type(winner)
-        with kind.atomic_write(
-            root, winner.signature, lineage=self.lineage(model), facts=facts
-        ) as partial:
-            for name in winner.manifest.files:
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(winner.path / name, partial / name)
-        artifact: Any = kind.from_directory(root)
-        return artifact  # type: ignore[no-any-return]
+            winner: Any = exported[kept]
+            lineage = self.lineage(model)
+            with winner.atomic_write(
+                context.root, winner.signature, lineage=lineage, facts=facts
+            ) as sealed:
+                for name in winner.manifest.files:
+                    (sealed / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(winner.path / name, sealed / name)
+            return winner.from_directory(context.root)  # type: ignore[no-any-return]
 
 
 def _verdict(kept: str, cell: BenchCell) -> str:

@@ -151,20 +151,19 @@ class GenaiConfig(Settings):
         """Return the settings of a decoder of transformers, for `context` tokens at most."""
         end = _token(module, "eos_token_id", 0)
         one_end = end[0] if isinstance(end, list) else end
-        decoder = Decoder(
-            head_size=shape.head_size,
-            hidden_size=shape.heads * shape.head_size,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.cached_heads,
-            num_hidden_layers=shape.layers,
-        )
         model = Model(
             bos_token_id=_token(module, "bos_token_id", one_end),
             eos_token_id=end,
             pad_token_id=_token(module, "pad_token_id", one_end),
             context_length=context,
             vocab_size=module.config.vocab_size,
-            decoder=decoder,
+            decoder=Decoder(
+                head_size=shape.head_size,
+                hidden_size=shape.heads * shape.head_size,
+                num_attention_heads=shape.heads,
+                num_key_value_heads=shape.cached_heads,
+                num_hidden_layers=shape.layers,
+            ),
         )
         return cls(model=model, search=Search(max_length=context))
 
@@ -180,11 +179,9 @@ class GenaiConfig(Settings):
 
 def _token(module: Any, name: str, default: int) -> Any:
     """Return a special token's id, or several, as the model generates with it."""
-    for settings in (getattr(module, "generation_config", None), module.config):
-        found = getattr(settings, name, None)
-        if found is not None:
-            return found
-    return default
+    settings = (getattr(module, "generation_config", None), module.config)
+    found = (getattr(one, name, None) for one in settings)
+    return next((token for token in found if token is not None), default)
 
 
 GENAI = Requirement(what="onnxruntime_genai", install=pip_install("genai"))

@@ -37,14 +37,11 @@ class CachedSession:
             i for i in self.session.get_inputs() if i.name not in (INPUT_IDS, MASK)
         ]
 
-    def empty(self, batch: int) -> Cache:
-        """Return the cache before the first token."""
-        shapes = ((batch, i.shape[1], 0, i.shape[3]) for i in self.cache_inputs)
-        return [np.zeros(shape, np.float32) for shape in shapes]
-
     def __call__(self, ids_BT: torch.Tensor, cache: Cache | None = None) -> tuple[Any, Cache]:
         """Return scores `(batch, length, vocabulary)` after a cache, and the next cache."""
-        cache = self.empty(len(ids_BT)) if cache is None else cache
+        if cache is None:  # before the first token
+            shapes = ((len(ids_BT), i.shape[1], 0, i.shape[3]) for i in self.cache_inputs)
+            cache = [np.zeros(shape, np.float32) for shape in shapes]
         total = cache[0].shape[2] + ids_BT.shape[1]
         feed = {
             INPUT_IDS: ids_BT.numpy(),

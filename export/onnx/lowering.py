@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 import warnings
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -46,6 +46,7 @@ from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     import onnx_ir as ir
     from torch.export import ExportedProgram
@@ -174,25 +175,19 @@ def _quiet() -> Iterator[None]:
     """Hide notes of the exporter that no user can act on."""
 
     def matters(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return not any(part in text for part in UNHELPFUL)
+        return not any(part in record.getMessage() for part in UNHELPFUL)
 
-    loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
-    for logger in loggers:
-        logger.addFilter(matters)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            # Inputs that share a named axis are meant to.
-            warnings.filterwarnings("ignore", message=r"# The axis name: .* will not be used")
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(matters)
+    with warnings.catch_warnings(), ExitStack() as restore:
+        for noisy in map(logging.getLogger, NOISY_LOGGERS):
+            noisy.addFilter(matters)
+            restore.callback(noisy.removeFilter, matters)
+        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+        # Inputs that share a named axis are meant to.
+        warnings.filterwarnings("ignore", message=r"# The axis name: .* will not be used")
+        yield
 
 
-@contextmanager
-def cached_registry() -> Iterator[None]:
+def cached_registry() -> AbstractContextManager[None]:
     """Have torch's exporter use a copy of a cached table of operators, in a block."""
 
     # torch 2.13 builds it from 600 functions in each export: a third of a small model's time.
@@ -202,12 +197,10 @@ def cached_registry() -> Iterator[None]:
         registry.functions = {name: [*forms] for name, forms in registry.functions.items()}
         return registry
 
-    with patched_attribute(ONNXRegistry, "from_torchlib", staticmethod(copy_of_registry)):
-        yield
+    return patched_attribute(ONNXRegistry, "from_torchlib", staticmethod(copy_of_registry))
 
 
-@contextmanager
-def numbers_for_tensors() -> Iterator[None]:
+def numbers_for_tensors() -> AbstractContextManager[None]:
     """Have torch's exporter take numbers for operands that are tensors, as calls do, in a block."""
     # Of `1.0 - integers`, torch 2.13 makes `sub.Tensor(1.0, floats)`, whose overload it then does
     # not find: its check of types takes no number for a tensor.
@@ -220,8 +213,7 @@ def numbers_for_tensors() -> Iterator[None]:
             as_tensors = (torch.tensor(x) if isinstance(x, int | float) else x for x in args)
             return find(packet, tuple(as_tensors), named)
 
-    with patched_attribute(type_promotion, "find_compatible_op_overload", find_overload):
-        yield
+    return patched_attribute(type_promotion, "find_compatible_op_overload", find_overload)
 
 
 @functools.cache

@@ -26,7 +26,6 @@ from compress.export.parity.sample_parity import (
     Float64Reference,
     Tolerance,
     check_on_samples,
-    noise_of,
     tolerance_for,
     val_inputs,
 )
@@ -255,8 +254,6 @@ def _masked(signature: Signature, base: Tensors, shares: torch.Tensor, least: in
     return tuple(changed)
 
 
-logger = logging.getLogger(__name__)
-
 BATCHES = (1, 3, 8)
 SIZES = (8, 16, 4, 7)
 """Sizes tried of named axes other than the batch, an odd one too; a model may refuse some."""
@@ -288,19 +285,6 @@ class ParityMismatch(StageFailed):
         self.kind = kind
         """Name of the kind of input, such as "zeros"."""
         self.inputs = inputs
-
-
-def check_parity(
-    source: Artifact,
-    exported: Predictor,
-    context: Context,
-    limits: Limits | None = None,
-    operators: Container[str] = (),
-) -> None:
-    """Compare an exported model with its source, which is opened: see :func:`compare_outputs`."""
-    with source_predictor(source, context) as expected:
-        val_batches, noise = list(val_inputs(context, source)), noise_of(source, context)
-        compare_outputs(source, expected, exported, val_batches, limits, operators, noise)
 
 
 def compare_outputs(

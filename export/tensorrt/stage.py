@@ -151,20 +151,15 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         self, model: EagerModel | GraphModel | OnnxModel, file: Path, context: Context
     ) -> dict[str, Any]:
         """Build an engine."""
-        from compress.export.tensorrt.runtime import (
-            build_from_onnx,
-            build_from_program,
-            built_for,
-            sizes_of,
-        )
+        from compress.export.tensorrt import runtime
 
-        sizes = sizes_of(model.signature, self.sizes)
-        device = self.device_for(context)
-        host = built_for(device)
+        sizes = runtime.sizes_of(model.signature, self.sizes)
+        device, options = self.device_for(context), self.build_options()
+        host = runtime.built_for(device)
         if self.through == "onnx":
-            plan = build_from_onnx(model, sizes, self.build_options())
+            plan = runtime.build_from_onnx(model, sizes, options)
         else:
-            plan = build_from_program(model, sizes, self.build_options(), device)
+            plan = runtime.build_from_program(model, sizes, options, device)
         file.write_bytes(plan)
         return {
             "built_for": host,

@@ -6,7 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from compress.artifacts.recipe import AnyEdit
@@ -176,7 +177,6 @@ def record_guesses(module: torch.nn.Module) -> Iterator[list[str]]:
         elif (running or [ROOT])[-1] not in guessing:
             guessing.append((running or [ROOT])[-1])
 
-    handles = []
     showwarning = warnings.showwarning
     unhookable = {  # scripted parts, and torch's integer layers
         inner
@@ -185,18 +185,14 @@ def record_guesses(module: torch.nn.Module) -> Iterator[list[str]]:
         or type(part).__module__.startswith("torch.ao.nn.")
         for inner in part.modules()
     }
-    for part in module.modules():
-        if part in unhookable:
-            continue
-        handles += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave)]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", torch.jit._trace.TracerWarning)
-            warnings.showwarning = record
-            yield guessing
-    finally:
-        for handle in handles:
-            handle.remove()
+    with warnings.catch_warnings(), ExitStack() as hooks:
+        for part in module.modules():
+            if part not in unhookable:
+                hooks.enter_context(part.register_forward_pre_hook(enter))
+                hooks.enter_context(part.register_forward_hook(leave))
+        warnings.simplefilter("always", torch.jit._trace.TracerWarning)
+        warnings.showwarning = record
+        yield guessing
 
 
 MANGLED = re.compile(rb"___torch_mangle_\d+")
@@ -268,8 +264,7 @@ def to_torchscript(
             ) from error
 
 
-@contextmanager
-def inlined_functions() -> Iterator[None]:
+def inlined_functions() -> AbstractContextManager[None]:
     """Have `Function.apply` call `forward` directly, in a block."""
 
     # The tracer would record a call of Python code, which no TorchScript file can hold.
@@ -281,8 +276,7 @@ def inlined_functions() -> Iterator[None]:
         context = SimpleNamespace(needs_input_grad=(False,) * len(inputs), **stores)
         return cls.forward(context, *inputs, **named)
 
-    with patched_attribute(Function, "apply", classmethod(apply)):
-        yield
+    return patched_attribute(Function, "apply", classmethod(apply))
 
 
 def save(module: torch.jit.ScriptModule, file: Path) -> None:

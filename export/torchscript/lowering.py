@@ -51,6 +51,11 @@ MOVES = {
 """Operators that only move values, and take integers as they are."""
 LIMITS = {aten.relu.default: (0.0, float("inf")), aten.relu6.default: (0.0, 6.0)}
 """Clamp → the smallest and the largest value that it lets through."""
+UNLIMITED = {
+    aten.hardtanh.default: (-1.0, 1.0),
+    aten.clamp.default: (float("-inf"), float("inf")),
+}
+"""Clamp to limits that it is given → the limits without them."""
 
 
 @dataclass(frozen=True)
@@ -263,14 +268,9 @@ def _before_clamp(quantize: Any, grid: Grid) -> fx.Node | None:
     """Return the operator whose result is quantized, skipping a clamp that the range enforces."""
     node: Any = quantize.args[0]
     limits = LIMITS.get(node.target)
-    if node.target in (aten.hardtanh.default, aten.clamp.default):
-        low, high = (*node.args[1:], None, None)[:2]
-        low = -1.0 if low is None and node.target is aten.hardtanh.default else low
-        high = 1.0 if high is None and node.target is aten.hardtanh.default else high
-        limits = (
-            float("-inf") if low is None else float(low),
-            float("inf") if high is None else float(high),
-        )
+    if node.target in UNLIMITED:
+        ends = zip((*node.args[1:], None, None), UNLIMITED[node.target], strict=False)
+        limits = tuple(float(default if given is None else given) for given, default in ends)
     if limits is None:
         return node if len(node.users) == 1 or node.target in MOVES else None
     if not grid.within(*limits) or len(node.users) > 1:

@@ -112,9 +112,7 @@ def test_where_sums_are_cut_off_an_error_of_an_integer_file_says_so(
     graph = QuantizeStatic(calibration_samples=64, weight_bits=EXACT_BITS)(model, context)
     onnx = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
     right = stage.predictor
-    monkeypatch.setattr(
-        stage, "predictor", lambda m: lambda *x: tuple(2 * y for y in right(m)(*x))
-    )
+    monkeypatch.setattr(stage, "predictor", lambda m: lambda *x: tuple(2 * y for y in right(m)(*x)))
     monkeypatch.setattr(report, "has_16_bit_sums", lambda: True)
     with pytest.raises(StageFailed, match=r"has no VNNI, so that sums .* may be cut off"):
         ExportOpenVINO()(onnx, context.with_root(tmp_path / "openvino"))

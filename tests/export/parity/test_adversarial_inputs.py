@@ -20,7 +20,6 @@ from compress.export.parity.compare import (
     TINY_KIND,
     ParityMismatch,
     adversarial_inputs,
-    check_parity,
     find_adversarial_mismatch,
 )
 from compress.export.parity.compare import (
@@ -28,7 +27,7 @@ from compress.export.parity.compare import (
 )
 from compress.export.parity.sample_parity import Float64Reference
 from compress.pipelines.system.error_context import name_stage_in_errors
-from tests.export.builders import ROWS, network_of
+from tests.export.builders import ROWS, check_parity, network_of
 
 TEXT = Signature(
     inputs=(
