@@ -256,7 +256,6 @@ class Exporter(Stage[Reads, Writes]):
         context: Context,
         inputs: Iterable[Tensors],
     ) -> Iterator[ParityContext]:
-        """Run the source on some inputs, and open a file."""
         from compress.export.parity.compare import on_cpu, recorded_outputs
         from compress.export.parity.report import ParityContext
 

@@ -111,7 +111,6 @@ def multiply_rows_(program: ExportedProgram) -> None:
 
 
 def _constants(product: Any) -> list[Any]:
-    """Return a product's integer weight, scales, zero points, and bias."""
     return [*product.args[1].args[:3], _bias(product)]
 
 
@@ -140,7 +139,6 @@ def _merge_(graph: Graph, products: Sequence[Any]) -> None:
 
 
 def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
-    """Add a call of an operator, with the meta tensor of its result."""
     node = graph.call_function(target, arguments)
     values = torch.fx.node.map_arg(arguments, lambda given: given.meta["val"])
     node.meta["val"] = target(*values)

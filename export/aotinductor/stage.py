@@ -140,5 +140,4 @@ class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
 
 
 def _numbered(compiled_for: str, device: str) -> str:
-    """Return the device to run on, by its number where code for CUDA is to run on `cuda:1`."""
     return device if device.partition(":")[0] == compiled_for else compiled_for

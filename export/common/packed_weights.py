@@ -128,7 +128,6 @@ def decoder_weights(
 
 
 def _streamed_weights(model: PackedModel, title: str) -> DecoderWeights:
-    """Return the weights of a model that was quantized block by block."""
     module, stored = model.skeleton(), model.stored()
     for name in stored:
         if name.endswith(FACTOR):

@@ -26,13 +26,11 @@ class Reproducer:
     """How a script that shows a wrong export runs it, with the runtime's own library alone."""
 
     file: str
-    """Name of the exported file."""
     run_lines: tuple[str, ...]
     """Body of a function that returns the outputs as tensors, from ``inputs`` and ``HERE``."""
     library: str = ""
     """Package that must be installed beside torch and numpy."""
     imports: str = ""
-    """Its import lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +63,6 @@ class Runtime:
     name: str
     """As in a gate's ``against``."""
     title: str
-    """As in tables and messages."""
     requirements: tuple[Requirement, ...] = ()
     """What must be installed to export with default settings, and to open a file."""
     targets: tuple[str, ...] = ()

@@ -79,7 +79,6 @@ def vllm_limits(weights: DecoderWeights, scheme: Mapping[str, Any]) -> Iterator[
 
 
 def _partly_packed(weights: DecoderWeights) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the layers that vLLM joins, and those of them that are packed, where some are not."""
     for name, parent in weights.module.named_modules():
         for layers in JOINED:
             parts = [f"{name}.{layer}" for layer in layers if hasattr(parent, layer)]

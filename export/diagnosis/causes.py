@@ -118,7 +118,6 @@ def _slow_and_timed(
 
 
 def _float_island_share(refused: Slow, layer: str) -> float | None:
-    """Return the share of the time that the islands with a layer's operators take."""
     islands = [i for i in refused.measured.profile.float_islands if layer in i.modules]
     return refused.measured.share(node for i in islands for node in (*i.nodes, *i.conversions))
 
@@ -161,7 +160,6 @@ def _missing_in_block(refused: Slow, layer: str) -> float | None:
 
 
 def _whole_blocks(refused: Slow, layers: Sequence[str]) -> Timed:
-    """Return multiples of 16 or 8 channels."""
     own, title = refused.stage.own_settings(), refused.stage.title
     blocks = (BLOCK, BLOCK // 2)
     wider: list[Settings] = [{"round_to": block} for block in blocks if own["round_to"] % block]
@@ -175,7 +173,6 @@ def _whole_blocks(refused: Slow, layers: Sequence[str]) -> Timed:
 
 
 def _slowdown(refused: Slow, layer: str) -> float | None:
-    """Return a layer's time over that of the plain float model."""
     measured = refused.measured
     before = measured.float_profile.by_module.get(layer, 0.0)
     now = measured.profile.by_module.get(layer, 0.0)
@@ -304,7 +301,6 @@ def _tables_in_integers(refused: Sized, layers: Sequence[str]) -> Iterator[Setti
 
 
 def _excluded_share(refused: Counted, layer: str) -> float | None:
-    """Return the share of the whole that a module has which a pattern leaves out."""
     if not _naming(refused.stage.own_settings(), [layer]):
         return None
     # Pruning counts all channels that it may remove, quantization what is not in integers.
@@ -319,7 +315,6 @@ def _nothing_excluded(refused: Counted, layers: Sequence[str]) -> Iterator[Setti
 
 
 def _activation_share(refused: Sized, layer: str) -> float | None:
-    """Return a module's largest value as a share of all weights and values in memory."""
     measured = refused.measured
     if layer not in measured.activations:
         return None
@@ -406,14 +401,12 @@ def _ratio_at_other_sizes(refused: Wrong, layer: str) -> float | None:
 
 
 def _graph_share(refused: Wrong, layers: Sequence[str]) -> float | None:
-    """Return the graph's share of the error."""
     measured = refused.measured
     total = max((e for e in measured.errors.values() if math.isfinite(e)), default=0.0)
     return min(1.0, measured.graph_error / total) if total else None
 
 
 def _rewriting_share(refused: Wrong, layer: str) -> float | None:
-    """Return the share of the difference that is gone without rewriting."""
     measured = refused.measured
     if layer or measured.stage.optimize == "none" or not measured.difference:
         return None
@@ -429,7 +422,6 @@ def _float32_share(refused: Wrong, layer: str) -> float | None:
 
 
 def _operator_error(refused: Wrong, layer: str) -> float | None:
-    """Return the error of the first wrong operator, relative to its norm."""
     found = refused.measured.wrong_layer
     return found.error if found is not None and layer == str(found) else None
 

@@ -197,7 +197,6 @@ class SizeDiagnosis(CountedCost):
     """A file that is too large, or takes too much memory: what holds the bytes."""
 
     unit: Unit = "bytes"
-    """What the gate counts."""
     memory_batch: int | None = None
     """Samples of a call, of a gate on memory."""
 
@@ -385,5 +384,5 @@ class SpeedDiagnosis(FileDiagnosis):
             for file, model in zip(files, (self.model, changed), strict=True):
                 file.parent.mkdir()
                 write(model, file)
-            openers = [partial(opened_session, file, threads) for file in files]
-            return compare_latency(*openers, self.batches, threads=threads)
+            own, other = (partial(opened_session, file, threads) for file in files)
+            return compare_latency(own, other, self.batches, threads=threads)

@@ -48,7 +48,6 @@ class ParityDiagnosis:
     stage: ExportOnnx
     source: EagerModel | GraphModel
     model: ir.Model
-    """The file's model."""
     context: Context
     rerun: Rerun
     kept: RefusedFile | None = None
@@ -56,7 +55,6 @@ class ParityDiagnosis:
     deadline: float = math.inf
     """Until when the wrong layer is searched for, on the clock of :func:`time.monotonic`."""
     measured: int = 0
-    """How many changed files were made."""
 
     @cached_property
     def outputs(self) -> dict[str, KindOutputs]:

@@ -158,9 +158,7 @@ class ProfiledNode:
     written_bytes: int
     """What it writes in one call."""
     macs: int
-    """Multiply-accumulates of one call."""
     in_integers: bool
-    """Whether its kernel computes in integers."""
 
 
 @dataclass(frozen=True)

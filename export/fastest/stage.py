@@ -205,7 +205,6 @@ class ExportFastest(Exporter[EagerModel | GraphModel, Exported]):
 
 
 def _verdict(kept: str, cell: BenchCell) -> str:
-    """Say why a runtime was kept, for the report's first line."""
     others = [row.model for row in cell.rows if row.model != kept]
     if not cell.fastest or not others:
         return f"in {kept}"

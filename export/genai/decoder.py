@@ -206,7 +206,6 @@ def _shape(value: ir.Value | None) -> tuple[int | str | None, ...]:
 
 
 def _number(value: ir.Value | None) -> float | None:
-    """Return the value of a constant of one number."""
     tensor = stored(value)
     return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
@@ -227,9 +226,7 @@ class CacheShape(NamedTuple):
 
     layers: int
     heads: int
-    """Heads of the queries."""
     cached_heads: int
-    """Heads of keys and values."""
     head_size: int
     rotary_layers: int
     """Layers whose rotary embedding is part of `GroupQueryAttention`."""

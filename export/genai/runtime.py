@@ -178,7 +178,6 @@ class GenaiConfig(Settings):
 
 
 def _token(module: Any, name: str, default: int) -> Any:
-    """Return a special token's id, or several, as the model generates with it."""
     settings = (getattr(module, "generation_config", None), module.config)
     found = (getattr(one, name, None) for one in settings)
     return next((token for token in found if token is not None), default)

@@ -131,7 +131,6 @@ class CacheProof:
             return facts | compared, greedy_text
 
     def _texts(self) -> Iterator[torch.Tensor]:
-        """Yield drawn tokens, and samples of `val`."""
         generator = torch.Generator().manual_seed(0)
         for batch, length in SHAPES:
             shape = batch, min(length, self.longest)

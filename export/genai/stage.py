@@ -161,7 +161,6 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
     def _proof(
         self, model: Artifact, folder: Path, context: Context, vocabulary: int, longest: int
     ) -> tuple[dict[str, Any], GreedyText]:
-        """Compare a folder with its source; return what was found, and the greedy text."""
         from compress.export.genai.session import CachedSession, CacheProof
 
         session = CachedSession(folder / GenaiModel.payload, context.threads)

@@ -25,9 +25,7 @@ class GeneratedText:
 
     prompt: str
     text: str
-    """What comes after the prompt."""
     token_ids: tuple[int, ...]
-    """The tokens of the text."""
     first_token_ms: float
     tokens_per_second: float | None
     """Tokens after the first in a second; None where there is none."""

@@ -218,7 +218,6 @@ def _split_of(pre_tokenizer: Any) -> str | None:
 
 
 def _add_special_tokens(writer: GGUFWriter, content: bytes, module: Any) -> None:
-    """Write which tokens begin, end and pad a text, and whether a prompt gets them."""
     from tokenizers import Tokenizer
 
     begin, end, pad = (
@@ -240,7 +239,6 @@ class Family(NamedTuple):
     """How llama.cpp computes the models of a `model_type` of transformers."""
 
     architecture: str
-    """Its name in GGUF."""
     interleaves_rotary: bool
     """Whether pairs of rotated numbers lie beside each other there, and half a head apart here."""
 
@@ -257,9 +255,7 @@ class FileTensor(NamedTuple):
     """A tensor of the file."""
 
     name: str
-    """By which llama.cpp finds it."""
     source: str
-    """The parameter's name in transformers."""
     values: torch.Tensor | PackedWeight
     row_order: torch.Tensor | None
     """Which of the parameter's rows each of its rows is, where the order is another."""

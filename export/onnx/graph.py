@@ -275,7 +275,6 @@ def _features(node: ir.Node) -> tuple[int, int]:
 
 
 def _shape(value: ir.Value | None) -> tuple[int, ...]:
-    """Return a value's sizes, with 0 for those that are not known."""
     if value is None:
         return (0,)
     shape = value.shape if value.const_value is None else value.const_value.shape

@@ -235,7 +235,6 @@ class Translation(NamedTuple):
 
     exporter: Literal["dynamo", "legacy"]
     half: bool
-    """Whether weights are float16."""
     facts: dict[str, Any]
     """Largest sizes of axes and rows of tables (the older exporter knows none), or a warning for
     the manifest."""
@@ -276,7 +275,6 @@ def translate(
 def _export_legacy(
     module: torch.nn.Module, signature: Signature, opset: int | None
 ) -> ir.Model | None:
-    """Return a module as the older exporter traces it; None where it fails."""
     inputs = signature.example()
     try:
         with (

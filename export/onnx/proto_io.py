@@ -155,7 +155,6 @@ def _header(field: int, size: int) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    """Encode a number seven bits at a time, the lowest first."""
     encoded = bytearray()
     while number > 127:
         encoded.append(number & 127 | 128)

@@ -163,7 +163,6 @@ def exact_session(
 
 
 def _session(file: Path, options: Any, providers: Sequence[Any] = (CPU,)) -> Any:
-    """Return a session; ArtifactInvalid where onnxruntime cannot load the file."""
     try:
         return onnxruntime.InferenceSession(str(file), options, list(providers))
     except Exception as error:

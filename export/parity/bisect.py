@@ -54,7 +54,6 @@ class LayerSearch:
     inputs: Tensors
     reexport: Reexport
     scratch: Path
-    """File that parts are exported to."""
     limit: float
     """Largest error of a layer, relative to its norm."""
     deadline: float = math.inf
@@ -62,7 +61,6 @@ class LayerSearch:
     longest: float = 0.0
     """How long the export of a part has taken, at most, or is expected to."""
     exports: int = 0
-    """How many parts were exported."""
     out_of_time: bool = False
     refused: bool = False
     """Whether not even the whole graph could be exported again."""
@@ -122,7 +120,6 @@ class LayerSearch:
         return line[-1]
 
     def _measure(self, nodes: Sequence[fx.Node]) -> list[float] | None:
-        """Return the errors of some layers; None where the part up to them cannot be exported."""
         began = time.monotonic()
         self.out_of_time = self.out_of_time or began + self.longest > self.deadline
         if self.out_of_time:

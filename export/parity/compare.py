@@ -223,7 +223,6 @@ def _misses_infinities(
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """Return seeded numbers of either sign, of all sizes."""
     generator = torch.Generator().manual_seed(0)
     places = torch.randint(len(MIXED), x.shape, generator=generator)
     numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
@@ -233,7 +232,6 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def _extreme(
     batches: Sequence[Tensors], pick: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[float]:
-    """Return the smallest or largest value of each input over all batches; 0 where empty."""
     return [
         float(
             pick(torch.stack([pick(x).double() for x in column if x.numel()] or [torch.zeros(())]))
@@ -357,7 +355,6 @@ class KindOutputs(NamedTuple):
     refusal: Exception | None
     """What the source raises; there are no outputs then."""
     failure: Exception | None
-    """What the exported model raises."""
 
     @property
     def error(self) -> float:
@@ -470,7 +467,6 @@ def _sizes(signature: Signature, axis: str, limits: Limits | None) -> tuple[int,
 
 
 def _usual_sizes(expected: Predictor, signature: Signature) -> list[float]:
-    """Return the root mean square of each output for several seeded inputs."""
     # The one number that a regressor answers to a batch of 1 may be near 0 by chance, and any
     # rounding is large beside that.
     batch = {signature.batch_axis: max(BATCHES)} if signature.batch_axis else {}

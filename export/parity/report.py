@@ -119,19 +119,14 @@ class ParityContext:
     """What a report on a mismatch is made from."""
 
     title: str
-    """Name of the stage."""
     source: Artifact
     expected: Predictor
-    """The source, or its recorded outputs."""
     exported: Predictor
     file: Path
-    """The exported file, beside those that it reads."""
     facts: Mapping[str, Any]
-    """What the manifest would say of it."""
     copy_export: Callable[[Path], None]
     """Writes the exported file, as the runtime's reproducer reads it."""
     reexport: Reexport
-    """Exports a part of the graph."""
     runtime: Runtime
     context: Context
     began: float = 0.0
@@ -344,7 +339,6 @@ def _write_script(
 
 
 def _where(search: LayerSearch, run: Path | None) -> str:
-    """Return which layer is wrong, in words, or how to learn it."""
     layer = search.layer
     ask = f"which layer: compress explain {shlex.quote(str(run))}" if run else ""
     if search.refused:
@@ -411,5 +405,4 @@ def _metric(parity: ParityContext, seconds: float, deadline: float) -> dict[str,
 
 
 def _number(value: float) -> float | str:
-    """Return a number that JSON can hold."""
     return value if math.isfinite(value) else "not finite"

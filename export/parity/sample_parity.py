@@ -243,7 +243,6 @@ def _errors(expected: Tensors, outputs: Tensors, where: Tensors) -> list[float]:
 
 
 def _norms(tensors: Tensors, where: Tensors) -> list[float]:
-    """Return the norm of each tensor, over the elements of a mask."""
     import torch
 
     return [
@@ -319,7 +318,6 @@ class OutputSums:
     """Squared distance to the mean of each batch."""
     norm: float = 0.0
     finite: int = 0
-    """Elements that were measured."""
     not_finite: int = 0
     """Elements that are the same infinity in both, or NaN in both."""
     nan: int = 0
@@ -443,7 +441,6 @@ class SampleLimits(NamedTuple):
     spreads: tuple[float, ...]
     """Largest error of each output, relative to its spread."""
     label_changes: float
-    """Share of the samples."""
 
 
 def limits_of_noise(

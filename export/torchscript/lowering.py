@@ -130,7 +130,6 @@ class QuantizedLowering:
         self.integers[quantize] = integers
 
     def _fused(self, head: Any, grid: Grid) -> fx.Node | None:
-        """Return the call of an operator's integer kernel; None where there is none."""
         if head is None:
             return None
         operands = [self._integers_of(operand) for operand in head.args[:2]]
@@ -146,7 +145,6 @@ class QuantizedLowering:
         return None
 
     def _integers_of(self, operand: Any) -> fx.Node | None:
-        """Return the integers that an operand dequantizes, or None."""
         target = getattr(operand, "target", None)
         return self.integers.get(operand.args[0]) if target is DEQUANTIZE else None
 
@@ -269,8 +267,9 @@ def _before_clamp(quantize: Any, grid: Grid) -> fx.Node | None:
     node: Any = quantize.args[0]
     limits = LIMITS.get(node.target)
     if node.target in UNLIMITED:
-        ends = zip((*node.args[1:], None, None), UNLIMITED[node.target], strict=False)
-        limits = tuple(float(default if given is None else given) for given, default in ends)
+        given, default = (*node.args[1:], None, None), UNLIMITED[node.target]
+        low, high = (float(default[i] if given[i] is None else given[i]) for i in (0, 1))
+        limits = low, high
     if limits is None:
         return node if len(node.users) == 1 or node.target in MOVES else None
     if not grid.within(*limits) or len(node.users) > 1:

@@ -42,7 +42,6 @@ class NodePackage(Requirement):
     """A package of the npm registry, in the folder that an environment variable names."""
 
     variable: str
-    """The environment variable."""
 
     def missing(self) -> bool:
         """Whether the variable names no folder of that package."""
@@ -118,8 +117,6 @@ def run_page(page: str, deadline_s: float = DEADLINE_S) -> Any:
 
 @contextmanager
 def _served(page: bytes, reports: SimpleQueue[bytes]) -> Iterator[str]:
-    """Serve a page on a free port of the loopback interface; what it posts goes to a queue."""
-
     class Handler(BaseHTTPRequestHandler):
         timeout = DEADLINE_S
 
@@ -264,7 +261,6 @@ def web_page(
 
 
 def _packed(content: bytes, level: int = 6) -> str:
-    """Compress bytes into text that a page can hold."""
     return base64.b64encode(gzip.compress(content, level, mtime=0)).decode()
 
 

@@ -45,7 +45,6 @@ def _dequantize(x: Any, scale: Any, zero_point: Any, _low: int, _high: int, _dty
 
 
 def _identity_qparams() -> tuple[Any, Any]:
-    """Return the scale and zero point with which integers stay what they are."""
     zero: Any = ir.tensor(np.zeros((), np.int8))
     return op.Constant(value_float=1.0), op.Constant(value=zero)
 
@@ -127,7 +126,6 @@ class ProductRewriter:
         )
 
     def _constant(self, name: str, value: np.ndarray[Any, Any]) -> ir.Value:
-        """Add a constant to the graph once, and return it."""
         known = self._graph.initializers.get(name)
         return add_tensor(self._graph, name, value) if known is None else known
 
@@ -222,7 +220,6 @@ def lower_quantized_rnns_(model: ir.Model) -> None:
 
 
 def _producing(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield the operators that a value is computed by."""
     if (node := value.producer()) is not None:
         yield node
         for source in inputs_of(node):
@@ -251,7 +248,6 @@ def _evaluate(
 
 
 def _use_integer_lstm_(graph: ir.Graph, node: ir.Node, weights: list[np.ndarray[Any, Any]]) -> None:
-    """Replace an LSTM by DynamicQuantizeLSTM, in place."""
     inputs = [*node.inputs, *[None] * 8][:8]
     for place, weight_DGI in enumerate(weights, start=1):
         scale_DG = np.abs(weight_DGI).max(2) / LARGEST

@@ -115,24 +115,20 @@ def separate_transposes_(model: ir.Model) -> None:
     graph = model.graph
     for matmul in [node for node in graph if node.op_type == "MatMul"]:
         for place, value in enumerate(matmul.inputs):
-            if rank := _transposed_rank(value):
+            node = producer(value)
+            while node is not None and node.op_type == "Cast":
+                node = producer(node.inputs[0])
+            if node is None or node.op_type != "Transpose":
+                continue
+            order = node.attributes.get_ints("perm", [0])
+            if order[-1] == len(order) - 1:  # the last axis stays the last
                 name = f"{matmul.outputs[0].name}_{place}"
                 # 0: the axis as it is
-                shape = add_tensor(graph, f"{name}_shape", np.array([0] * (rank - 1) + [-1]))
+                kept = [0] * (len(order) - 1)
+                shape = add_tensor(graph, f"{name}_shape", np.array([*kept, -1]))
                 reshaped = ir.Value(name=name)
                 matmul.prepend(ir.node("Reshape", [value, shape], outputs=[reshaped]))
                 matmul.replace_input_with(place, reshaped)
-
-
-def _transposed_rank(value: ir.Value | None) -> int:
-    """Return the rank of a Transpose's result whose last axis stays the last; 0 for others."""
-    node = producer(value)
-    while node is not None and node.op_type == "Cast":
-        node = producer(node.inputs[0])
-    if node is None or node.op_type != "Transpose":
-        return 0
-    order = node.attributes.get_ints("perm", [0])
-    return len(order) if order[-1] == len(order) - 1 else 0
 
 
 class Grid(NamedTuple):
