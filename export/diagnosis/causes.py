@@ -24,7 +24,7 @@ from compress.core.diagnosis.cause import (
     Repair,
     excluding,
 )
-from compress.export.diagnosis.parity import LEAST_ERROR
+from compress.export.diagnosis.costs import LEAST_ERROR
 from compress.export.diagnosis.profile import QUANTIZE
 from compress.export.latency.float_layers import weighted_layers
 from compress.export.onnx.graph import sizes, stored
@@ -32,8 +32,12 @@ from compress.export.onnx.graph import sizes, stored
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from compress.export.diagnosis.costs import CountedCost, SizeDiagnosis, SpeedDiagnosis
-    from compress.export.diagnosis.parity import ParityDiagnosis
+    from compress.export.diagnosis.costs import (
+        CountedCost,
+        ParityDiagnosis,
+        SizeDiagnosis,
+        SpeedDiagnosis,
+    )
 
     Slow = RefusedStage[SpeedDiagnosis]
     Counted = RefusedStage[CountedCost]
