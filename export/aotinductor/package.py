@@ -6,7 +6,7 @@ import operator
 import re
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.export import ExportedProgram
     from torch.fx import Graph, Node
@@ -63,6 +63,7 @@ def compile_package(
     answers.
     """
     from torch._inductor import aoti_compile_and_package, config
+    from torch._inductor.codegen.cpp import CppVecOverrides
     from torch._inductor.utils import fresh_cache
 
     # Inductor (torch 2.13) hands 16-bit activations to 8-bit kernels.
@@ -95,7 +96,15 @@ def compile_package(
                 settings["freezing"] = False  # it is for oneDNN's kernels
             # A stored program has none.
             program._example_inputs = (tuple(signature.example(device=device)), {})
-            with torch.no_grad(), config.patch(settings), _exact_near_zero():
+            exact = partial(patched_attribute, CppVecOverrides)  # near zero
+            with (
+                torch.no_grad(),
+                config.patch(settings),
+                # Inductor (torch 2.13) writes expm1, and so ELU, as exp(x) - 1, and atanh by
+                # log(1 + x); the vector kernels of these names are exact near zero.
+                exact("expm1", staticmethod(lambda x: f"{x}.expm1()")),
+                exact("atanh", staticmethod(lambda x: f"{x}.atanh()")),
+            ):
                 aoti_compile_and_package(
                     program, package_path=str(package), inductor_configs=settings
                 )
@@ -144,19 +153,6 @@ def refuse_one_channel_integers(program: ExportedProgram) -> None:
                 "AOTInductor compiles that into wrong answers; quantize with `target: "
                 "inductor-cpu`, which leaves it in float, or `exclude` it"
             )
-
-
-@contextmanager
-def _exact_near_zero() -> Iterator[None]:
-    """Have Inductor use vector kernels of expm1 and atanh that are exact near zero, in a block."""
-    from torch._inductor.codegen.cpp import CppVecOverrides
-
-    # Inductor (torch 2.13) writes expm1, and so ELU, as exp(x) - 1, and atanh by log(1 + x).
-    with (
-        patched_attribute(CppVecOverrides, "expm1", staticmethod(lambda x: f"{x}.expm1()")),
-        patched_attribute(CppVecOverrides, "atanh", staticmethod(lambda x: f"{x}.atanh()")),
-    ):
-        yield
 
 
 def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:

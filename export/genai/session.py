@@ -115,10 +115,13 @@ class CacheProof:
 
         Raise StageFailed where the source answers otherwise, or the cache changes the answers.
         """
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((batch, min(length, self.longest)) for batch, length in SHAPES)
+        texts = [torch.randint(0, self.vocabulary, s, generator=generator) for s in shapes]
         with self.source.open(threads=self.context.threads) as expected:
             errors = [
                 (self._error(self._scores(expected, ids), self.session(ids)[0]), ids)
-                for ids in self._texts()
+                for ids in (*texts, *self._samples(SAMPLES))
             ]
             worst, text = max(errors, key=lambda pair: pair[0])
             if not worst <= self.limit:
@@ -129,13 +132,6 @@ class CacheProof:
             facts = {"scores_error": worst, "steps_error": self._check_steps()}
             compared, greedy_text = self._check_greedy_text(expected)
             return facts | compared, greedy_text
-
-    def _texts(self) -> Iterator[torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        for batch, length in SHAPES:
-            shape = batch, min(length, self.longest)
-            yield torch.randint(0, self.vocabulary, shape, generator=generator)
-        yield from self._samples(SAMPLES)
 
     def _samples(self, count: int) -> Iterator[torch.Tensor]:
         data = self.context.data

@@ -160,6 +160,7 @@ SPLITS = {
 def add_vocabulary(writer: GGUFWriter, carried: Mapping[str, bytes], module: Any) -> str:
     """Write the tokenizer among a model's files; return why there is none, or an empty string."""
     from gguf import TokenType
+    from tokenizers import Tokenizer
 
     tokenizer = json.loads(carried[TOKENIZER]) if TOKENIZER in carried else None
     reason = _why_unknown(tokenizer)
@@ -183,7 +184,20 @@ def add_vocabulary(writer: GGUFWriter, carried: Mapping[str, bytes], module: Any
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([*merges])
-    _add_special_tokens(writer, carried[TOKENIZER], module)
+    begin, end, pad = (
+        getattr(module.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
+    )
+    end = end[0] if isinstance(end, list) else end
+    # Whether a prompt gets them, too.
+    encoded = Tokenizer.from_str(carried[TOKENIZER].decode()).encode("a").ids
+    if begin is not None:
+        writer.add_bos_token_id(begin)
+    if end is not None:
+        writer.add_eos_token_id(end)
+    if pad is not None:
+        writer.add_pad_token_id(pad)
+    writer.add_add_bos_token(begin is not None and encoded[:1] == [begin])
+    writer.add_add_eos_token(end is not None and encoded[-1:] == [end])
     template = chat_template_of(carried)
     if template is not None:
         writer.add_chat_template(template)
@@ -215,24 +229,6 @@ def _split_of(pre_tokenizer: Any) -> str | None:
         return None
     pattern = others[0].get("pattern", {}).get("Regex") if len(others) == 1 else None
     return str(pattern or json.dumps(others))
-
-
-def _add_special_tokens(writer: GGUFWriter, content: bytes, module: Any) -> None:
-    from tokenizers import Tokenizer
-
-    begin, end, pad = (
-        getattr(module.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
-    )
-    end = end[0] if isinstance(end, list) else end
-    encoded = Tokenizer.from_str(content.decode()).encode("a").ids
-    if begin is not None:
-        writer.add_bos_token_id(begin)
-    if end is not None:
-        writer.add_eos_token_id(end)
-    if pad is not None:
-        writer.add_pad_token_id(pad)
-    writer.add_add_bos_token(begin is not None and encoded[:1] == [begin])
-    writer.add_add_eos_token(end is not None and encoded[-1:] == [end])
 
 
 class Family(NamedTuple):

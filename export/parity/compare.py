@@ -121,7 +121,9 @@ def _all_kinds(
             change(x).to(x.dtype) if x.is_floating_point() and x.numel() else x for x in base
         )
 
-    lowest, highest = (_extreme(val_batches, pick) for pick in (torch.min, torch.max))
+    seen = [[x for x in xs if x.numel()] for xs in zip(*val_batches, strict=True)]
+    lowest = [min((float(x.min()) for x in xs), default=0.0) for xs in seen]
+    highest = [max((float(x.max()) for x in xs), default=0.0) for xs in seen]
     zeros = [0 if low <= 0 <= high else low for low, high in zip(lowest, highest, strict=True)]
     yield "zeros", filled(zeros)
     yield "the smallest value seen everywhere", filled(lowest)
@@ -227,17 +229,6 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     places = torch.randint(len(MIXED), x.shape, generator=generator)
     numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
     return numbers * torch.tensor(MIXED, dtype=torch.float64)[places]
-
-
-def _extreme(
-    batches: Sequence[Tensors], pick: Callable[[torch.Tensor], torch.Tensor]
-) -> list[float]:
-    return [
-        float(
-            pick(torch.stack([pick(x).double() for x in column if x.numel()] or [torch.zeros(())]))
-        )
-        for column in zip(*batches, strict=True)
-    ]
 
 
 def _masked(signature: Signature, base: Tensors, shares: torch.Tensor, least: int) -> Tensors:
@@ -419,7 +410,15 @@ def check_axis_sizes(
         if problem:
             raise ParityMismatch(problem, "seeded", example)
     for axis in signature.dynamic_axes:
-        for size, inputs, outputs in _accepted_sizes(expected, signature, axis, limits):
+        accepted, refusal = 0, ""
+        for size in _sizes(signature, axis, limits):
+            inputs = signature.example(sizes={axis: size})
+            try:
+                outputs = expected(*inputs)
+            except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
+                refusal = f"size {size}: {_summary_line(error)}"
+                continue
+            accepted += 1
             problem = problem_at(inputs, outputs)
             if problem:
                 advice = ""
@@ -430,28 +429,11 @@ def check_axis_sizes(
                 raise ParityMismatch(
                     f"axis {axis!r} at size {size}: {problem}{advice}", f"{axis} of {size}", inputs
                 )
-
-
-def _accepted_sizes(
-    expected: Predictor, signature: Signature, axis: str, limits: Limits | None
-) -> Iterator[tuple[int, Tensors, Tensors]]:
-    """Yield each size of an axis that the source accepts, with inputs of that size and outputs."""
-    accepted = 0
-    refusal = ""
-    for size in _sizes(signature, axis, limits):
-        inputs = signature.example(sizes={axis: size})
-        try:
-            outputs = expected(*inputs)
-        except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
-            refusal = f"size {size}: {_summary_line(error)}"
-            continue
-        accepted += 1
-        yield size, inputs, outputs
-    if accepted < 2:  # equal outputs at one size do not show that the axis is not baked in
-        raise StageFailed(
-            f"axis {axis!r} is declared dynamic and the source model takes one size only "
-            f"({refusal}); declare a number instead of the name in model.inputs"
-        )
+        if accepted < 2:  # equal outputs at one size do not show that the axis is not baked in
+            raise StageFailed(
+                f"axis {axis!r} is declared dynamic and the source model takes one size only "
+                f"({refusal}); declare a number instead of the name in model.inputs"
+            )
 
 
 def _sizes(signature: Signature, axis: str, limits: Limits | None) -> tuple[int, ...]:

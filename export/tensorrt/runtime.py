@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature, TensorSpec
     from compress.export.parity.sample_parity import RoundingNoise
 
+    Shapes = tuple[tuple[int, ...], ...]  # smallest, usual, largest: as a profile takes them
+
 EXACT = {"tensorrt": "TensorRT", "gpu": "the GPU", "compute_capability": "compute capability"}
 """Facts that must be equal, and their names in messages; a newer driver runs older engines."""
 
@@ -104,14 +106,6 @@ LENGTH = 128
 """The usual size of another axis of which only the bounds are known, or the nearest allowed."""
 
 
-class Shapes(NamedTuple):
-    """The shapes of one input, as an optimization profile takes them."""
-
-    smallest: tuple[int, ...]
-    usual: tuple[int, ...]
-    largest: tuple[int, ...]
-
-
 def sizes_of(
     signature: Signature, given: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[int, int, int]]:
@@ -145,7 +139,7 @@ def sizes_of(
 
 def shapes_of(spec: TensorSpec, sizes: Mapping[str, Sequence[int]]) -> Shapes:
     """Return the shapes of an input at the three sizes."""
-    return Shapes(*(spec.sized({name: s[i] for name, s in sizes.items()}) for i in range(3)))
+    return tuple(spec.sized({name: s[i] for name, s in sizes.items()}) for i in range(3))
 
 
 def with_fixed_sizes(signature: Signature, sizes: Mapping[str, int]) -> Signature:
@@ -205,21 +199,6 @@ def load(
     # Engines built from ONNX have the signature's names, others its order alone.
     inputs = in_order(inputs, [spec.name for spec in signature.inputs])
     outputs = in_order(outputs, [spec.name for spec in signature.outputs])
-    run = _runner(engine, inputs, outputs, device)
-    run.runtime = runtime  # type: ignore[attr-defined]  # it must outlive its engine
-    if signature.batch_axis is None:
-        return run
-    return in_parts(run, signature, sizes[signature.batch_axis][2])
-
-
-def in_order(names: Sequence[str], signature_names: Sequence[str]) -> list[str]:
-    """Return an engine's tensors in the signature's order."""
-    return list(signature_names if set(names) == set(signature_names) else names)
-
-
-def _runner(
-    engine: Any, inputs: Sequence[str], outputs: Sequence[str], device: str
-) -> Callable[..., Tensors]:
     context = engine.create_execution_context()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
     dtypes = {n: DTYPES[engine.get_tensor_dtype(n).name] for n in (*inputs, *outputs)}
@@ -247,7 +226,15 @@ def _runner(
         stream.synchronize()
         return tuple(results)
 
-    return run
+    run.runtime = runtime  # type: ignore[attr-defined]  # it must outlive its engine
+    if signature.batch_axis is None:
+        return run
+    return in_parts(run, signature, sizes[signature.batch_axis][2])
+
+
+def in_order(names: Sequence[str], signature_names: Sequence[str]) -> list[str]:
+    """Return an engine's tensors in the signature's order."""
+    return list(signature_names if set(names) == set(signature_names) else names)
 
 
 def check_engine(

@@ -204,16 +204,27 @@ def lower_quantized_rnns_(model: ir.Model) -> None:
             continue
         # Of DynamicQuantizeLSTM onnxruntime has the default layout alone, time before batch.
         if node.op_type == "LSTM" and not node.attributes.get_int("layout"):
-            _use_integer_lstm_(graph, node, _evaluate(model, parts, weights))
+            inputs = [*node.inputs, *[None] * 8][:8]
+            for place, weight_DGI in enumerate(_evaluate(model, parts, weights), start=1):
+                scale_DG = np.abs(weight_DGI).max(2) / LARGEST
+                scale_DG = np.where(scale_DG == 0, 1, scale_DG).astype(np.float32)
+                integers_DGI = np.rint(weight_DGI / scale_DG[..., None]).astype(np.int8)
+                name = f"{node.outputs[0].name}_{place}"
+                integers_DIG = np.ascontiguousarray(integers_DGI.transpose(0, 2, 1))
+                inputs[place] = add_tensor(graph, f"{name}_IG", integers_DIG)
+                inputs.append(add_tensor(graph, f"{name}_scale", scale_DG))
+                inputs.append(add_tensor(graph, f"{name}_zero", np.zeros_like(scale_DG, np.int8)))
+            attributes = {k: v for k, v in sorted(node.attributes.items()) if k != "layout"}
+            become_(node, INTEGER_LSTM, inputs, attributes, domain=MICROSOFT)
             model.opset_imports.setdefault(MICROSOFT, 1)
             continue
         # onnxruntime never folds a DequantizeLinear while it loads a file, so that it would
         # run in each call; Cast and Mul of constants it folds.
         for part in dequantizing:
-            name, scale = part.outputs[0].name, stored(part.inputs[1])
+            stem, scale = part.outputs[0].name, stored(part.inputs[1])
             assert scale is not None
-            scale_G1 = add_tensor(graph, f"{name}_scale", scale.numpy()[:, None])
-            floats = ir.Value(name=f"{name}_float")
+            scale_G1 = add_tensor(graph, f"{stem}_scale", scale.numpy()[:, None])
+            floats = ir.Value(name=f"{stem}_float")
             cast = ir.node("Cast", part.inputs[:1], {"to": ir.DataType.FLOAT}, outputs=[floats])
             part.prepend(cast)
             become_(part, "Mul", [floats, scale_G1])
@@ -243,20 +254,4 @@ def _evaluate(
     session = onnxruntime.InferenceSession(
         part.SerializeToString(), session_options(1), ["CPUExecutionProvider"]
     )
-    arrays: list[np.ndarray[Any, Any]] = session.run(None, {})
-    return arrays
-
-
-def _use_integer_lstm_(graph: ir.Graph, node: ir.Node, weights: list[np.ndarray[Any, Any]]) -> None:
-    inputs = [*node.inputs, *[None] * 8][:8]
-    for place, weight_DGI in enumerate(weights, start=1):
-        scale_DG = np.abs(weight_DGI).max(2) / LARGEST
-        scale_DG = np.where(scale_DG == 0, 1, scale_DG).astype(np.float32)
-        integers_DGI = np.rint(weight_DGI / scale_DG[..., None]).astype(np.int8)
-        name = f"{node.outputs[0].name}_{place}"
-        integers_DIG = np.ascontiguousarray(integers_DGI.transpose(0, 2, 1))
-        inputs[place] = add_tensor(graph, f"{name}_IG", integers_DIG)
-        inputs.append(add_tensor(graph, f"{name}_scale", scale_DG))
-        inputs.append(add_tensor(graph, f"{name}_zero", np.zeros_like(scale_DG, np.int8)))
-    attributes = {k: v for k, v in sorted(node.attributes.items()) if k != "layout"}
-    become_(node, INTEGER_LSTM, inputs, attributes, domain=MICROSOFT)
+    return session.run(None, {})  # type: ignore[no-any-return]
