@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from compress.common.errors import StageFailed
+from compress.common.errors import StageFailed, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from torch.export import ExportedProgram
 
@@ -101,6 +102,19 @@ def refuse_unrolled_rnn(
 
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def failing_as(problem: str) -> Iterator[None]:
+    """Raise StageFailed, which begins with the problem, for what a library raises in a block."""
+    try:
+        yield
+    except StageFailed:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise StageFailed(f"{problem}: {reason}") from error
+
 
 UINT16_OPSET = 21
 """The first ONNX operator set whose QuantizeLinear has 16-bit integers."""

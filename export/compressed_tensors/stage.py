@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
-
 COMPRESSED_TENSORS = Requirement(
     what="compressed_tensors", install=pip_install("compressed-tensors")
 )

@@ -22,7 +22,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.signature import AxisBounds
 from compress.export.common.compiled_code import in_parts, refuse_misfit
 from compress.export.common.macs import count_macs, operator_of
-from compress.export.common.runtime import SIGNED_8_BITS, refuse_unrolled_rnn
+from compress.export.common.runtime import SIGNED_8_BITS, failing_as, refuse_unrolled_rnn
 from compress.export.parity.bisect import module_of
 from compress.graph.axis_bounds import axis_limits, trace
 
@@ -87,7 +87,6 @@ def bounded_signature(signature: Signature, sizes: Mapping[str, Sequence[int]]) 
 
 
 Tensors = tuple[torch.Tensor, ...]
-
 EXECUTION_PLANS, DELEGATES = 1, 7
 """Numbers of fields in the tables of a program and of a plan (schema/program.fbs of 1.5)."""
 BACKEND = b"XnnpackBackend"
@@ -409,39 +408,31 @@ def lower(program: ExportedProgram, bounded: Signature) -> tuple[bytes, dict[str
     if any(dtype in node.args for node in rounding for dtype in UNSIGNED):
         raise StageFailed(SIGNED_8_BITS)
     refuse_unrolled_rnn(program, "ExecuTorch")
-    try:
-        with quiet_library(), torch.no_grad():
-            from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-            from executorch.exir import (
-                EdgeCompileConfig,
-                ExecutorchBackendConfig,
-                to_edge_transform_and_lower,
-            )
+    with failing_as("ExecuTorch cannot lower the model"), quiet_library(), torch.no_grad():
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import (
+            EdgeCompileConfig,
+            ExecutorchBackendConfig,
+            to_edge_transform_and_lower,
+        )
 
-            program = trace(program.module(check_guards=False), bounded.example(), bounded)
-            reshape_views_(program.graph_module)  # `attention` has other strides than torch's
-            program = program.run_decompositions(replacements())
-            merge_copies_(program)
-            write_clamps_(program)
-            # The check of the graph (executorch 1.5.1) takes the length of a tensor where an
-            # operator gives several, which fixes the batch to the traced size.
-            unchecked = EdgeCompileConfig(_check_ir_validity=False)
-            edge = to_edge_transform_and_lower(
-                program, partitioner=[XnnpackPartitioner()], compile_config=unchecked
-            )
-            lowered = edge.exported_program()
-            restore_bounds_(lowered)
-            delegation = describe_delegation(lowered)
-            # The fusion gives quantized tables a kernel, which reads the rows that are looked up.
-            config = ExecutorchBackendConfig(do_quant_fusion_and_const_prop=True)
-            content = bytes(edge.to_executorch(config).buffer)
-    except StageFailed:
-        raise
-    except Exception as error:
-        raise StageFailed(
-            f"ExecuTorch cannot lower the model: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    return content, delegation
+        program = trace(program.module(check_guards=False), bounded.example(), bounded)
+        reshape_views_(program.graph_module)  # `attention` has other strides than torch's
+        program = program.run_decompositions(replacements())
+        merge_copies_(program)
+        write_clamps_(program)
+        # The check of the graph (executorch 1.5.1) takes the length of a tensor where an operator
+        # gives several, which fixes the batch to the traced size.
+        unchecked = EdgeCompileConfig(_check_ir_validity=False)
+        edge = to_edge_transform_and_lower(
+            program, partitioner=[XnnpackPartitioner()], compile_config=unchecked
+        )
+        lowered = edge.exported_program()
+        restore_bounds_(lowered)
+        delegation = describe_delegation(lowered)
+        # The fusion gives quantized tables a kernel, which reads the rows that are looked up.
+        config = ExecutorchBackendConfig(do_quant_fusion_and_const_prop=True)
+        return bytes(edge.to_executorch(config).buffer), delegation
 
 
 def merge_copies_(program: ExportedProgram) -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
-
 EXECUTORCH = Requirement(what="executorch", install=pip_install("executorch"))
 RUNTIME = Runtime(
     name="executorch",

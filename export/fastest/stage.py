@@ -126,7 +126,6 @@ def _described(signature: Signature) -> str:
 
 
 logger = logging.getLogger(__name__)
-
 Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
 RUNTIMES: dict[Runtime, Callable[[], Exporter[Any, Any]]] = {
     name: cast("Any", EXPORTERS[name]) for name in get_args(Runtime)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from compress.export.genai.decoder import CacheShape
 
 logger = logging.getLogger(__name__)
-
 GREEDY_TEXT_FILE = "greedy_text.json"
 
 

@@ -81,7 +81,6 @@ def prefill_predictor(file: Path, threads: int, signature: Signature) -> Predict
 
 
 logger = logging.getLogger(__name__)
-
 SHAPES = ((1, 1), (2, 7), (1, 33))
 """Batches and lengths of drawn tokens."""
 SAMPLES = 4

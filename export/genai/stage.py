@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from compress.export.genai.runtime import GreedyText
 
 logger = logging.getLogger(__name__)
-
 TAKES = "export_genai takes float32 models, and those of quantize_weights; found {}"
 LONGEST = 4096
 """Tokens of a text where neither the setting nor the model's config limits them."""

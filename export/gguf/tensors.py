@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from compress.export.common.packed_weights import DecoderWeights
 
 logger = logging.getLogger(__name__)
-
 BLOCK = 32
 BlockType = Literal["Q8_0", "Q4_0", "Q4_1"]
 HEADER = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}

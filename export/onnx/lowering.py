@@ -225,7 +225,6 @@ def _registry(_vision: bool, **version: int) -> Any:
 
 
 logger = logging.getLogger(__name__)
-
 BY_OLDER_EXPORTER = "by torch's older, deprecated exporter: "
 """How the warning begins that a file has in its manifest; why the usual exporter failed follows."""
 

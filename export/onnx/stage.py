@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     from compress.export.onnx.lowering import Translation
 
 logger = logging.getLogger(__name__)
-
 UNFUSED = {"Conv", "FusedConv", "Gemm", "FusedGemm"}
 """Float kernels that a fully quantized model has none of; MatMul may be left in float on purpose,
 as in attention."""
-
 ROUNDING = 1e-4
 """What is less, as a share of the outputs' norm, may be the order in which floats are added."""
 NOT_EXACT = (

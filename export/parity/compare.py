@@ -341,11 +341,11 @@ class KindOutputs(NamedTuple):
 
     kind: str
     inputs: Tensors
-    expected: Tensors
-    exported: Tensors
-    refusal: Exception | None
+    expected: Tensors = ()
+    exported: Tensors = ()
+    refusal: Exception | None = None
     """What the source raises; there are no outputs then."""
-    failure: Exception | None
+    failure: Exception | None = None
 
     @property
     def error(self) -> float:
@@ -359,20 +359,17 @@ def outputs_by_kind(
     """Yield what two models answer to each kind of input."""
     expected, exported = (accept_any_batch(p, source.signature) for p in (expected, exported))
     for kind, inputs in parity_inputs(source.signature, list(val_inputs(context, source))):
-        outputs: Tensors = ()
-        answers: Tensors = ()
-        refusal: Exception | None = None
-        failure: Exception | None = None
+        found = KindOutputs(kind, inputs)
         try:
-            outputs = expected(*inputs)
+            found = found._replace(expected=expected(*inputs))
         except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
-            refusal = error
+            found = found._replace(refusal=error)
         else:
             try:
-                answers = exported(*inputs)
+                found = found._replace(exported=exported(*inputs))
             except Exception as error:  # noqa: BLE001 - each runtime raises its own
-                failure = error
-        yield KindOutputs(kind, inputs, outputs, answers, refusal, failure)
+                found = found._replace(failure=error)
+        yield found
 
 
 def largest_relative_error(expected: Tensors, exported: Tensors) -> float:

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from compress.export.parity.compare import KindOutputs
 
 logger = logging.getLogger(__name__)
-
 CUT_OFF = (
     "; this processor has no VNNI, so that sums of 8-bit products may be cut off to 16 bits: "
     "weight_bits: 7 of quantize_static keeps them within"
@@ -69,7 +68,6 @@ LEAST_SECONDS = 5.0
 SOURCE = "source.pt2"
 INPUTS = "inputs.npz"
 SCRIPT = "reproduce.py"
-
 TEMPLATE = '''"""{what}
 
 `{source}` is a part of the model as a torch.export program, `{exported}` the same part exported.

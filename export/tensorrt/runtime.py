@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from compress.artifacts.graph_model import program_of
-from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.common.forward import accept_any_batch
 from compress.export.common.compiled_code import CUDA, in_parts
+from compress.export.common.runtime import failing_as
 from compress.export.onnx.stage import OnnxModel
 from compress.export.parity.compare import check_axis_sizes
 from compress.export.parity.sample_parity import Float64Reference, check_on_samples, tolerance_for
@@ -156,9 +157,7 @@ DTYPES = {
     **{"UINT8": torch.uint8, "BOOL": torch.bool},
 }
 """TensorRT's name of an element type → torch's."""
-
 Tensors = tuple[torch.Tensor, ...]
-
 logger = logging.getLogger(__name__)
 
 
@@ -317,18 +316,15 @@ def build_from_program(
             shape = {"shape": usual}
         dtype = getattr(torch, spec.dtype)
         inputs.append(torch_tensorrt.Input(**shape, dtype=dtype, name=spec.name))
-    with TemporaryDirectory(prefix="compress-tensorrt-") as scratch:
-        try:
-            engine: bytes = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
-                move_program(program, device),
-                arg_inputs=inputs,
-                **conversion_settings(options, device, Path(scratch)),
-            )
-        except Exception as error:
-            raise StageFailed(
-                f"torch-tensorrt cannot convert the model: {type(error).__name__}: "
-                f"{first_line(error)}"
-            ) from error
+    with (
+        TemporaryDirectory(prefix="compress-tensorrt-") as scratch,
+        failing_as("torch-tensorrt cannot convert the model"),
+    ):
+        engine: bytes = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
+            move_program(program, device),
+            arg_inputs=inputs,
+            **conversion_settings(options, device, Path(scratch)),
+        )
     return bytes(engine)
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from compress.export.tensorrt.runtime import BuildOptions
 
 logger = logging.getLogger(__name__)
-
 INSTALL = f"{pip_install('tensorrt')} on a machine with an NVIDIA GPU, or use export_onnx"
 TENSORRT = Requirement(what="tensorrt", install=INSTALL)
 RUNTIME = Runtime(

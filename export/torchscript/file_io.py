@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from compress.artifacts.recipe import CallByName, IndependentCalls
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.forward import OUTPUT, plain_attention
+from compress.export.common.runtime import failing_as
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import with_flat_outputs
 
@@ -143,13 +144,8 @@ def script_parts_(
     for name in sorted(set(names)):
         if any(name.startswith(f"{outer}.") for outer in names):
             continue
-        try:
+        with failing_as(f"torch.jit.script cannot express {name}"):
             scripted = torch.jit.script(module.get_submodule(name))
-        except Exception as error:
-            raise StageFailed(
-                f"torch.jit.script cannot express {name}: {type(error).__name__}: "
-                f"{first_line(error)}"
-            ) from error
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, scripted)
 
@@ -204,15 +200,6 @@ WRITTEN_BY_TORCH = (*VERSIONS, "byteorder", ".data/serialization_id")
 """Records that PyTorchFileWriter adds to every archive itself."""
 
 
-class ScriptMethod(NamedTuple):
-    """How an eager model becomes TorchScript."""
-
-    name: Literal["trace", "script", "mixed"] = "trace"
-    scripted: tuple[str, ...] = ()
-    """Submodules that `mixed` scripts; where empty, those in which a trace would guess."""
-    freeze: bool = True
-
-
 Function = torch.autograd.Function
 CONTEXT_METHODS = (
     *("save_for_backward", "save_for_forward", "mark_dirty"),
@@ -225,8 +212,11 @@ OTHERS = {"trace": "script", "script": "trace", "mixed": "script"}
 def to_torchscript(
     module: torch.nn.Module,
     signature: Signature,
-    method: ScriptMethod,
     inputs: Sequence[torch.Tensor] | None = None,
+    *,
+    method: Literal["trace", "script", "mixed"] = "trace",
+    scripted: Sequence[str] = (),
+    freeze: bool = True,
 ) -> tuple[torch.jit.ScriptModule, list[str]]:
     """Return a module in eval mode as TorchScript, and the submodules in which tracing guessed.
 
@@ -245,22 +235,22 @@ def to_torchscript(
 
     with torch.no_grad(), plain_attention(), quiet():
         try:
-            scripted: Any
-            if method.name == "mixed":
-                script_parts_(module, method.scripted, trace)
-            if method.name == "script":
-                scripted = torch.jit.script(module)
+            made: Any
+            if method == "mixed":
+                script_parts_(module, scripted, trace)
+            if method == "script":
+                made = torch.jit.script(module)
             else:
                 with record_guesses(module) as guessed:
-                    scripted = trace()
-            return torch.jit.freeze(scripted) if method.freeze else scripted, guessed
+                    made = trace()
+            return torch.jit.freeze(made) if freeze else made, guessed
         except StageFailed:
             raise
         except Exception as error:
-            verb = "script" if method.name == "script" else "trace"
+            verb = "script" if method == "script" else "trace"
             raise StageFailed(
                 f"torch.jit.{verb} cannot express the model: {type(error).__name__}: "
-                f"{first_line(error)}; try `method: {OTHERS[method.name]}`"
+                f"{first_line(error)}; try `method: {OTHERS[method]}`"
             ) from error
 
 

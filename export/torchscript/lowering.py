@@ -13,8 +13,8 @@ from torch import fx
 from torch.fx.graph import CodeGen
 
 from compress.artifacts.graph_model import reshape_views_
-from compress.common.errors import StageFailed, first_line
-from compress.export.common.runtime import UINT8_ONLY
+from compress.common.errors import StageFailed
+from compress.export.common.runtime import UINT8_ONLY, failing_as
 from compress.export.torchscript.file_io import quiet
 
 if TYPE_CHECKING:
@@ -334,14 +334,9 @@ def script(program: ExportedProgram) -> tuple[torch.jit.ScriptModule, dict[str, 
     # The first class of a name in a process gets no number, which would make two files differ: so
     # another one is scripted first.
     first = fx.GraphModule({}, fx.symbolic_trace(torch.nn.Identity()).graph)
-    try:
-        with quiet():
-            torch.jit.script(first)
-            return torch.jit.script(graph.eval()), kernels
-    except Exception as error:
-        raise StageFailed(
-            f"TorchScript cannot express the graph: {type(error).__name__}: {first_line(error)}"
-        ) from error
+    with failing_as("TorchScript cannot express the graph"), quiet():
+        torch.jit.script(first)
+        return torch.jit.script(graph.eval()), kernels
 
 
 def without_guards(module: fx.GraphModule) -> fx.GraphModule:

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from compress.export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
-
 Source: TypeAlias = EagerModel | GraphModel
-
 DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_aot are not"
 
 
@@ -151,7 +149,7 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
 
     def write(self, model: Source, file: Path, context: Context) -> dict[str, Any]:
         """Trace or script, and write."""
-        from compress.export.torchscript.file_io import ScriptMethod, save, to_torchscript
+        from compress.export.torchscript.file_io import save, to_torchscript
         from compress.export.torchscript.lowering import script
 
         facts: dict[str, Any] = {"warnings": [DEPRECATED]}
@@ -160,8 +158,8 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
             # The file holds packed weights, which cannot be counted.
             facts |= {**kernels, **source_counts(model)}
         else:
-            method = ScriptMethod(self.method, self.scripted, self.freeze)
-            module, guessed = to_torchscript(model.load(), model.signature, method)
+            how: Any = {"method": self.method, "scripted": self.scripted, "freeze": self.freeze}
+            module, guessed = to_torchscript(model.load(), model.signature, **how)
             if guessed:
                 facts["warnings"].append(
                     f"the trace keeps what the example's data decided in {', '.join(guessed)}; "
@@ -183,7 +181,7 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
     ) -> Tensors:
         """Export a part of the graph and return its outputs."""
         from compress.export.parity.bisect import prefix
-        from compress.export.torchscript.file_io import ScriptMethod, save, to_torchscript
+        from compress.export.torchscript.file_io import save, to_torchscript
         from compress.export.torchscript.lowering import script
         from compress.graph.torch_export import has_integer_operators
 
@@ -193,7 +191,7 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
             graph = program.module(check_guards=False)
             # A program's checks of its inputs cannot be traced; prefix() drops them.
             part = prefix(graph, graph.graph.output_node().all_input_nodes)
-            scripted, _ = to_torchscript(part, signature, ScriptMethod("trace"), inputs)
+            scripted, _ = to_torchscript(part, signature, inputs)
         save(scripted, file)
         with TorchScriptModel.open_file(file, signature, {}, "cpu", threads=1) as predict:
             return predict(*inputs)

@@ -182,7 +182,6 @@ SCRIPT, WASM = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
 """What onnxruntime-web needs to run on the CPU: its code in JavaScript and in WebAssembly."""
 LARGEST_MODEL = 2**28
 """Bytes of a model in a page. Browsers hold the page as one text, of at most 2**29 characters."""
-
 EQUAL_SHARE = 0.01
 
 

@@ -26,7 +26,6 @@ LAYERS = {"Conv", "ConvTranspose", "Gemm"}
 CLAMPS = {"Relu", "Clip"}
 # onnxruntime's QDQPropagation moves conversions through them, so that they stand at the layer.
 MOVES = {"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
-
 INTEGER_READERS = {"DequantizeLinear", "MatMulInteger"}
 
 

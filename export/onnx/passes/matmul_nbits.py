@@ -18,7 +18,6 @@ aten = torch.ops.aten
 LINEAR = aten.linear.default
 PACKED = "_packed"
 """End of the names that `quantize_weights` gives packed integers."""
-
 ROUNDING_LEVEL = 4
 """`accuracy_level` at which onnxruntime rounds activations to 8 bits, by the weight's groups.
 
