@@ -116,8 +116,7 @@ def modules_by_node(model: ir.Model, names: Sequence[str]) -> list[str]:
 
     One without weights belongs to the layer before it; what stands before all, to its first reader.
     """
-    named = zip(layers_of(model), fitting_names(model, names), strict=True)
-    of_layer = dict(named)
+    of_layer = dict(zip(layers_of(model), fitting_names(model, names), strict=True))
     by_value: dict[ir.Value, str] = {}
     found: dict[ir.Node, str] = {}
     for node in model.graph:
@@ -192,11 +191,7 @@ class Profile:
 
     @classmethod
     def measure(
-        cls,
-        model: ir.Model,
-        names: Sequence[str],
-        inputs: Sequence[torch.Tensor],
-        threads: int,
+        cls, model: ir.Model, names: Sequence[str], inputs: Sequence[torch.Tensor], threads: int
     ) -> Self:
         """Profile a model, with its layers' names in the order of :func:`layers_of`."""
         # Names begin with modules: onnxruntime names what it fuses after what it was made of.
@@ -351,11 +346,7 @@ class Profile:
         return is_product and len([*self.after(node)]) == 1
 
     def _connected(
-        self,
-        start: ProfiledNode,
-        belongs: Callable[[ProfiledNode], bool],
-        *,
-        forward: bool = False,
+        self, start: ProfiledNode, belongs: Callable[[ProfiledNode], bool], *, forward: bool = False
     ) -> list[ProfiledNode]:
         """Return an operator and those that belong to it and are connected with it."""
         found, pending = {start: None}, [start]

@@ -186,11 +186,7 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
 
     @contextmanager
     def open(
-        self,
-        file: Path,
-        model: EagerModel | GraphModel,
-        facts: dict[str, Any],
-        context: Context,
+        self, file: Path, model: EagerModel | GraphModel, facts: dict[str, Any], context: Context
     ) -> Iterator[Predictor]:
         """Open the file as it is mapped into memory, and count its kernels."""
         from compress.export.onnx.proto_io import mapped

@@ -75,59 +75,48 @@ def fuse_integer_products_(model: ir.Model) -> None:
     """Turn products of dequantized activations and weights into MatMulInteger, in place."""
     # onnxruntime fuses fixed ranges by itself; of those found at run time it fuses only what its
     # own quantizer writes: MatMulInteger, Cast, Mul.
-    rewriter = ProductRewriter(model.graph)
+    rounded: dict[ir.Value, ir.Value] = {}  # values that are rounded by rows → their integers
     for node in [n for n in model.graph if n.op_type in ("MatMul", "Gemm")]:
-        rewriter.fuse_(node)
+        _fuse_product_(model.graph, node, rounded)
     remove_unread_(model)
 
 
-class ProductRewriter:
-    """Rewrites the products of one graph, and keeps what several of them read."""
+def _fuse_product_(graph: ir.Graph, product: ir.Node, rounded: dict[ir.Value, ir.Value]) -> None:
+    features, (result,) = product.inputs[0], product.outputs
+    per_tensor, per_row = _dynamic_range(features), _row_quantized(features)
+    weight = _quantized_weight(product) if per_tensor or per_row else None
+    if weight is None:
+        return
+    nodes: list[ir.Node] = []
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self._graph = graph
-        self._rounded: dict[ir.Value, ir.Value] = {}
-        """Values that are rounded by rows → their integers."""
+    def add(operator: str, inputs: Sequence[ir.Value | None], part: str, **named: Any) -> Any:
+        value = ir.Value(name=f"{result.name}_{part}")
+        nodes.append(ir.node(operator, inputs, named, outputs=[value]))
+        return value
 
-    def fuse_(self, product: ir.Node) -> None:
-        """Rewrite one product, where both of its operands were quantized."""
-        features, (result,) = product.inputs[0], product.outputs
-        per_tensor, per_row = _dynamic_range(features), _row_quantized(features)
-        weight = _quantized_weight(product) if per_tensor or per_row else None
-        if weight is None:
-            return
-        integers_IO, scale_O = (self._constant(key, array) for key, array in weight.items())
-        nodes: list[ir.Node] = []
+    def constant(name: str, value: np.ndarray[Any, Any]) -> ir.Value:
+        known = graph.initializers.get(name)  # several products may read it
+        return add_tensor(graph, name, value) if known is None else known
 
-        def add(operator: str, inputs: Sequence[ir.Value | None], part: str, **named: Any) -> Any:
-            value = ir.Value(name=f"{result.name}_{part}")
-            nodes.append(ir.node(operator, inputs, named, outputs=[value]))
-            return value
-
-        if per_tensor is not None:
-            integers, scale, zero_point = per_tensor.outputs
-        elif per_row is not None:
-            values, scale = per_row
-            zero_point = self._constant("row_zero_point", ROW_ZERO_POINT)
-            if values not in self._rounded:
-                one = self._constant("row_one", np.array(1, np.float32))
-                self._rounded[values] = add("QuantizeLinear", [values, one, zero_point], "integers")
-            integers = self._rounded[values]
-        sums = add("MatMulInteger", [integers, integers_IO, zero_point], "sum")
-        floats = add("Cast", [sums], "float", to=ir.DataType.FLOAT)
-        if per_tensor is not None:
-            last = add("Mul", [floats, add("Mul", [scale, scale_O], "scale")], "scaled")
-        else:  # the products of both scales would be as large as the result
-            last = add("Mul", [add("Mul", [floats, scale], "scale"), scale_O], "scaled")
-        if len(product.inputs) > 2:
-            last = add("Add", [last, product.inputs[2]], "biased")
-        ir.convenience.replace_nodes_and_values(
-            self._graph, product, [product], nodes, [result], [last]
-        )
-
-    def _constant(self, name: str, value: np.ndarray[Any, Any]) -> ir.Value:
-        known = self._graph.initializers.get(name)
-        return add_tensor(self._graph, name, value) if known is None else known
+    integers_IO, scale_O = (constant(key, array) for key, array in weight.items())
+    if per_tensor is not None:
+        integers, scale, zero_point = per_tensor.outputs
+    elif per_row is not None:
+        values, scale = per_row
+        zero_point = constant("row_zero_point", ROW_ZERO_POINT)
+        if values not in rounded:
+            one = constant("row_one", np.array(1, np.float32))
+            rounded[values] = add("QuantizeLinear", [values, one, zero_point], "integers")
+        integers = rounded[values]
+    sums = add("MatMulInteger", [integers, integers_IO, zero_point], "sum")
+    floats = add("Cast", [sums], "float", to=ir.DataType.FLOAT)
+    if per_tensor is not None:
+        last = add("Mul", [floats, add("Mul", [scale, scale_O], "scale")], "scaled")
+    else:  # the products of both scales would be as large as the result
+        last = add("Mul", [add("Mul", [floats, scale], "scale"), scale_O], "scaled")
+    if len(product.inputs) > 2:
+        last = add("Add", [last, product.inputs[2]], "biased")
+    ir.convenience.replace_nodes_and_values(graph, product, [product], nodes, [result], [last])
 
 
 def _dynamic_range(value: ir.Value | None) -> ir.Node | None:
