@@ -51,10 +51,7 @@ MOVES = {
 """Operators that only move values, and take integers as they are."""
 LIMITS = {aten.relu.default: (0.0, float("inf")), aten.relu6.default: (0.0, 6.0)}
 """Clamp → the smallest and the largest value that it lets through."""
-UNLIMITED = {
-    aten.hardtanh.default: (-1.0, 1.0),
-    aten.clamp.default: (float("-inf"), float("inf")),
-}
+UNLIMITED = {aten.hardtanh.default: (-1.0, 1.0), aten.clamp.default: (float("-inf"), float("inf"))}
 """Clamp to limits that it is given → the limits without them."""
 
 

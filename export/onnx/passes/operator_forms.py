@@ -145,11 +145,7 @@ class Windows(NamedTuple):
     def attributes(self, pads: Sequence[int]) -> dict[str, Any]:
         """Return ONNX's attributes, with this padding at the beginning."""
         at_end = [pad + more for pad, more in zip(pads, self.behind, strict=True)]
-        return {
-            "kernel_shape": self.kernel,
-            "strides": self.strides,
-            "pads": [*pads, *at_end],
-        }
+        return {"kernel_shape": self.kernel, "strides": self.strides, "pads": [*pads, *at_end]}
 
 
 def avg_pool(
