@@ -57,7 +57,7 @@ LEAST_SIZE = re.compile(r"model\.axes: \{(\w+): \{min: (\d+)\}\}")
 """Remedies that refusals name."""
 IMPORTED = (
     *("compress.pruning.channel_pruner", "compress.quantization.ptq.calibrate"),
-    *("compress.quantization.numeric_debug.compare", "compress.export.onnx.translate"),
+    *("compress.quantization.numeric_debug.compare", "compress.export.onnx.lowering"),
 )
 """What the stages import when they run, imported once before processes are forked."""
 

@@ -16,7 +16,7 @@ import compress.export.tensorrt.stage
 import compress.export.genai.stage
 import compress.export.gguf.stage
 import compress.export.compressed_tensors.stage
-import compress.export.web.runtime  # noqa: F401 - the runtime of `runs_in`
+import compress.export.web.page  # noqa: F401 - the runtime of `runs_in`
 # isort: on
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -13,15 +13,15 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from compress.artifacts.artifact import Artifact
+from compress.common.errors import StageFailed
 from compress.common.forward import count_forwards, opened_model
 from compress.common.requirements import require_all
 from compress.core.gates.runtime import BASELINES, BaselineRuntime
 from compress.core.stage import Reads, Stage, Writes, members_of
-from compress.export.common.runtime import Runtime
-from compress.export.common.targets import warn_of_other_target
+from compress.export.common.runtime import Runtime, warn_of_other_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -54,9 +54,8 @@ class ExportedModel(Artifact):
     ) -> AbstractContextManager[Predictor]:
         """Open a file, sealed or not, on a device with a number of threads.
 
-        Raises:
-            ArtifactInvalid: the runtime cannot load it.
-            Unavailable: it was compiled for another machine.
+        Raise ArtifactInvalid where the runtime cannot load it, Unavailable on another machine than
+        its own.
         """
         raise NotImplementedError
 
@@ -70,9 +69,8 @@ class ExportedModel(Artifact):
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the model as a predictor, on the device of :meth:`runs_on`.
 
-        Raises:
-            ArtifactInvalid: it was altered after sealing, or cannot be loaded.
-            Unavailable: the runtime is not installed, or the file is for another machine.
+        Raise ArtifactInvalid where it was altered after sealing or cannot be loaded, Unavailable
+        where the runtime is not installed or the file is for another machine.
         """
         require_all(self.needs_to_open, str(self.path))
         for name in self.needs_facts:
@@ -81,8 +79,8 @@ class ExportedModel(Artifact):
             self.verify()
         else:
             self.verify_cached()
-        facts, device = self.manifest.facts, self.runs_on(device)
-        with self.open_file(self.payload_path, self.signature, facts, device, threads) as predict:
+        place = self.payload_path, self.signature, self.manifest.facts, self.runs_on(device)
+        with self.open_file(*place, threads) as predict:
             yield predict
 
     @property
@@ -96,10 +94,12 @@ class Exporter(Stage[Reads, Writes]):
 
     Requirements are checked, the artifact becomes visible once it is complete and answers as its
     source does. A runtime implements :meth:`write`, and its artifact's `open_file`; with
-    :meth:`reexport` a wrong export is searched for its first wrong layer.
+    :meth:`write_program` a wrong export is searched for its first wrong layer.
     """
 
     keeps_outputs: ClassVar[bool] = True
+    proves_itself: ClassVar[bool] = False
+    """Whether :meth:`write` itself compares what it wrote with the source, and nothing more is."""
     runtime: ClassVar[Runtime] = Runtime(name="any", title="any")
     """That of the artifact that is written, where it is one alone."""
 
@@ -112,24 +112,24 @@ class Exporter(Stage[Reads, Writes]):
         if is_template or len(kinds) > 1 or not issubclass(kinds[0], ExportedModel):
             return
         kind: Any = kinds[0]
-        cls.runtime = kind.runtime
+        cls.runtime = runtime = kind.runtime
         if kind.kind in EXPORTERS:  # a subclass writes what its base is known for
             return
-        if taken := BASELINES.get(cls.runtime.name):
-            raise ValueError(f"runtime {cls.runtime.name!r} is taken, by {taken.title}")
+        if taken := BASELINES.get(runtime.name):
+            raise ValueError(f"runtime {runtime.name!r} is taken, by {taken.title}")
         EXPORTERS[kind.kind] = cls
-        if host := cls.runtime.runs_in:
-            kinds_there = BASELINES[host].kinds | {kind.kind}
-            BASELINES[host] = BASELINES[host]._replace(kinds=kinds_there)
+        if runtime.runs_in:
+            host = BASELINES[runtime.runs_in]
+            BASELINES[host.name] = host._replace(kinds=host.kinds | {kind.kind})
             return
-        BASELINES[cls.runtime.name] = BaselineRuntime(
-            name=cls.runtime.name,
-            title=cls.runtime.title,
+        BASELINES[runtime.name] = BaselineRuntime(
+            name=runtime.name,
+            title=runtime.title,
             # An artifact that is no export, such as an imported ONNX file, is run as it is.
             kinds=frozenset({kind.kind}),
             write=cls._write_baseline,
             reads=frozenset(one.kind for one in members_of(cls.reads())),
-            requirements=cls.runtime.requirements,
+            requirements=runtime.requirements,
         )
 
     @classmethod
@@ -145,8 +145,19 @@ class Exporter(Stage[Reads, Writes]):
         """Return what the runtime needs."""
         return (*self.runtime.requirements, *super().all_requirements())
 
+    def unsupported_input_reason(self, formats: Set[str]) -> str:
+        """Return why the runtime does not compute in one of these formats; empty where it does."""
+        refused = self.runtime.refused_formats
+        return next((why for name, why in refused.items() if name in formats), "")
+
     def write(self, model: Reads, file: Path, context: Context) -> dict[str, Any]:
         """Write the model as a file, in a folder that becomes the artifact; return its facts."""
+        raise NotImplementedError
+
+    def write_program(
+        self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Write a model's graph, or a part of it, that a device runs; return its facts."""
         raise NotImplementedError
 
     def open(
@@ -164,7 +175,9 @@ class Exporter(Stage[Reads, Writes]):
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
     ) -> Tensors:
         """Export a part of a model's graph alone, and return its outputs for inputs."""
-        raise NotImplementedError
+        facts = self.write_program(program, signature, file)
+        with self.writes().open_file(file, signature, facts, "cpu", 1) as predict:
+            return tuple(t.cpu() for t in predict(*inputs))
 
     def copy_for_report(self, model: Reads, file: Path, copy: Path) -> None:
         """Write the whole model as the runtime's reproducer reads it."""
@@ -183,8 +196,8 @@ class Exporter(Stage[Reads, Writes]):
 
         Return the error on `val` that the source's rounding noise allowed; 0 where none is needed.
         """
-        from compress.export.parity.arithmetic_error import noise_of
         from compress.export.parity.compare import compare_outputs
+        from compress.export.parity.sample_parity import noise_of
 
         limits, operators = facts.get("axis_limits"), facts.get("operators", ())
         noise = noise_of(model, context)
@@ -216,6 +229,8 @@ class Exporter(Stage[Reads, Writes]):
 
         `began` is when the stage did, on the clock of :func:`time.monotonic`.
         """
+        if self.proves_itself:
+            return
         from compress.export.parity.compare import parity_inputs
         from compress.export.parity.report import report_on_mismatch
         from compress.export.parity.sample_parity import val_inputs
@@ -227,8 +242,8 @@ class Exporter(Stage[Reads, Writes]):
             self._parity_context(model, file, facts, context, inputs) as parity,
             report_on_mismatch(replace(parity, began=began)),
         ):
-            expected, exported = parity.expected, parity.exported
-            allowed = self.compare(model, expected, exported, facts, val_batches, context)
+            pair = parity.expected, parity.exported
+            allowed = self.compare(model, *pair, facts, val_batches, context)
         if allowed:  # the comparison on all of `val` needs it
             facts[ALLOWED] = allowed
 
@@ -241,7 +256,6 @@ class Exporter(Stage[Reads, Writes]):
         context: Context,
         inputs: Iterable[Tensors],
     ) -> Iterator[ParityContext]:
-        """Run the source on some inputs, and open a file."""
         from compress.export.parity.compare import on_cpu, recorded_outputs
         from compress.export.parity.report import ParityContext
 
@@ -278,14 +292,15 @@ class Exporter(Stage[Reads, Writes]):
             return search_refused(parity, kept, deadline)
 
     def log(self, facts: Mapping[str, Any]) -> None:
-        """Log what the manifest says of kernels."""
+        """Log what the manifest says of kernels, or of integers that were compared."""
         if "integer_kernels" in facts:
             logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
+        if "equal_integers" in facts:
+            logger.info("%s: %d integers read back", self.title, facts["equal_integers"])
 
     def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
         """Return the largest error of an export that is taken for a right one."""
-        from compress.export.parity.arithmetic_error import LARGEST_SPREAD
-        from compress.export.parity.sample_parity import tolerance_for
+        from compress.export.parity.sample_parity import LARGEST_SPREAD, tolerance_for
 
         allowed: Any = artifact.manifest.facts.get(ALLOWED, 0.0)
         return max(tolerance_for(model).spread, min(float(allowed), LARGEST_SPREAD))
@@ -305,6 +320,17 @@ class Exporter(Stage[Reads, Writes]):
 
 EXPORTERS: dict[str, type[Exporter[Any, Any]]] = {}
 """Kind of a runtime's file → the stage that writes it, of this toolkit and of other packages."""
+
+
+def refuse_scores(error: float, wrong: str) -> float:
+    """Return how far scores of a written file are off; StageFailed where it is over rounding."""
+    from compress.export.parity.sample_parity import FLOAT
+
+    if not error <= FLOAT.relative:
+        raise StageFailed(
+            f"{wrong}, by {error:.2g} of the norm, expected at most {FLOAT.relative:g}"
+        )
+    return error
 
 
 def source_counts(model: Artifact) -> dict[str, int | None]:

@@ -15,11 +15,8 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
-from compress.export.fastest.measure import BenchCell, measure_fastest
-from compress.export.fastest.stage import Runtime, export_to
-from compress.export.web.browser import ONNXRUNTIME_WEB
-from compress.export.web.page import web_page
-from compress.export.web.runtime import WEB
+from compress.export.fastest.stage import BenchCell, Runtime, export_to, measure_fastest
+from compress.export.web.page import ONNXRUNTIME_WEB, WEB, web_page
 from compress.functional.in_memory import as_artifact, forward_names, make_splits
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.reporting.terminal_table import NOT_MEASURABLE
@@ -30,7 +27,7 @@ from compress.profiling.benchmark import MEASURED_SECONDS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from compress.export.fastest.measure import BenchRow
+    from compress.export.fastest.stage import BenchRow
     from compress.functional.in_memory import Inputs
 
 COLUMNS = ("model", "ms a call", "95 % interval", "rows/s", "faster", "95 % interval")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from auto_search.losses import ChangeableLayers, static_graph
 from compress.export.latency.kernels import KernelTable
 from compress.export.latency.resizing import MixedModel, ResizableModel, weighted_layers
+from compress.export.onnx.lowering import translate
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import opened_session, session_predictor
-from compress.export.onnx.translate import translate
 from compress.pipelines.auto.cost_models import latency_models
 from compress.pipelines.auto.cost_models.latency_models import LayerSensitivity, decision_of
 from compress.pipelines.system.machine_info import machine

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.forward import torch_predictor
 from compress.common.requirements import COMPILER
-from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
-from compress.export.common.targets import NO_UINT16_KERNELS
+from compress.export.common.compiled_code import CUDA, built_for, refuse_other_host
+from compress.export.common.runtime import NO_UINT16_KERNELS, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch.export import ExportedProgram
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from compress.common.requirements import Requirement
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.parity.bisect import Tensors
 
 RUNTIME = Runtime(
     name="aot",
     title="AOTInductor",
     requirements=(COMPILER,),
     targets=("inductor-cpu",),
+    refused_formats={"uint16": NO_UINT16_KERNELS},
     reproducer=Reproducer(
         file="model.pt2",
         run_lines=(
@@ -80,17 +80,15 @@ class AotModel(ExportedModel):
         return _numbered(built_for["device"], device)
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
+    ) -> AbstractContextManager[Predictor]:
         """Load the code; Unavailable where it was compiled for another machine."""
         from compress.export.aotinductor.package import load
-        from compress.export.common.host_check import refuse_other_host
 
         refuse_other_host(facts["built_for"], file)
-        with torch_predictor(load(file, signature, device), device, threads) as predict:
-            yield predict
+        device = _numbered(facts["built_for"]["device"], device)
+        return torch_predictor(load(file, signature, device), device, threads)
 
 
 class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
@@ -108,19 +106,11 @@ class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
 
     def all_requirements(self) -> tuple[Requirement, ...]:
         """Return the compiler, and a CUDA device where one is compiled for."""
-        from compress.export.common.host_check import CUDA
-
         return (*super().all_requirements(), *((CUDA,) if self.device == "cuda" else ()))
-
-    def unsupported_input_reason(self, formats: Set[str]) -> str:
-        """Return why there are no kernels for such formats; empty where there are."""
-        return NO_UINT16_KERNELS if "uint16" in formats else ""
 
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The processor and system that the code is compiled for."""
-        from compress.export.common.host_check import built_for
-
         return {"built_for": built_for(self.device)}
 
     @classmethod
@@ -134,27 +124,20 @@ class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
 
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Trace and compile."""
-        from compress.export.aotinductor.package import compile_package
-        from compress.export.common.host_check import built_for
-
         program = program_of(model)
-        return {
-            "built_for": built_for(self.device),
-            **graph_facts(model, program, self.title),
-            **compile_package(program, model.signature, file, self.device_for(context)),
-        }
+        facts = graph_facts(model, program, self.title)  # before the program is rewritten
+        compiled = self.write_program(program, model.signature, file, context.device)
+        return {"built_for": compiled["built_for"], **facts, **compiled}
 
-    def reexport(
-        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
-    ) -> Tensors:
-        """Compile a part of the graph and return its outputs."""
-        from compress.export.aotinductor.package import compile_package, load
+    def write_program(
+        self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Compile a graph, which is rewritten in place."""
+        from compress.export.aotinductor.package import compile_package
 
-        compile_package(program, signature, file, self.device)
-        with torch_predictor(load(file, signature, self.device), self.device, 1) as compiled:
-            return tuple(t.cpu() for t in compiled(*inputs))
+        kernels = compile_package(program, signature, file, _numbered(self.device, device))
+        return {"built_for": built_for(self.device), **kernels}
 
 
 def _numbered(compiled_for: str, device: str) -> str:
-    """Return the device to run on, by its number where code for CUDA is to run on `cuda:1`."""
     return device if device.partition(":")[0] == compiled_for else compiled_for

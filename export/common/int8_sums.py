@@ -19,13 +19,10 @@ def has_16_bit_sums() -> bool:
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text("utf-8")
     except OSError:  # not Linux
-        return not EXACT_INSTRUCTIONS & _known_to_torch()
+        try:
+            import torch
+        except ImportError:  # in an archive of an ONNX file: exact sums are right everywhere
+            return True
+        known = torch.cpu.get_capabilities()
+        return not any(known.get(name) for name in EXACT_INSTRUCTIONS)
     return not EXACT_INSTRUCTIONS & set(cpuinfo.split())
-
-
-def _known_to_torch() -> set[str]:
-    try:
-        import torch
-    except ImportError:  # in an archive of an ONNX file: exact sums are right everywhere
-        return set()
-    return {name for name, has in torch.cpu.get_capabilities().items() if has}

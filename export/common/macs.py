@@ -67,7 +67,6 @@ def _sizes(tensor: Any) -> list[int]:
 
 
 def _concrete(value: Any) -> Any:
-    """Return a tensor without numbers of the sizes that were traced."""
     if isinstance(value, torch.Tensor):
         return torch.empty(_sizes(value), device="meta")
     if isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ import torch
 
 from compress.artifacts.carried_files import CONFIG
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import KeepBlocks, KeepIndices
+from compress.artifacts.recipe import CallByName, KeepBlocks, KeepIndices
 from compress.artifacts.streaming.packed_model import (
     FACTOR,
     ROUNDS,
@@ -79,19 +79,10 @@ def decoder_weights(
 ) -> DecoderWeights:
     """Return the transformers module behind a model, and the model's weights for it.
 
-    Of a model whose weights stay on disk, the module has its float weights alone; those of a few
-    bits are on the meta device, and are read when they are asked for.
-
-    Args:
-        model: a float model, or the result of `quantize_weights`.
-        context: knows the float model that a graph was made from.
-        title: the stage's, for messages.
-        by_config: whether the format builds the model by its config, which then has to have the
-            widths that pruning left.
-
-    Raises:
-        StageFailed: the module is none of transformers, the graph was quantized otherwise than by
-            `quantize_weights`, or no config has the module's widths.
+    Weights of a few bits that stay on disk are on the meta device there, and are read when they are
+    asked for. With `by_config` the format builds the model by its config, which then has to have
+    the widths that pruning left. Raise StageFailed where it has not, for modules that are none of
+    transformers, and for graphs quantized otherwise than by `quantize_weights`.
     """
     if isinstance(model, PackedModel):
         return _streamed_weights(model, title)
@@ -137,7 +128,6 @@ def decoder_weights(
 
 
 def _streamed_weights(model: PackedModel, title: str) -> DecoderWeights:
-    """Return the weights of a model that was quantized block by block."""
     module, stored = model.skeleton(), model.stored()
     for name in stored:
         if name.endswith(FACTOR):
@@ -165,10 +155,7 @@ def _multiplied(title: str, module: str) -> str:
 def _transformers_module(
     model: EagerModel | GraphModel, context: Context, title: str, *, by_config: bool
 ) -> tuple[Any, Mapping[str, Any] | None]:
-    """Return the last eager model before a graph, as transformers' own class calls it.
-
-    With it, the entries of its config that pruning changed; None where no config has its widths.
-    """
+    """Return the last eager model before a graph, and what pruning changed of its config."""
     from compress.artifacts.libraries.transformers_folder import described_by_config
     from compress.core.gates.runtime import nearest_float_model
 
@@ -190,7 +177,9 @@ def _transformers_module(
 def _as_transformers(module: Any, title: str) -> Any:
     """Return a module with transformers' own class, without the adapter of the call."""
     transformers = sys.modules.get("transformers")
-    own = next((kind for kind in type(module).__mro__ if _is_of(transformers, kind)), None)
+    # A class of transformers, and no subclass made here.
+    kinds = (k for k in type(module).__mro__ if k is getattr(transformers, k.__name__, None))
+    own = next(kinds, None)
     if module is None or own is None:
         raise StageFailed(
             f"{title}: takes a language model of transformers, found {type(module).__name__}; "
@@ -200,6 +189,8 @@ def _as_transformers(module: Any, title: str) -> Any:
     return module.eval()
 
 
-def _is_of(transformers: Any, kind: type) -> bool:
-    """Whether a class is a model of transformers, and no subclass made here."""
-    return transformers is not None and getattr(transformers, kind.__name__, None) is kind
+def call_by_name(module: Any, signature: Signature) -> Any:
+    """Return a module of transformers that now takes a signature's inputs, and returns scores."""
+    names = tuple(spec.name for spec in signature.inputs)
+    CallByName(inputs=names, outputs=("logits",)).apply_(module)
+    return module

@@ -1,4 +1,4 @@
-"""Integers of a few bits in the layout `pack-quantized` of compressed-tensors, and back.
+"""Folders with integers of a few bits in the layout `pack-quantized` of compressed-tensors.
 
 A row's integers follow each other in 32-bit words, the earlier ones in the lower bits, as the bytes
 of `quantize_weights` do. Both store an integer plus half its range, so that only the type differs.
@@ -7,33 +7,41 @@ Zero points are packed along the outputs.
 
 from __future__ import annotations
 
+import json
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compress.artifacts.streaming.packed_model import PackedWeight
+from compress.artifacts.carried_files import CONFIG
+from compress.artifacts.hf_folder import build, reading_by_transformers, refuse_lookups
+from compress.artifacts.meta_init import parameters_on_meta, stream_weights_
+from compress.artifacts.streaming.packed_model import PackedWeight, packed_module, shared_parameters
+from compress.checkpoint.safetensors_io import read_safetensors, write_safetensors
 from compress.checkpoint.state_dict import StoredTensor, in_memory
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
+from compress.common.tensor_difference import relative_error
+from compress.export.common.packed_weights import call_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
+    from compress.artifacts.streaming.packed_model import PackedModel
     from compress.checkpoint.state_dict import Weights
+    from compress.common.signature import Signature
     from compress.export.common.packed_weights import DecoderWeights
 
+FILE = "model.safetensors"
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that vLLM joins to one, which is wholly packed or wholly float."""
 
 
 def vllm_limits(weights: DecoderWeights, scheme: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why vLLM will not open a folder, with what to change.
-
-    Args:
-        weights: what the folder has.
-        scheme: the entry `weights` of its `quantization_config`.
-    """
+    """Yield why vLLM will not open a folder, by the `weights` of its config, and what to change."""
     module, bits = weights.module, scheme["num_bits"]
     if bits == 8 and not scheme["symmetric"]:
         yield (
@@ -68,7 +76,6 @@ def vllm_limits(weights: DecoderWeights, scheme: Mapping[str, Any]) -> Iterator[
 
 
 def _partly_packed(weights: DecoderWeights) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the layers that vLLM joins, and those of them that are packed, where some are not."""
     for name, parent in weights.module.named_modules():
         for layers in JOINED:
             parts = [f"{name}.{layer}" for layer in layers if hasattr(parent, layer)]
@@ -86,29 +93,31 @@ def state_of(
 ) -> dict[str, torch.Tensor | StoredTensor]:
     """Return the tensors of a folder: packed linear layers, and all others as floats.
 
-    They are computed when they are read, so that one of them at a time is in memory.
-
-    Args:
-        weights: the module, and its weights of a few bits.
-        symmetric: leave out the zero points, which all lie in the middle.
-        tied: leave out the last layer's weight, which is that of the table.
+    They are computed when they are read, so that one of them at a time is in memory. `symmetric`
+    leaves out the zero points, which all lie in the middle, and `tied` the last layer's weight,
+    which is that of the table.
     """
-    from torch import nn
-
     module = weights.module
     state: dict[str, torch.Tensor | StoredTensor]
     state = {name: x.detach() for name, x in module.state_dict().items()}
+
+    def dequantized(key: tuple[str, bool]) -> torch.Tensor:
+        return weights.packed[key].dequantized()
+
+    def packed(key: tuple[str, bool], part: str) -> torch.Tensor:
+        return packed_state(key[0], weights.packed[key])[part].contiguous()
+
     for key in weights.packed:
         name, is_table = key
         stem = name.removesuffix(".weight")
         layer = module.get_submodule(stem)
         if is_table and isinstance(layer, nn.Embedding):
-            state[name] = _computed(layer.weight, partial(_dequantized, weights, key))
+            state[name] = _computed(layer.weight, partial(dequantized, key))
         elif not is_table and isinstance(layer, nn.Linear):
             state.pop(name)
             for part, tensor in packed_state(name, weights.packed[key]).items():
                 if not (symmetric and part == ZERO_POINT):
-                    state[f"{stem}.{part}"] = _computed(tensor, partial(_part, weights, key, part))
+                    state[f"{stem}.{part}"] = _computed(tensor, partial(packed, key, part))
     if tied:
         state.pop(f"{head_name(module)}.weight", None)
     # Tied weights of the module share memory, and each name is stored by itself.
@@ -126,14 +135,6 @@ def head_name(module: nn.Module) -> str | None:
 
 def _computed(like: torch.Tensor, read: Callable[[], torch.Tensor]) -> StoredTensor:
     return StoredTensor(tuple(like.shape), like.dtype, read)
-
-
-def _dequantized(weights: DecoderWeights, key: tuple[str, bool]) -> torch.Tensor:
-    return weights.packed[key].dequantized()
-
-
-def _part(weights: DecoderWeights, key: tuple[str, bool], part: str) -> torch.Tensor:
-    return packed_state(key[0], weights.packed[key])[part].contiguous()
 
 
 def packed_state(name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
@@ -177,29 +178,25 @@ def unpacked(state: Weights, stem: str, bits: int) -> PackedWeight:
 def floats_of(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Weights:
     """Return a folder's weights as floats, still on disk, by the names of the module."""
     bits = int(config["config_groups"]["group_0"]["weights"]["num_bits"])
+
+    def read(stem: str) -> torch.Tensor:
+        return unpacked(stored, stem, bits).dequantized()
+
     floats = {k: x for k, x in stored.items() if k.rpartition(".")[2] not in PARTS}
     for name in stored:
         stem, _, part = name.rpartition(".")
         if part == PARTS[0]:
             outputs, words = stored[name].shape
             shape = (outputs, words * 32 // bits)
-            read = partial(_read_floats, stored, stem, bits)
-            floats[f"{stem}.weight"] = StoredTensor(shape, torch.float32, read)
+            floats[f"{stem}.weight"] = StoredTensor(shape, torch.float32, partial(read, stem))
     return floats
-
-
-def _read_floats(stored: Weights, stem: str, bits: int) -> torch.Tensor:
-    return unpacked(stored, stem, bits).dequantized()
 
 
 def quantization_config(weights: DecoderWeights) -> dict[str, Any]:
     """Return the entry of `config.json` that says how weights are packed.
 
-    Raises:
-        StageFailed: no linear layer is packed, or layers differ in bits or groups.
+    Raise StageFailed where no linear layer is packed, or layers differ in bits or groups.
     """
-    from torch import nn
-
     linears = [n for n, m in weights.module.named_modules() if isinstance(m, nn.Linear)]
     packed = [n for n in linears if (f"{n}.weight", False) in weights.packed]
     formats, symmetric = set(), True
@@ -233,3 +230,85 @@ def quantization_config(weights: DecoderWeights) -> dict[str, Any]:
         "ignore": [name for name in linears if name not in packed],
         "kv_cache_scheme": None,
     }
+
+
+def write_folder(file: Path, weights: DecoderWeights) -> dict[str, Any]:
+    """Write a folder's config and tensors; return how the config describes the packed weights."""
+    module: Any = weights.module
+    config = json.loads(module.config.to_json_string(use_diff=False))
+    config["architectures"] = [type(module).__name__]
+    config["quantization_config"] = quantization_config(weights)
+    scheme: dict[str, Any] = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    if any(name == f"{head_name(module)}.weight" for name, _ in weights.packed):
+        config["tie_word_embeddings"] = False  # table and last layer now differ
+    (file.parent / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    tied = config.get("tie_word_embeddings", False)
+    write_safetensors(file, state_of(weights, symmetric=scheme["symmetric"], tied=tied))
+    return scheme
+
+
+def compare_integers(file: Path, weights: DecoderWeights, title: str) -> int:
+    """Return how many integers a file has; StageFailed where one differs from the graph's."""
+    stored, count = read_safetensors(file), 0
+    for name, is_table in weights.packed:
+        stem = name.removesuffix(".weight")
+        if is_table or f"{stem}.weight_packed" not in stored:
+            continue
+        weight = weights.packed[name, is_table]
+        found = unpacked(stored, stem, weight.bits)
+        for part in ("packed", "scale", "zero_point"):
+            if not torch.equal(getattr(found, part), getattr(weight, part)):
+                raise StageFailed(f"{title}: {name}: {part} differs in the file")
+        count += found.integers().numel()
+    return count
+
+
+def scores_error(signature: Signature, folder: Path, weights: DecoderWeights) -> float:
+    """Return how far transformers' answers differ from those of the dequantized weights."""
+    opened: Any = opened_folder(folder, signature)
+    weights.use_({key: weight.dequantized() for key, weight in weights.packed.items()})
+    with torch.inference_mode():
+        return relative_error(weights.scores(signature), opened(*signature.example())[0])
+
+
+def streamed_scores_error(model: PackedModel, folder: Path) -> float:
+    """Return how far the file's answers, layer by layer, differ from the model's."""
+    inputs = model.signature.example()
+    with torch.inference_mode():
+        expected = packed_module(model.recipe, model.stored(), rounds=False)(*inputs)
+        found = streamed_folder(folder, model.signature)(*inputs)
+    return relative_error(flatten_outputs(expected)[0], found[0])
+
+
+def opened_folder(folder: Path, signature: Signature) -> Any:
+    """Return a folder's model as transformers opens it, called with the signature's inputs."""
+    import transformers
+
+    with reading_by_transformers(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You passed `quantization_config`")
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        refuse_lookups(config, folder / CONFIG)
+        if config["quantization_config"]["quant_method"] != "compressed-tensors":
+            raise ValueError(f"{CONFIG} names another quant_method than compressed-tensors")
+        kind: Any = getattr(transformers, config["architectures"][0])
+        # Kept packed, transformers 5.24 with compressed-tensors 0.20 expects zero points of 4 bits
+        # that are not packed, and refuses packed ones, which the format prescribes.
+        dense = transformers.CompressedTensorsConfig(dequantize=True)
+        module = kind.from_pretrained(
+            folder, dtype="float32", local_files_only=True, quantization_config=dense
+        ).eval()
+    return call_by_name(module, signature)
+
+
+def streamed_folder(folder: Path, signature: Signature, device: str = "cpu") -> Any:
+    """Return a folder's model, which reads and dequantizes a layer's weights when it is called."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    with parameters_on_meta():
+        module = build(config["architectures"][0], config).eval()
+    stored = read_safetensors(folder / FILE)
+    floats = dict(floats_of(stored, config["quantization_config"]))
+    for tied, _ in shared_parameters(module):  # such a weight is in the file once
+        at = next((name for name in tied if name in floats), None)
+        floats |= {name: floats[at] for name in tied if at is not None and name not in floats}
+    stream_weights_(module, floats, device)
+    return call_by_name(module, signature)

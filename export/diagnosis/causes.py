@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from compress.core.diagnosis.cause import (
     Repair,
     excluding,
 )
-from compress.export.diagnosis.parity import LEAST_ERROR
+from compress.export.diagnosis.costs import LEAST_ERROR
 from compress.export.diagnosis.profile import QUANTIZE
 from compress.export.latency.resizing import weighted_layers
 from compress.export.onnx.graph import sizes, stored
@@ -33,17 +34,18 @@ if TYPE_CHECKING:
 
     from compress.export.diagnosis.costs import (
         CountedCost,
-        MacsDiagnosis,
+        ParityDiagnosis,
         SizeDiagnosis,
         SpeedDiagnosis,
     )
-    from compress.export.diagnosis.parity import ParityDiagnosis
 
     Slow = RefusedStage[SpeedDiagnosis]
     Counted = RefusedStage[CountedCost]
     Sized = RefusedStage[SizeDiagnosis]
     Wrong = RefusedStage[ParityDiagnosis]
     Settings = dict[str, Any]
+    Measure = Callable[[RefusedStage[Any], str], float | None]
+    Timed = list[tuple[float, Repair]]  # milliseconds that changes save, and the changes
 
 STATIC = ("quantize_static", "quantize_aware_training")
 QUANTIZING = (*STATIC, "quantize_dynamic", "quantize_weights")
@@ -80,7 +82,7 @@ def _slow(
     stages: tuple[str, ...],
     limit: float,
     text: str,
-    measure: Callable[[Slow, str], float | None],
+    measure: Measure,
     saved: Callable[[Slow, Sequence[str]], float],
     repairs: Callable[[Slow, Sequence[str]], tuple[Repair, ...]] = lambda refused, layers: (),
 ) -> Cause:
@@ -99,35 +101,29 @@ def _slow(
     )
 
 
-Timed = list[tuple[float, Repair]]
-"""Milliseconds that changes save, and the changes."""
-
-
 def _slow_and_timed(
     key: str,
     stages: tuple[str, ...],
     limit: float,
     text: str,
-    measure: Callable[[Slow, str], float | None],
+    measure: Measure,
     changes: Callable[[Slow, Sequence[str]], Timed],
 ) -> Cause:
     """Return a cause of a slow file whose repairs are timed, and named where they are faster."""
-
-    def saved(refused: Slow, layers: Sequence[str]) -> float:
-        return max((ms for ms, _ in changes(refused, layers)), default=0.0)
 
     def repairs(refused: Slow, layers: Sequence[str]) -> tuple[Repair, ...]:
         timed = sorted(changes(refused, layers), key=lambda pair: -pair[0])
         return tuple(repair for ms, repair in timed if ms > 0)
 
+    def saved(refused: Slow, layers: Sequence[str]) -> float:
+        return max((ms for ms, _ in changes(refused, layers)), default=0.0)
+
     return _slow(key, stages, limit, text, measure, saved, repairs)
 
 
 def _float_island_share(refused: Slow, layer: str) -> float | None:
-    """Return the share of the time that the islands with a layer's operators take."""
-    measured = refused.measured
-    islands = [i for i in measured.profile.float_islands if layer in i.modules]
-    return measured.share(node for i in islands for node in (*i.nodes, *i.conversions))
+    islands = [i for i in refused.measured.profile.float_islands if layer in i.modules]
+    return refused.measured.share(node for i in islands for node in (*i.nodes, *i.conversions))
 
 
 def _without_islands(refused: Slow, layers: Sequence[str]) -> Timed:
@@ -168,7 +164,6 @@ def _missing_in_block(refused: Slow, layer: str) -> float | None:
 
 
 def _whole_blocks(refused: Slow, layers: Sequence[str]) -> Timed:
-    """Return multiples of 16 or 8 channels."""
     own, title = refused.stage.own_settings(), refused.stage.title
     blocks = (BLOCK, BLOCK // 2)
     wider: list[Settings] = [{"round_to": block} for block in blocks if own["round_to"] % block]
@@ -182,21 +177,10 @@ def _whole_blocks(refused: Slow, layers: Sequence[str]) -> Timed:
 
 
 def _slowdown(refused: Slow, layer: str) -> float | None:
-    """Return a layer's time over that of the plain float model."""
     measured = refused.measured
     before = measured.float_profile.by_module.get(layer, 0.0)
     now = measured.profile.by_module.get(layer, 0.0)
     return now / before if before and layer in measured.profile.integer_modules else None
-
-
-def _unfused_share(refused: Slow, layer: str) -> float | None:
-    unfused = refused.measured.profile.unfused
-    return refused.measured.share(n for n in unfused if layer in ("", n.module))
-
-
-def _empty_share(refused: Slow, layer: str) -> float | None:
-    measured = refused.measured
-    return None if layer else measured.empty_call_ms / measured.ms
 
 
 # Of a gate that two measurements may answer either way. No stage has it: it is tested first.
@@ -262,7 +246,9 @@ SPEED_CAUSES = (
         0.1,
         "normalisation or activation apart from its layer's kernel ({value:.0%} of the time; "
         "limit {limit:.0%})",
-        _unfused_share,
+        lambda refused, layer: refused.measured.share(
+            n for n in refused.measured.profile.unfused if layer in ("", n.module)
+        ),
         lambda refused, _: refused.measured.saved_without(refused.measured.profile.unfused),
         lambda *_: (Repair({"stage": "export_openvino"}, 1),) if find_spec("openvino") else (),
     ),
@@ -273,7 +259,9 @@ SPEED_CAUSES = (
         0.4,
         "a call of any model takes {value:.0%} of the time (limit {limit:.0%}); larger batches "
         "share it",
-        _empty_share,
+        lambda refused, layer: (
+            None if layer else refused.measured.empty_call_ms / refused.measured.ms
+        ),
         lambda refused, _: refused.measured.empty_call_ms,
     ),
     NOISE,
@@ -286,7 +274,7 @@ def _counted(
     stages: tuple[str, ...],
     limit: float,
     text: str,
-    measure: Callable[[RefusedStage[Any], str], float | None],
+    measure: Measure,
     changes: Callable[[RefusedStage[Any], Sequence[str]], Iterable[Settings]],
 ) -> Cause:
     """Return a cause of too many bytes, weights or products in float, given what mends it."""
@@ -317,7 +305,6 @@ def _tables_in_integers(refused: Sized, layers: Sequence[str]) -> Iterator[Setti
 
 
 def _excluded_share(refused: Counted, layer: str) -> float | None:
-    """Return the share of the whole that a module has which a pattern leaves out."""
     if not _naming(refused.stage.own_settings(), [layer]):
         return None
     # Pruning counts all channels that it may remove, quantization what is not in integers.
@@ -331,21 +318,7 @@ def _nothing_excluded(refused: Counted, layers: Sequence[str]) -> Iterator[Setti
         yield _without_patterns(own, excluded)
 
 
-def _float_kernel_share(refused: RefusedStage[MacsDiagnosis], layer: str) -> float | None:
-    """Return the share of the multiply-accumulates that a quantized layer has in float."""
-    measured = refused.measured
-    return measured.share_of(layer, floats_alone=True) if layer in measured.quantized else None
-
-
-def _copies_share(refused: Sized, layers: Sequence[str]) -> float | None:
-    """Return the share of what is missing that the copies have."""
-    measured = refused.measured
-    copies = [getattr(t, measured.unit) for t in measured.tensors if t.is_copy]
-    return measured.recovered_share(sum(copies))
-
-
 def _activation_share(refused: Sized, layer: str) -> float | None:
-    """Return a module's largest value as a share of all weights and values in memory."""
     measured = refused.measured
     if layer not in measured.activations:
         return None
@@ -384,7 +357,11 @@ COUNTED_CAUSES = (
         0.05,
         "weights in integers, but a float kernel ({value:.0%} of the multiply-accumulates; limit "
         "{limit:.0%})",
-        _float_kernel_share,
+        lambda refused, layer: (
+            refused.measured.share_of(layer, floats_alone=True)
+            if layer in refused.measured.quantized
+            else None
+        ),
         lambda refused, _: _formats_with_kernels(refused.stage.own_settings()),
     ),
     # Tensors of the same values, of which one would do.
@@ -398,7 +375,9 @@ COUNTED_CAUSES = (
             "the modules' weights in the model's code"
         ),
         measure=lambda refused, layer: refused.measured.share_where(layer, lambda t: t.is_copy),
-        recovered_share=_copies_share,
+        recovered_share=lambda refused, _: refused.measured.recovered_share(
+            sum(getattr(t, refused.measured.unit) for t in refused.measured.tensors if t.is_copy)
+        ),
     ),
     # One value that takes most of the memory of a call.
     Cause(
@@ -421,29 +400,21 @@ def _ratio_at_other_sizes(refused: Wrong, layer: str) -> float | None:
     if layer not in measured.axis_errors:
         return None
     # 1e-7: float32's rounding, as the error at its own size may be 0.
-    ratio = measured.axis_errors[layer] / max(measured.own_size_error, 1e-7)
-    return min(ratio, LARGEST_RATIO)  # infinite where the file fails
-
-
-def _graph_error(refused: Wrong, layer: str) -> float | None:
-    """Return the relative error of the graph, run by PyTorch."""
-    is_eager = refused.before.kind == "eager"
-    return refused.measured.graph_error if is_eager and not layer else None
+    own_size_error = max(measured.errors.get("seeded", math.inf), 1e-7)
+    return min(measured.axis_errors[layer] / own_size_error, LARGEST_RATIO)  # it may be infinite
 
 
 def _graph_share(refused: Wrong, layers: Sequence[str]) -> float | None:
-    """Return the graph's share of the error."""
     measured = refused.measured
     total = max((e for e in measured.errors.values() if math.isfinite(e)), default=0.0)
     return min(1.0, measured.graph_error / total) if total else None
 
 
 def _rewriting_share(refused: Wrong, layer: str) -> float | None:
-    """Return the share of the difference that is gone without rewriting."""
     measured = refused.measured
     if layer or measured.stage.optimize == "none" or not measured.difference:
         return None
-    return 1 - measured.difference_with({"optimize": "none"}) / measured.difference
+    return 1 - measured.difference_unoptimized / measured.difference
 
 
 def _float32_share(refused: Wrong, layer: str) -> float | None:
@@ -454,56 +425,52 @@ def _float32_share(refused: Wrong, layer: str) -> float | None:
     return measured.own_error / measured.difference
 
 
-def _float32_at_most_all(refused: Wrong, layers: Sequence[str]) -> float | None:
-    value = _float32_share(refused, "")
-    return None if value is None else min(1.0, value)
-
-
 def _operator_error(refused: Wrong, layer: str) -> float | None:
-    """Return the error of the first wrong operator, relative to its norm."""
     found = refused.measured.wrong_layer
     return found.error if found is not None and layer == str(found) else None
 
 
-def _wrong(key: str, limit: float, text: str, **functions: Any) -> Cause:
-    return Cause(
-        key=key, stages=("export_onnx",), gates=PARITY_GATES, limit=limit, text=text, **functions
-    )
-
-
+_wrong = partial(Cause, stages=("export_onnx",), gates=PARITY_GATES)
 # An operator whose ONNX form computes something else.
 WRONG_OPERATOR = _wrong(
-    "wrong_operator",
-    LEAST_ERROR,
-    "the first operator out of tolerance (error {value:.2g} of its norm; limit {limit:g})",
+    key="wrong_operator",
+    limit=LEAST_ERROR,
+    text="the first operator out of tolerance (error {value:.2g} of its norm; limit {limit:g})",
     measure=_operator_error,
     repairs=lambda *_: (IN_PYTORCH,),
 )
 PARITY_CAUSES = (
     # A named axis whose size while tracing was kept as a number.
     _wrong(
-        "baked_axis",
-        100.0,
-        "right at the size that it was traced with, and wrong at others (error {value:.3g} times "
-        "as large; limit {limit:g}); compute sizes from the input's shape in the model's code",
+        key="baked_axis",
+        limit=100.0,
+        text=(
+            "right at the size that it was traced with, and wrong at others (error {value:.3g} "
+            "times as large; limit {limit:g}); compute sizes from the input's shape in the "
+            "model's code"
+        ),
         measure=_ratio_at_other_sizes,
     ),
     # The traced graph computes other than the model's code does; a scripted one may not.
     _wrong(
-        "other_graph",
-        1e-4,
-        "the graph that torch.export traced is wrong in PyTorch too (by {value:.2g} of the norm; "
-        "limit {limit:g}): code goes another way while it is exported, or keeps a value that "
-        "depends on the input",
-        measure=_graph_error,
+        key="other_graph",
+        limit=1e-4,
+        text=(
+            "the graph that torch.export traced is wrong in PyTorch too (by {value:.2g} of the "
+            "norm; limit {limit:g}): code goes another way while it is exported, or keeps a value "
+            "that depends on the input"
+        ),
+        measure=lambda refused, layer: (
+            refused.measured.graph_error if refused.before.kind == "eager" and not layer else None
+        ),
         recovered_share=_graph_share,
         repairs=lambda *_: (IN_PYTORCH,),
     ),
     # Rewriting ahead of time uses approximations.
     _wrong(
-        "rewritten_graph",
-        0.5,
-        "rewritten by optimize (without it {value:.0%} of the difference is gone; "
+        key="rewritten_graph",
+        limit=0.5,
+        text="rewritten by optimize (without it {value:.0%} of the difference is gone; "
         "limit {limit:.0%})",
         measure=_rewriting_share,
         recovered_share=lambda refused, _: _rewriting_share(refused, ""),
@@ -511,12 +478,16 @@ PARITY_CAUSES = (
     ),
     # The source is off by as much itself, as float32 holds 7 digits.
     _wrong(
-        "float32",
-        0.25,
-        "float32 itself: the source is off its outputs in float64 by {value:.2g} of the "
-        "difference (limit {limit:g}); the limit asks for more digits than float32 has",
+        key="float32",
+        limit=0.25,
+        text=(
+            "float32 itself: the source is off its outputs in float64 by {value:.2g} of the "
+            "difference (limit {limit:g}); the limit asks for more digits than float32 has"
+        ),
         measure=_float32_share,
-        recovered_share=_float32_at_most_all,
+        recovered_share=lambda refused, _: (
+            None if (value := _float32_share(refused, "")) is None else min(1.0, value)
+        ),
     ),
     WRONG_OPERATOR,
 )

@@ -1,9 +1,11 @@
-"""What makes a file slower, larger or less integer than a gate allows, by the user's modules."""
+"""What makes a file slower, larger, less integer or wrong, by the user's modules."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,7 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import onnx_ir as ir
+import torch
 
+from compress.artifacts.graph_model import program_of
+from compress.common.errors import CompressError
+from compress.common.forward import accept_any_batch, flatten_outputs
+from compress.common.tensor_difference import largest, largest_difference
 from compress.export.diagnosis.profile import (
     Profile,
     as_onnx,
@@ -24,20 +31,26 @@ from compress.export.diagnosis.profile import (
 from compress.export.latency.resizing import is_float, leave_float, weighted_layers
 from compress.export.onnx.graph import inputs_of, remove_unread_, sizes, weight_elements
 from compress.export.onnx.proto_io import write
-from compress.export.onnx.session import opened_session
+from compress.export.onnx.session import opened_session, session_predictor
+from compress.export.parity.bisect import LayerSearch
+from compress.export.parity.compare import largest_relative_error, outputs_by_kind
+from compress.export.parity.sample_parity import Float64Reference, tolerance_for
 from compress.profiling.benchmark import compare_latency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from compress.artifacts.artifact import Artifact
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
+    from compress.common.forward import Predictor
     from compress.core.context import Context
     from compress.export.diagnosis.profile import ProfiledNode
-    from compress.profiling.benchmark import Comparison, Opener
+    from compress.export.onnx.stage import ExportOnnx
+    from compress.export.parity.bisect import Tensors, WrongLayer
+    from compress.export.parity.compare import KindOutputs
+    from compress.export.parity.report import RefusedFile
+    from compress.profiling.benchmark import Comparison
     from compress.profiling.quantiles import Interval
 
     Rerun = Callable[[str, Mapping[str, Any]], ir.Model | None]
@@ -52,9 +65,7 @@ SMALL = 1024
 class FileDiagnosis(ABC):
     """A file that costs too much, and what files of other settings would save.
 
-    Raises:
-        StageFailed: by what it measures: the file is not taken apart, or the float model cannot be
-            exported.
+    Measuring raises StageFailed where the file is not taken apart, or its float model not exported.
     """
 
     file: Artifact
@@ -119,12 +130,7 @@ class FileDiagnosis(ABC):
         return Profile.measure(model, self.names, self.batches[0], self.context.threads)
 
     def saved(self, key: str, change: Callable[[], ir.Model | None]) -> float:
-        """Return what a changed file saves, measured once.
-
-        Args:
-            key: what tells the change from others.
-            change: makes the changed file; None where it cannot be made.
-        """
+        """Return what a changed file saves, measured once by `key`; 0 where it cannot be made."""
         if key not in self._saved:
             changed = change()
             self.measured += changed is not None
@@ -146,12 +152,7 @@ class CountedCost(FileDiagnosis):
 
     @abstractmethod
     def share_of(self, layer: str, *, floats_alone: bool) -> float | None:
-        """Return the share of the whole that a module's layer has; None without any.
-
-        Args:
-            layer: the module.
-            floats_alone: whether what is in integers is left out.
-        """
+        """Return the share of the whole that a module, or its floats alone, has, if any."""
 
 
 class TensorSize(NamedTuple):
@@ -209,7 +210,6 @@ class SizeDiagnosis(CountedCost):
     """A file that is too large, or takes too much memory: what holds the bytes."""
 
     unit: Unit = "bytes"
-    """What the gate counts."""
     memory_batch: int | None = None
     """Samples of a call, of a gate on memory."""
 
@@ -318,10 +318,7 @@ class SpeedGate:
 
     @property
     def spread_in_margin(self) -> float:
-        """How far measurements lie apart, as a multiple of the distance to the limit.
-
-        It is half the interval's width, or the distance to what the run has found.
-        """
+        """Half the interval's width, or the distance to what the run has found, over the margin."""
         spread = (self.interval.high - self.interval.low) / 2
         margin = abs(self.value - self.limit)
         if self.earlier is not None:
@@ -393,13 +390,135 @@ class SpeedDiagnosis(FileDiagnosis):
         return self.ms * (1 - 1 / compared.speedup) if is_faster else 0.0
 
     def _compared(self, changed: ir.Model) -> Comparison:
+        threads = self.context.threads
         with TemporaryDirectory(prefix="compress-timed-") as folder:
-            openers: list[Opener] = []
+            files = [Path(folder) / name / "model.onnx" for name in ("own", "changed")]
             # Both from files that the same code wrote, as the way of writing may tell in the time.
-            for name, model in (("own", self.model), ("changed", changed)):
-                file = Path(folder) / name / "model.onnx"
+            for file, model in zip(files, (self.model, changed), strict=True):
                 file.parent.mkdir()
                 write(model, file)
-                openers.append(partial(opened_session, file, self.context.threads))
-            own, other = openers
-            return compare_latency(own, other, self.batches, threads=self.context.threads)
+            own, other = (partial(opened_session, file, threads) for file in files)
+            return compare_latency(own, other, self.batches, threads=threads)
+
+
+LEAST_ERROR = 1e-5
+"""Relative error of an operator below which it may be the order in which floats are added."""
+
+
+@dataclass
+class ParityDiagnosis:
+    """An export whose outputs differ from its source's."""
+
+    stage: ExportOnnx
+    source: EagerModel | GraphModel
+    model: ir.Model
+    context: Context
+    rerun: Rerun
+    kept: RefusedFile | None = None
+    """The file, where it was refused when it was exported."""
+    deadline: float = math.inf
+    """Until when the wrong layer is searched for, on the clock of :func:`time.monotonic`."""
+    measured: int = 0
+
+    @cached_property
+    def outputs(self) -> dict[str, KindOutputs]:
+        """Kind of input → what source and file answer, where the source refuses none."""
+        with self._opened(self.model) as exported, self._source() as expected:
+            found = outputs_by_kind(expected, exported, self.source, self.context)
+            return {one.kind: one for one in found if one.refusal is None}
+
+    @cached_property
+    def errors(self) -> dict[str, float]:
+        """Kind of input → the file's error relative to the norm; infinite where it fails."""
+        return {kind: one.error for kind, one in self.outputs.items()}
+
+    @property
+    def axis_errors(self) -> dict[str, float]:
+        """Named axis → the error at the size with the largest one."""
+        axes: dict[str, float] = {}
+        for kind, error in self.errors.items():
+            axis, is_axis, _ = kind.partition(" of ")
+            if is_axis and axis in self.source.signature.dynamic_axes:
+                axes[axis] = max(axes.get(axis, 0.0), error)
+        return axes
+
+    @cached_property
+    def worst(self) -> Tensors:
+        """The inputs on which the file is most wrong, of those that it answers to."""
+        answered = [one for one in self.outputs.values() if math.isfinite(one.error)]
+        return max(answered, key=lambda one: one.error).inputs
+
+    @cached_property
+    def difference(self) -> float:
+        """Largest absolute difference on `val`, on seeded inputs without data, as the gate has."""
+        return self._difference(self.model)
+
+    @cached_property
+    def difference_unoptimized(self) -> float:
+        """The same of an export with `optimize: none`; infinite where there is none."""
+        self.measured += 1
+        changed = self.rerun(self.stage.title, {"optimize": "none"})
+        return math.inf if changed is None else self._difference(changed)
+
+    @cached_property
+    def own_error(self) -> float | None:
+        """Largest absolute difference of the source from itself in float64; None without one."""
+        with self._source() as expected:
+            reference = Float64Reference(self.source, expected)
+            errors = []
+            for inputs in self.context.comparison_inputs(self.source.signature):
+                exact = reference.exact(inputs)
+                if exact is None:
+                    return None
+                errors += [
+                    largest_difference(a.double(), b)
+                    for a, b in zip(expected(*inputs), exact, strict=True)
+                ]
+        return largest(errors)
+
+    @cached_property
+    def graph_error(self) -> float:
+        """Relative error of the traced graph in PyTorch, on the worst inputs."""
+        with self._source() as expected, torch.no_grad():
+            module = program_of(self.source).module(check_guards=False)
+            outputs = flatten_outputs(module(*self.worst))
+            return largest_relative_error(expected(*self.worst), outputs)
+
+    @cached_property
+    def wrong_layer(self) -> WrongLayer | None:
+        """The first operator out of tolerance; None where no part of the graph is."""
+        if self.kept is not None:
+            return self.stage.search_refused(self.source, self.kept, self.context, self.deadline)
+        total = max(e for e in self.errors.values() if math.isfinite(e))
+        # Half of the whole error, as no operator need have all of it.
+        limit = max(min(tolerance_for(self.source).relative, total / 2), LEAST_ERROR)
+        program, signature = program_of(self.source), self.source.signature
+        with TemporaryDirectory(prefix="compress-parity-") as folder:
+            file = Path(folder) / "model.onnx"
+            search = LayerSearch(
+                program, signature, self.worst, self.stage.reexport, file, limit, self.deadline
+            )
+            with suppress(CompressError):
+                search.run()
+        self.measured += search.exports
+        return search.layer
+
+    def _difference(self, model: ir.Model) -> float:
+        with self._opened(model) as exported, self._source() as expected:
+            return largest(
+                largest_difference(a, b)
+                for inputs in self.context.comparison_inputs(self.source.signature)
+                for a, b in zip(expected(*inputs), exported(*inputs), strict=True)
+            )
+
+    @contextmanager
+    def _source(self) -> Iterator[Predictor]:
+        with self.source.open(threads=self.context.threads) as predict:
+            yield accept_any_batch(predict, self.source.signature)
+
+    @contextmanager
+    def _opened(self, model: ir.Model) -> Iterator[Predictor]:
+        with TemporaryDirectory(prefix="compress-parity-") as folder:
+            write(model, file := Path(folder) / "model.onnx")
+            predict = session_predictor(file, self.context.threads)
+            yield accept_any_batch(predict, self.source.signature)

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,26 +21,24 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.export.latency.resizing import weighted_layers
 from compress.export.onnx.graph import (
+    CONVOLUTIONS,
+    HEAVY_KERNELS,
+    KERNEL_TIME,
     PACKED_GATHER,
     consumers,
     inputs_of,
+    is_integer_kernel,
+    is_kernel_call,
+    kernel_macs,
     producer,
     remove_unread_,
     sizes,
     stored,
 )
-from compress.export.onnx.kernels import (
-    CONVOLUTIONS,
-    COUNTED,
-    KERNEL_TIME,
-    is_integer_kernel,
-    is_kernel_call,
-    kernel_macs,
-)
+from compress.export.onnx.lowering import translate
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import exact_session
 from compress.export.onnx.stage import OnnxModel
-from compress.export.onnx.translate import translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -76,11 +75,7 @@ ACTIVATIONS = {
 
 
 def plain_export(source: EagerModel | GraphModel) -> tuple[ir.Model, list[str]]:
-    """Return a float model as ONNX, and the modules of its layers with weights and of its tables.
-
-    Raises:
-        StageFailed: it has no ONNX form.
-    """
+    """Return a float model as ONNX, and the modules of its layers with weights and its tables."""
     model, _ = translate(source, None, "compress explain")
     modules = set()
     if isinstance(source, EagerModel):
@@ -89,11 +84,7 @@ def plain_export(source: EagerModel | GraphModel) -> tuple[ir.Model, list[str]]:
 
 
 def as_onnx(artifact: Artifact) -> ir.Model:
-    """Return an ONNX file's model, or the plain export of a model that is run by PyTorch.
-
-    Raises:
-        StageFailed: it is neither, or has no ONNX form.
-    """
+    """Return an ONNX file's model, or the plain export of a model that is run by PyTorch."""
     if isinstance(artifact, OnnxModel):
         return read(artifact.payload_path, weights=True)
     if isinstance(artifact, EagerModel | GraphModel):
@@ -121,16 +112,11 @@ def fitting_names(model: ir.Model, names: Sequence[str]) -> list[str]:
 
 
 def modules_by_node(model: ir.Model, names: Sequence[str]) -> list[str]:
-    """Return the module of each operator; one without weights belongs to the layer before it.
+    """Return the module of each operator, of :func:`plain_export`'s names.
 
-    What stands before all layers belongs to the first one that reads it.
-
-    Args:
-        model: the file's model.
-        names: modules of its layers, as :func:`plain_export` returns them.
+    One without weights belongs to the layer before it; what stands before all, to its first reader.
     """
-    named = zip(layers_of(model), fitting_names(model, names), strict=True)
-    of_layer = dict(named)
+    of_layer = dict(zip(layers_of(model), fitting_names(model, names), strict=True))
     by_value: dict[ir.Value, str] = {}
     found: dict[ir.Node, str] = {}
     for node in model.graph:
@@ -143,20 +129,6 @@ def modules_by_node(model: ir.Model, names: Sequence[str]) -> list[str]:
         for value in inputs_of(node):
             by_value[value] = by_value.get(value) or found[node]
     return [*found.values()]
-
-
-def named_copy(model: ir.Model, modules: Sequence[str]) -> ir.Model:
-    """Return a model whose operators and inner values have names that begin with their module.
-
-    onnxruntime names what it fuses after the operators that it was made of.
-    """
-    copy = model.clone()
-    for number, (node, module) in enumerate(zip(copy.graph, modules, strict=True)):
-        node.name = f"{module}{SEPARATOR}{number}"
-        for value in node.outputs:
-            if value.name and not value.is_graph_output():
-                value.name = f"{module}{SEPARATOR}{value.name}"
-    return copy
 
 
 def _module_of_layer(node: ir.Node, modules: set[str]) -> str:
@@ -185,9 +157,7 @@ class ProfiledNode:
     written_bytes: int
     """What it writes in one call."""
     macs: int
-    """Multiply-accumulates of one call."""
     in_integers: bool
-    """Whether its kernel computes in integers."""
 
 
 @dataclass(frozen=True)
@@ -221,21 +191,16 @@ class Profile:
 
     @classmethod
     def measure(
-        cls,
-        model: ir.Model,
-        names: Sequence[str],
-        inputs: Sequence[torch.Tensor],
-        threads: int,
+        cls, model: ir.Model, names: Sequence[str], inputs: Sequence[torch.Tensor], threads: int
     ) -> Self:
-        """Profile a model on some inputs.
-
-        Args:
-            model: a model with its weights.
-            names: modules of its layers, in the order of `layers_of`.
-            inputs: what it is called with.
-            threads: CPU threads of the session.
-        """
-        named = named_copy(model, modules_by_node(model, names))
+        """Profile a model, with its layers' names in the order of :func:`layers_of`."""
+        # Names begin with modules: onnxruntime names what it fuses after what it was made of.
+        named, modules = model.clone(), modules_by_node(model, names)
+        for number, (node, module) in enumerate(zip(named.graph, modules, strict=True)):
+            node.name = f"{module}{SEPARATOR}{number}"
+            for value in node.outputs:
+                if value.name and not value.is_graph_output():
+                    value.name = f"{module}{SEPARATOR}{value.name}"
         with TemporaryDirectory(prefix="compress-profile-") as folder:
             file, optimized = Path(folder) / "model.onnx", Path(folder) / "optimized.onnx"
             write(named, file)
@@ -248,29 +213,24 @@ class Profile:
                 session.run(None, feed)
             events = json.loads(Path(session.end_profiling()).read_text("utf-8"))
             rewritten = read(optimized)
-        times, written = defaultdict[str, list[float]](list), dict[str, tuple[str, int]]()
-        arguments = dict[str, dict[str, Any]]()
+        calls = defaultdict[str, list[dict[str, Any]]](list)
         for event in filter(is_kernel_call, events):
-            name = event["name"].removesuffix(KERNEL_TIME)
-            times[name].append(1e-3 * event["dur"] + CUT_OFF_MS)
-            types = [kind for value in event["args"]["output_type_shape"] for kind in value]
-            size = int(event["args"].get("output_size", 0))
-            written[name] = (types[0] if types else "", size)
-            arguments[name] = event["args"]
+            calls[event["name"].removesuffix(KERNEL_TIME)].append(event)
         origins = {key: n for n in named.graph for key in (*(v.name for v in n.outputs), n.name)}
-        nodes = tuple(
-            ProfiledNode(
-                node,
-                _origin(name, origins),
-                _module_of(node),
-                _mean(times[name]),
-                *written[name],
-                *kernel_macs(node, arguments[name]),
-            )
-            for node in rewritten.graph
-            if (name := str(node.name)) in times
-        )
-        return cls(named, rewritten, nodes)
+        nodes = []
+        for node in rewritten.graph:
+            if not (own := calls.get(name := str(node.name))):
+                continue
+            ms = sorted(1e-3 * event["dur"] + CUT_OFF_MS for event in own[WARM_UP:])
+            arguments = own[-1]["args"]
+            types = [kind for value in arguments["output_type_shape"] for kind in value]
+            written = (types[0] if types else "", int(arguments.get("output_size", 0)))
+            names_in_file = (name, *(name.removesuffix(ending) for ending in IN_BLOCKS))
+            origin = next((origins[key] for key in names_in_file if key in origins), None)
+            shortest = fmean(ms[: max(1, int(SHORTEST_SHARE * len(ms)))])
+            macs = kernel_macs(node, arguments)
+            nodes.append(ProfiledNode(node, origin, _module_of(node), shortest, *written, *macs))
+        return cls(named, rewritten, tuple(nodes))
 
     @cached_property
     def ms(self) -> float:
@@ -323,7 +283,7 @@ class Profile:
         return frozenset(
             node.module
             for node in self.nodes
-            if node.node.op_type in COUNTED and is_integer_kernel(node.node.op_type)
+            if node.node.op_type in HEAVY_KERNELS and is_integer_kernel(node.node.op_type)
         )
 
     @cached_property
@@ -336,11 +296,13 @@ class Profile:
         while left:
             island = self._connected(left[0], _is_float)
             left = [node for node in left if node not in island]
-            conversions: list[ProfiledNode] = []
-            for node in island:
-                for neighbour in (*self.before(node), *self.after(node)):
-                    if neighbour.node.op_type in (QUANTIZE, DEQUANTIZE):
-                        conversions += self._connected(neighbour, _is_conversion)
+            conversions = [
+                conversion
+                for node in island
+                for neighbour in (*self.before(node), *self.after(node))
+                if neighbour.node.op_type in (QUANTIZE, DEQUANTIZE)
+                for conversion in self._connected(neighbour, _is_conversion)
+            ]
             if conversions:
                 found.append(FloatIsland(tuple(island), tuple(dict.fromkeys(conversions))))
         return tuple(found)
@@ -380,15 +342,11 @@ class Profile:
     def _feeds_alone(self, node: ProfiledNode) -> bool:
         if node.node.op_type in MOVES:
             return any(map(self._feeds_alone, self.before(node)))
-        is_product = node.node.op_type in COUNTED | CONVOLUTIONS | {NORM}
+        is_product = node.node.op_type in HEAVY_KERNELS | CONVOLUTIONS | {NORM}
         return is_product and len([*self.after(node)]) == 1
 
     def _connected(
-        self,
-        start: ProfiledNode,
-        belongs: Callable[[ProfiledNode], bool],
-        *,
-        forward: bool = False,
+        self, start: ProfiledNode, belongs: Callable[[ProfiledNode], bool], *, forward: bool = False
     ) -> list[ProfiledNode]:
         """Return an operator and those that belong to it and are connected with it."""
         found, pending = {start: None}, [start]
@@ -399,17 +357,6 @@ class Profile:
                     found[neighbour] = None
                     pending.append(neighbour)
         return [*found]
-
-
-def _mean(times: list[float]) -> float:
-    shortest = sorted(times[WARM_UP:])
-    counted = shortest[: max(1, int(SHORTEST_SHARE * len(shortest)))]
-    return sum(counted) / len(counted)
-
-
-def _origin(name: str, origins: dict[str | None, ir.Node]) -> ir.Node | None:
-    names = (name, *(name.removesuffix(ending) for ending in IN_BLOCKS))
-    return next((origins[key] for key in names if key in origins), None)
 
 
 def _module_of(node: ir.Node) -> str:

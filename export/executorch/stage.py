@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.eager_model import EagerModel
@@ -11,12 +11,12 @@ from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.config import Count
 from compress.common.forward import torch_predictor
 from compress.common.requirements import Requirement, pip_install
-from compress.export.common.runtime import Reproducer, Runtime
-from compress.export.common.targets import SIGNED_8_BITS
+from compress.export.common.runtime import SIGNED_8_BITS, Reproducer, Runtime
 from compress.export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch.export import ExportedProgram
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
-
 EXECUTORCH = Requirement(what="executorch", install=pip_install("executorch"))
 RUNTIME = Runtime(
     name="executorch",
     title="ExecuTorch",
     requirements=(EXECUTORCH,),
     targets=("xnnpack",),
+    refused_formats=dict.fromkeys(("uint8", "uint16"), SIGNED_8_BITS),
     reproducer=Reproducer(
         file="model.pte",
         library="executorch",
@@ -59,16 +58,13 @@ class ExecuTorchModel(ExportedModel):
     needs_facts: ClassVar[tuple[str, ...]] = ("sizes",)
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
+    ) -> AbstractContextManager[Predictor]:
         """Load a program; more samples than the largest batch are answered in parts."""
         from compress.export.executorch.runtime import load
 
-        run = load(file, signature, facts["sizes"], threads)
-        with torch_predictor(run, "cpu", threads) as predict:
-            yield predict
+        return torch_predictor(load(file, signature, facts["sizes"], threads), "cpu", threads)
 
 
 class ExportExecuTorch(Exporter[EagerModel | GraphModel, ExecuTorchModel]):
@@ -86,27 +82,12 @@ class ExportExecuTorch(Exporter[EagerModel | GraphModel, ExecuTorchModel]):
     """Samples of a call for which memory is planned; larger batches are refused by the device, and
     answered in parts here."""
 
-    def unsupported_input_reason(self, formats: Set[str]) -> str:
-        """Return why XNNPACK has no kernels for such integers; empty where it has."""
-        return SIGNED_8_BITS if {"uint8", "uint16"} & formats else ""
-
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Trace and lower."""
-        from importlib.metadata import version
-
-        from compress.export.executorch.lowering import lower
-        from compress.export.executorch.runtime import bounded_signature, planned_sizes
-
         program = program_of(model)
-        sizes = planned_sizes(program, model.signature, self.largest_batch)
-        content, delegation = lower(program, bounded_signature(model.signature, sizes))
-        file.write_bytes(content)
-        return {
-            "executorch": version("executorch"),
-            "sizes": sizes,
-            **graph_facts(model, program, self.title),
-            **delegation,
-        }
+        lowered = self.write_program(program, model.signature, file)
+        first = {"executorch": version("executorch"), "sizes": lowered["sizes"]}
+        return {**first, **graph_facts(model, program, self.title), **lowered}
 
     def log(self, facts: Mapping[str, Any]) -> None:
         """Log what XNNPACK computes, and what is left to other kernels."""
@@ -121,14 +102,13 @@ class ExportExecuTorch(Exporter[EagerModel | GraphModel, ExecuTorchModel]):
             *(facts["integer_kernels"], facts["float_kernels"], portable or "nothing"),
         )
 
-    def reexport(
-        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
-    ) -> Tensors:
-        """Lower a part of the graph and return its outputs."""
-        from compress.export.executorch.lowering import lower
-        from compress.export.executorch.runtime import bounded_signature, load, planned_sizes
+    def write_program(
+        self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Lower a graph, and plan its memory."""
+        from compress.export.executorch.runtime import bounded_signature, lower, planned_sizes
 
         sizes = planned_sizes(program, signature, self.largest_batch)
-        content, _ = lower(program, bounded_signature(signature, sizes))
+        content, delegation = lower(program, bounded_signature(signature, sizes))
         file.write_bytes(content)
-        return load(file, signature, sizes, threads=1)(*inputs)
+        return {"sizes": sizes, **delegation}

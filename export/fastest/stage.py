@@ -1,9 +1,10 @@
-"""The stage `export_fastest`: exports to several runtimes and keeps the fastest file."""
+"""The stage `export_fastest`: exports to several runtimes, measures and keeps the fastest file."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast, get_args
@@ -12,25 +13,119 @@ from pydantic import AfterValidator, Field
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.common.config import Count
-from compress.common.errors import StageFailed, Unavailable
+from compress.common.config import Count, Settings
+from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.core.stage import members_of
 from compress.export.aotinductor.stage import AotModel
+from compress.export.common.compiled_code import built_for
 from compress.export.exporter import EXPORTERS, Exporter
 from compress.export.onnx.stage import OnnxModel
 from compress.export.openvino.stage import OpenVINOModel
 from compress.export.torchscript.stage import TorchScriptModel
+from compress.profiling.benchmark import MEASURED_SECONDS, Latency, compare_latencies
+from compress.profiling.quantiles import Interval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from compress.artifacts.artifact import Artifact
+    from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.fastest.measure import BenchCell
+
+
+class BenchRow(Settings):
+    """One model's figures at a batch size and a number of threads."""
+
+    model: str
+    latency: Latency
+    rows_per_second: float
+    """Rows of the batch over the median latency."""
+    speedup: float
+    """How many times faster than the first model: the median over blocks of calls."""
+    speedup_interval: Interval
+    """95 % confidence interval of the speedup."""
+    unreliable_reason: str = ""
+    """Why the figures are too uncertain to be shown; empty where they are not."""
+
+
+class BenchCell(Settings):
+    """All models at one batch size and number of threads."""
+
+    batch: int
+    threads: int
+    rows: tuple[BenchRow, ...]
+    fastest: tuple[str, ...]
+    """The model of the least median latency, then those level with it; empty where the machine was
+    too busy to tell."""
+
+    @property
+    def verdict(self) -> str:
+        """Which model is fastest, in words."""
+        where = f"batch {self.batch}, {self.threads} thread{'s' * (self.threads > 1)}"
+        if not self.fastest:
+            return f"{where}: not measurable on this machine now"
+        if len(self.fastest) > 1:
+            return f"{where}: {' and '.join(self.fastest)} are level"
+        return f"{where}: {self.fastest[0]} is fastest"
+
+
+def measure_fastest(
+    models: Mapping[str, Artifact],
+    context: Context,
+    batches: Sequence[int],
+    threads: Sequence[int],
+    seconds: float = MEASURED_SECONDS,
+) -> list[BenchCell]:
+    """Measure models on rows of `val`, or seeded ones, for each number of threads and batch size.
+
+    Each is measured for some seconds in turn. Raise PipelineInvalid where the models' inputs
+    differ, StageFailed where a model's batch is fixed at another size.
+    """
+    names = list(models)
+    signature = models[names[0]].signature
+    inputs = _described(signature)
+    for name, model in models.items():
+        own = _described(model.signature)
+        if own != inputs:
+            raise PipelineInvalid(
+                f"{name} takes {own}, and {names[0]} takes {inputs}; expected artifacts of one "
+                "model, whose inputs are the same"
+            )
+    cells = []
+    for count in threads:
+        openers = [partial(model.open_anew, context.device, count) for model in models.values()]
+        for batch in batches:
+            tensors = context.measured_batches(signature, batch)
+            measured = compare_latencies(openers, tensors, seconds, threads=count)
+            rows = []
+            for i, name in enumerate(names):
+                comparison = measured.comparison(0, i)
+                row = BenchRow(
+                    model=name,
+                    latency=comparison.after,
+                    rows_per_second=1e3 * batch / comparison.after.p50,
+                    speedup=comparison.speedup,
+                    speedup_interval=comparison.interval,
+                    unreliable_reason=comparison.after.p50_doubt or comparison.speedup_doubt,
+                )
+                rows.append(row)
+            doubtful = any(row.unreliable_reason for row in rows)
+            fastest = () if doubtful else tuple(names[i] for i in measured.fastest())
+            cell = BenchCell(batch=batch, threads=count, rows=tuple(rows), fastest=fastest)
+            cells.append(cell)
+    return cells
+
+
+def _described(signature: Signature) -> str:
+    """Describe inputs by type and shape, for two exports of a model alike."""
+
+    def sizes(shape: Sequence[int | str]) -> str:
+        return ", ".join("*" if isinstance(axis, str) else str(axis) for axis in shape)
+
+    return " and ".join(f"{spec.dtype} [{sizes(spec.shape)}]" for spec in signature.inputs)
 
 
 logger = logging.getLogger(__name__)
-
 Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
 RUNTIMES: dict[Runtime, Callable[[], Exporter[Any, Any]]] = {
     name: cast("Any", EXPORTERS[name]) for name in get_args(Runtime)
@@ -72,14 +167,10 @@ class ExportFastest(Exporter[EagerModel | GraphModel, Exported]):
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The processor and system that are measured, and that code is compiled for."""
-        from compress.export.common.host_check import built_for
-
         return {"built_for": built_for("cpu")}
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> Exported:
         """Export, measure the files in turn, seal the fastest with the figures of all."""
-        from compress.export.fastest.measure import measure_fastest
-
         with TemporaryDirectory(prefix="compress-fastest-") as folder:
             exported, failures = export_to(
                 self.runtimes, model, context.with_root(Path(folder) / "exported")
@@ -101,25 +192,18 @@ class ExportFastest(Exporter[EagerModel | GraphModel, Exported]):
             facts["fastest"] = {"kept": kept, "verdict": _verdict(kept, cell)} | cell.model_dump(
                 mode="json"
             )
-            return self._seal(exported[kept], model, facts, context.root)
-
-    def _seal(
-        self, winner: Artifact, model: Artifact, facts: dict[str, Any], root: Path
-    ) -> Exported:
-        """Copy an exported file into the stage's artifact."""
-        kind = type(winner)
-        with kind.atomic_write(
-            root, winner.signature, lineage=self.lineage(model), facts=facts
-        ) as partial:
-            for name in winner.manifest.files:
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(winner.path / name, partial / name)
-        artifact: Any = kind.from_directory(root)
-        return artifact  # type: ignore[no-any-return]
+            winner: Any = exported[kept]
+            lineage = self.lineage(model)
+            with winner.atomic_write(
+                context.root, winner.signature, lineage=lineage, facts=facts
+            ) as sealed:
+                for name in winner.manifest.files:
+                    (sealed / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(winner.path / name, sealed / name)
+            return winner.from_directory(context.root)  # type: ignore[no-any-return]
 
 
 def _verdict(kept: str, cell: BenchCell) -> str:
-    """Say why a runtime was kept, for the report's first line."""
     others = [row.model for row in cell.rows if row.model != kept]
     if not cell.fastest or not others:
         return f"in {kept}"
@@ -135,9 +219,8 @@ def export_to(
 ) -> tuple[dict[str, Artifact], dict[str, str]]:
     """Export a model to runtimes, each into a folder of the context's; each file is checked.
 
-    Returns:
-        The artifacts by runtime, and the reasons for those that could not be written, such as a
-        missing compiler or an operator that the runtime lacks.
+    Returns the artifacts by runtime, and why others could not be written, such as a missing
+    compiler.
     """
     exported: dict[str, Artifact] = {}
     failures: dict[str, str] = {}

@@ -27,12 +27,11 @@ from compress.export.onnx.passes.matmul_nbits import (
     matmul_operands,
     pack_pairs,
 )
-from compress.export.onnx.passes.rms_norm import use_fused_rms_norms_
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from compress.artifacts.streaming.packed_model import PackedWeight
     from compress.export.common.packed_weights import DecoderWeights
@@ -89,20 +88,14 @@ def use_packed_layers_(weights: DecoderWeights) -> None:
     """Replace a module's linear layers and tables whose weights are packed, in place."""
     level = ROUNDING_LEVEL if weights.rounds_activations else 0
     for name, layer in [*weights.module.named_modules()]:
-        is_table = isinstance(layer, nn.Embedding)
-        weight = weights.packed.get((f"{name}.weight", is_table))
-        if weight is None or not isinstance(layer, nn.Linear | nn.Embedding):
+        weight = weights.packed.get((f"{name}.weight", isinstance(layer, nn.Embedding)))
+        if weight is None:
             continue
-        parent, _, own = name.rpartition(".")
         # A table of another class, as Gemma's, may scale what it looks up.
-        if is_table and type(layer) is nn.Embedding:
-            packed: nn.Module = PackedTable(weight)
-        elif is_table:
-            continue
-        else:
-            bias: torch.Tensor | None = getattr(layer, "bias", None)
-            packed = PackedLinear(weight, bias, level)
-        setattr(weights.module.get_submodule(parent), own, packed)
+        if type(layer) is nn.Embedding:
+            weights.module.set_submodule(name, PackedTable(weight))
+        elif isinstance(layer, nn.Linear):
+            weights.module.set_submodule(name, PackedLinear(weight, layer.bias, level))
 
 
 GROUP_QUERY_ATTENTION = "GroupQueryAttention"
@@ -117,14 +110,7 @@ def fuse_operators_(model: ir.Model) -> None:
 
     It takes the shapes that the exporter wrote, and norms that divide by a root.
     """
-    read_before_reshapes_(model)
-    join_projections_(model.graph)
-    add_in_norms_(model.graph)
-    remove_unread_(model)
-
-
-def read_before_reshapes_(model: ir.Model) -> None:
-    """Read a value itself where it is reshaped, and then reshaped back."""
+    # A value that is reshaped, and then reshaped back, is read itself.
     for node in model.graph:
         for place, value in enumerate(node.inputs):
             source, shape = value, _shape(value)
@@ -132,6 +118,9 @@ def read_before_reshapes_(model: ir.Model) -> None:
                 source = reshape.inputs[0]
                 if shape and all(shape) and shape == _shape(source):
                     node.replace_input_with(place, source)
+    remove_unread_(model)
+    join_projections_(model.graph)
+    add_in_norms_(model.graph)
     remove_unread_(model)
 
 
@@ -146,10 +135,14 @@ def join_projections_(graph: ir.Graph) -> None:
         kinds = [(p.inputs[0], len(p.inputs), size) for p, size in zip(parts, sizes, strict=True)]
         if any(kind != kinds[0] for kind in kinds):
             continue
-        operands = zip(*(part.inputs[1:] for part in parts), strict=True)
+        operands = [parts[0].inputs[0]]
+        for values in zip(*(part.inputs[1:] for part in parts), strict=True):
+            arrays = [tensor.numpy() for value in values if (tensor := stored(value)) is not None]
+            name = values[0].name if values[0] is not None else ""
+            operands.append(add_tensor(graph, f"{name}_joined", np.concatenate(arrays)))
         made = ir.node(
             PACKED_MATMUL,
-            [parts[0].inputs[0], *(_concatenated(graph, values) for values in operands)],
+            operands,
             dict(sorted({**sizes[0], "N": outputs}.items())),
             domain=parts[0].domain,
             outputs=[ir.Value(name=f"{parts[0].outputs[0].name}_joined")],
@@ -213,15 +206,8 @@ def _shape(value: ir.Value | None) -> tuple[int | str | None, ...]:
 
 
 def _number(value: ir.Value | None) -> float | None:
-    """Return the value of a constant of one number."""
     tensor = stored(value)
     return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
-
-
-def _concatenated(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value:
-    arrays = [tensor.numpy() for value in values if (tensor := stored(value)) is not None]
-    name = values[0].name if values[0] is not None else ""
-    return add_tensor(graph, f"{name}_joined", np.concatenate(arrays))
 
 
 ATTENTION = "group_query_attention"
@@ -232,9 +218,7 @@ ROTARY_MULTIPLE = 16
 """onnxruntime's rotary embeddings take heads whose size is a multiple of this."""
 ANGLES_BY_LENGTH = ("dynamic", "longrope")
 """Types of rotary embeddings whose angles depend on the length of the text."""
-PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
-PARTS = ("key", "value")
-INPUT_IDS, MASK, LOGITS = "input_ids", "attention_mask", "logits"
+INPUT_IDS, MASK = "input_ids", "attention_mask"
 
 
 class CacheShape(NamedTuple):
@@ -242,9 +226,7 @@ class CacheShape(NamedTuple):
 
     layers: int
     heads: int
-    """Heads of the queries."""
     cached_heads: int
-    """Heads of keys and values."""
     head_size: int
     rotary_layers: int
     """Layers whose rotary embedding is part of `GroupQueryAttention`."""
@@ -424,17 +406,36 @@ def _rotary_table(model: Any, context: int) -> tuple[torch.Tensor, torch.Tensor]
 def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> ir.Model:
     """Return a decoder in ONNX; raise StageFailed where it cannot be traced or translated."""
     sizes = ("batch", shape.cached_heads, "past_length", shape.head_size)
-    each = [(i, part) for i in range(shape.layers) for part in PARTS]
-    specs = [
-        TensorSpec(name=INPUT_IDS, shape=("batch", "length"), dtype="int64"),
-        TensorSpec(name=MASK, shape=("batch", "total_length"), dtype="int64"),
-        *(TensorSpec(name=PAST.format(i, part), shape=sizes) for i, part in each),
-    ]
-    names = (LOGITS, *(PRESENT.format(i, part) for i, part in each))
+    each = [(i, part) for i in range(shape.layers) for part in ("key", "value")]
+    names = ("logits", *(f"present.{i}.{part}" for i, part in each))
     signature = Signature(
-        inputs=tuple(specs), outputs=tuple(OutputSpec(name=name) for name in names)
+        inputs=(
+            TensorSpec(name=INPUT_IDS, shape=("batch", "length"), dtype="int64"),
+            TensorSpec(name=MASK, shape=("batch", "total_length"), dtype="int64"),
+            *(TensorSpec(name=f"past_key_values.{i}.{part}", shape=sizes) for i, part in each),
+        ),
+        outputs=tuple(OutputSpec(name=name) for name in names),
     )
     graph = lower(export_program(decoder, signature), signature, None, free_weights=True)
     use_fused_rms_norms_(graph)
     fuse_operators_(graph)
     return graph
+
+
+def use_fused_rms_norms_(model: ir.Model) -> None:
+    """Divide by a square root instead of multiplying with its reciprocal, in place.
+
+    The exporter writes `rsqrt` as Reciprocal of Sqrt. onnxruntime 1.32 fuses a norm to
+    SimplifiedLayerNormalization only where it divides; apart, a norm is seven kernels.
+    """
+    for node in model.graph:
+        for place, value in enumerate(node.inputs if node.op_type == "Mul" else ()):
+            inverse = producer(value, "Reciprocal")
+            if inverse is None or len(inverse.outputs[0].uses()) != 1:
+                continue
+            if producer(inverse.inputs[0], "Sqrt") is not None:
+                node.op_type, other = "Div", node.inputs[1 - place]
+                node.replace_input_with(0, other)
+                node.replace_input_with(1, inverse.inputs[0])
+                model.graph.remove(inverse, safe=True)
+                break

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from compress.export.genai.decoder import CacheShape
 
 logger = logging.getLogger(__name__)
-
 GREEDY_TEXT_FILE = "greedy_text.json"
 
 
@@ -53,11 +52,7 @@ class GreedyText(NamedTuple):
             ) from error
 
     def check(self, model: Any) -> None:
-        """Generate the text with onnxruntime-genai, up to the first near-tie or end of a text.
-
-        Raises:
-            StageFailed: it generates another token, whose score is not nearly the same.
-        """
+        """Generate the text up to the first near-tie; StageFailed where it becomes another."""
         if not self.tokens:  # the context has no room for any
             return
         found = [*next_tokens_unlocked(model, self.prompt, len(self.tokens), Sampling())]
@@ -151,29 +146,22 @@ class GenaiConfig(Settings):
 
     @classmethod
     def of_decoder(cls, module: Any, shape: CacheShape, context: int) -> GenaiConfig:
-        """Return the settings of a decoder of transformers, whose config names the special tokens.
-
-        Args:
-            module: the model.
-            shape: sizes of its cache.
-            context: tokens of a prompt and its continuation together, at most.
-        """
+        """Return the settings of a decoder of transformers, for `context` tokens at most."""
         end = _token(module, "eos_token_id", 0)
         one_end = end[0] if isinstance(end, list) else end
-        decoder = Decoder(
-            head_size=shape.head_size,
-            hidden_size=shape.heads * shape.head_size,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.cached_heads,
-            num_hidden_layers=shape.layers,
-        )
         model = Model(
             bos_token_id=_token(module, "bos_token_id", one_end),
             eos_token_id=end,
             pad_token_id=_token(module, "pad_token_id", one_end),
             context_length=context,
             vocab_size=module.config.vocab_size,
-            decoder=decoder,
+            decoder=Decoder(
+                head_size=shape.head_size,
+                hidden_size=shape.heads * shape.head_size,
+                num_attention_heads=shape.heads,
+                num_key_value_heads=shape.cached_heads,
+                num_hidden_layers=shape.layers,
+            ),
         )
         return cls(model=model, search=Search(max_length=context))
 
@@ -188,12 +176,9 @@ class GenaiConfig(Settings):
 
 
 def _token(module: Any, name: str, default: int) -> Any:
-    """Return a special token's id, or several, as the model generates with it."""
-    for settings in (getattr(module, "generation_config", None), module.config):
-        found = getattr(settings, name, None)
-        if found is not None:
-            return found
-    return default
+    settings = (getattr(module, "generation_config", None), module.config)
+    found = (getattr(one, name, None) for one in settings)
+    return next((token for token in found if token is not None), default)
 
 
 GENAI = Requirement(what="onnxruntime_genai", install=pip_install("genai"))
@@ -224,11 +209,7 @@ class GenerationSpeed(NamedTuple):
 
 
 def open_folder(folder: Path, threads: int = 1) -> Any:
-    """Return onnxruntime-genai's model of a folder.
-
-    Raises:
-        ArtifactInvalid: its settings are not as `export_genai` writes them, or it cannot be opened.
-    """
+    """Return onnxruntime-genai's model of a folder; ArtifactInvalid where it is none."""
     GenaiConfig.read(folder)
     onnxruntime_genai = onnx_runtime_genai()
     options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
@@ -315,11 +296,7 @@ def next_scores(model: Any, tokens: Sequence[int]) -> Any:
 def measure_speed(
     folder: Path, vocabulary: int, prompt_tokens: int, tokens: int, threads: int
 ) -> GenerationSpeed:
-    """Return how fast a folder continues a prompt of drawn tokens.
-
-    Raises:
-        StageFailed: every text ended before its second token, or the machine is too busy.
-    """
+    """Return how fast a folder continues drawn tokens; StageFailed where it cannot be told."""
     import numpy as np
 
     model, timer = open_folder(folder, threads), CallTimer(threads)

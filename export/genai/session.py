@@ -1,21 +1,29 @@
-"""Runs a decoder with its cache in onnxruntime, without onnxruntime-genai."""
+"""Runs a decoder with its cache in onnxruntime alone, and compares it with its source."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from compress.core.gates.quality import token_input
+from compress.common.errors import StageFailed
+from compress.common.tensor_difference import relative_error
+from compress.core.gates.quality import token_input, unmasked_inputs
 from compress.export.genai.decoder import INPUT_IDS, MASK
+from compress.export.genai.runtime import GreedyText
 from compress.export.onnx.session import exact_session
+from compress.export.parity.sample_parity import tolerance_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
+    from compress.core.context import Context
 
     Cache = list[np.ndarray[Any, Any]]
 
@@ -29,14 +37,11 @@ class CachedSession:
             i for i in self.session.get_inputs() if i.name not in (INPUT_IDS, MASK)
         ]
 
-    def empty(self, batch: int) -> Cache:
-        """Return the cache before the first token."""
-        shapes = ((batch, i.shape[1], 0, i.shape[3]) for i in self.cache_inputs)
-        return [np.zeros(shape, np.float32) for shape in shapes]
-
     def __call__(self, ids_BT: torch.Tensor, cache: Cache | None = None) -> tuple[Any, Cache]:
         """Return scores `(batch, length, vocabulary)` after a cache, and the next cache."""
-        cache = self.empty(len(ids_BT)) if cache is None else cache
+        if cache is None:  # before the first token
+            shapes = ((len(ids_BT), i.shape[1], 0, i.shape[3]) for i in self.cache_inputs)
+            cache = [np.zeros(shape, np.float32) for shape in shapes]
         total = cache[0].shape[2] + ids_BT.shape[1]
         feed = {
             INPUT_IDS: ids_BT.numpy(),
@@ -73,3 +78,135 @@ def prefill_predictor(file: Path, threads: int, signature: Signature) -> Predict
         return (session(inputs[place].cpu())[0],)
 
     return predict
+
+
+logger = logging.getLogger(__name__)
+SHAPES = ((1, 1), (2, 7), (1, 33))
+"""Batches and lengths of drawn tokens."""
+SAMPLES = 4
+"""Samples of `val`."""
+STEPS = 16
+"""Tokens that are read one by one, and in two parts."""
+PROMPT, GREEDY = 16, 256
+"""Tokens of a beginning, and tokens generated after it."""
+
+
+class CacheProof:
+    """What an exported decoder has to answer as its source does."""
+
+    def __init__(
+        self,
+        source: Artifact,
+        session: CachedSession,
+        context: Context,
+        vocabulary: int,
+        longest: int,
+    ) -> None:
+        self.source, self.session, self.context = source, session, context
+        self.signature, self.vocabulary = source.signature, vocabulary
+        self.place = token_input(source.signature)
+        self.limit = tolerance_for(source).relative
+        axis = str(source.signature.inputs[self.place].shape[1])
+        self.longest = min(source.signature.bounds(axis).max or PROMPT + GREEDY, longest)
+
+    def check(self) -> tuple[dict[str, Any], GreedyText]:
+        """Return what was compared and how far it differs, for the manifest, and the greedy text.
+
+        Raise StageFailed where the source answers otherwise, or the cache changes the answers.
+        """
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((batch, min(length, self.longest)) for batch, length in SHAPES)
+        texts = [torch.randint(0, self.vocabulary, s, generator=generator) for s in shapes]
+        with self.source.open(threads=self.context.threads) as expected:
+            errors = [
+                (self._error(self._scores(expected, ids), self.session(ids)[0]), ids)
+                for ids in (*texts, *self._samples(SAMPLES))
+            ]
+            worst, text = max(errors, key=lambda pair: pair[0])
+            if not worst <= self.limit:
+                raise StageFailed(
+                    f"for {text.shape[1]} tokens the exported decoder's scores differ from the "
+                    f"source's by {worst:.2g} of their norm, expected at most {self.limit:g}"
+                )
+            facts = {"scores_error": worst, "steps_error": self._check_steps()}
+            compared, greedy_text = self._check_greedy_text(expected)
+            return facts | compared, greedy_text
+
+    def _samples(self, count: int) -> Iterator[torch.Tensor]:
+        data = self.context.data
+        if data is not None and "val" in data.datasets:
+            for batch in data.batches("val", 1, limit=count):
+                yield batch.inputs[self.place][:, : self.longest]
+
+    def _scores(self, predict: Predictor, ids: torch.Tensor) -> torch.Tensor:
+        return predict(*unmasked_inputs(self.signature, ids))[0]
+
+    def _error(self, expected: torch.Tensor, found: torch.Tensor) -> float:
+        if expected.shape != found.shape:
+            raise StageFailed(
+                f"the exported decoder's scores have shape {tuple(found.shape)} and the source's "
+                f"{tuple(expected.shape)}"
+            )
+        return relative_error(expected, found)
+
+    def _check_steps(self) -> float:
+        """Compare one call with calls of one token, and with calls of a few."""
+        generator = torch.Generator().manual_seed(1)
+        length, worst = min(STEPS, self.longest), 0.0
+        # onnxruntime 1.32 reads several tokens after a cache for one text alone.
+        for batch, size in ((2, 1), (1, max(1, length // 3))):
+            ids = torch.randint(0, self.vocabulary, (batch, length), generator=generator)
+            at_once, _ = self.session(ids)
+            scores, cache = [], None
+            for part in torch.split(ids, size, 1):
+                found, cache = self.session(part, cache)
+                scores.append(found)
+            error = relative_error(at_once, torch.cat(scores, 1))
+            if not error <= self.limit:
+                raise StageFailed(
+                    f"{ids.shape[1]} tokens in {len(scores)} calls have other scores than in one: "
+                    f"they differ by {error:.2g} of their norm, expected at most {self.limit:g}"
+                )
+            worst = max(worst, error)
+        return worst
+
+    def _check_greedy_text(self, expected: Predictor) -> tuple[dict[str, Any], GreedyText]:
+        """Compare the greedy text with the source's, up to the first near-tie.
+
+        One call of the source on the whole text gives its choice at every place.
+        """
+        prompt = next(self._samples(1), torch.zeros(1, 1, dtype=torch.int64))
+        prompt = prompt[:, : max(1, min(PROMPT, self.longest // 2))]
+        count = min(GREEDY, self.longest - prompt.shape[1])
+        if count < 1:
+            return {"greedy_tokens": 0, "equal_tokens": 0}, GreedyText((), (), self.limit)
+        tokens, scores = self.session.continue_greedily(prompt, count)
+        text = torch.cat([prompt, tokens[:, :-1]], 1)
+        own = self._scores(expected, text)[:, prompt.shape[1] - 1 :]
+        error = self._error(own, scores)
+        if not error <= self.limit:
+            raise StageFailed(
+                f"with the cache, {count} generated tokens have other scores than the source's: "
+                f"they differ by {error:.2g} of their norm, expected at most {self.limit:g}"
+            )
+        differs = (own.argmax(-1) != tokens)[0].nonzero().flatten().tolist()
+        facts: dict[str, Any] = {"greedy_tokens": count, "equal_tokens": count}
+        if differs:
+            facts |= self._near_tie(differs[0], own[0, differs[0]], int(tokens[0, differs[0]]))
+        greedy = GreedyText(tuple(prompt[0].tolist()), tuple(tokens[0].tolist()), self.limit)
+        return {**facts, "greedy_error": error}, greedy
+
+    def _near_tie(self, place: int, scores: torch.Tensor, chosen: int) -> dict[str, Any]:
+        """Return the two tokens at a place where texts part; StageFailed if they are no tie."""
+        best = int(scores.argmax())
+        gap, spread = float(scores[best] - scores[chosen]), float(scores.max() - scores.min())
+        if not gap <= self.limit * spread:  # also where a score is NaN
+            raise StageFailed(
+                f"generated token {place + 1} is {chosen} and the source's is {best}, whose score "
+                f"is higher by {gap:.2g} (scores span {spread:.3g})"
+            )
+        logger.info(
+            "texts are equal for %d tokens; then %d and %d are near a tie: %.2g apart of %.3g",
+            *(place, best, chosen, gap, spread),
+        )
+        return {"equal_tokens": place, "near_tie": {"tokens": [best, chosen], "gap": gap}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,13 +13,13 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.common.requirements import require_all
-from compress.export.common.runtime import Runtime
-from compress.export.common.targets import NO_BFLOAT16
+from compress.export.common.runtime import NO_BFLOAT16, Runtime
 from compress.export.exporter import ExportedModel, Exporter, source_counts
-from compress.export.genai.runtime import GENAI
+from compress.export.genai.runtime import GENAI, GenaiConfig, measure_speed, open_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
+    from collections.abc import Mapping, Set
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from compress.export.genai.runtime import GreedyText
 
 logger = logging.getLogger(__name__)
-
 TAKES = "export_genai takes float32 models, and those of quantize_weights; found {}"
 LONGEST = 4096
 """Tokens of a text where neither the setting nor the model's config limits them."""
 # onnxruntime opens the file too, so that nothing else is required to write it.
-RUNTIME = Runtime(name="genai", title="onnxruntime-genai")
+RUNTIME = Runtime(
+    name="genai", title="onnxruntime-genai", refused_formats={"bfloat16": NO_BFLOAT16}
+)
 
 
 class GenaiModel(ExportedModel):
@@ -48,25 +49,22 @@ class GenaiModel(ExportedModel):
     runtime: ClassVar[Runtime] = RUNTIME
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
+    ) -> AbstractContextManager[Predictor]:
         """Open a file in onnxruntime, for the scores of whole inputs."""
         from compress.export.genai.session import prefill_predictor
 
-        yield prefill_predictor(file, threads, signature)
+        return nullcontext(prefill_predictor(file, threads, signature))
 
     def generation_speed(
         self, prompt_tokens: int, tokens: int, threads: int
     ) -> tuple[float, float]:
         """Return milliseconds to the first token, and tokens a second after it."""
-        from compress.export.genai.runtime import measure_speed
-
         require_all([GENAI], str(self.path))
         self.verify_cached()
-        vocabulary = int(self.fact("vocabulary"))
-        return measure_speed(self.path, vocabulary, prompt_tokens, tokens, threads)
+        sizes = int(self.fact("vocabulary")), prompt_tokens, tokens
+        return measure_speed(self.path, *sizes, threads)
 
 
 class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
@@ -86,6 +84,7 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
 
     streams: ClassVar[bool] = True
     keeps_outputs: ClassVar[bool] = False
+    proves_itself: ClassVar[bool] = True
 
     @property
     def machine_parts(self) -> dict[str, Any]:
@@ -94,9 +93,8 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
 
     def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why a format has no place in such a folder; empty where it has."""
-        if "bfloat16" in formats:
-            return NO_BFLOAT16
-        return TAKES.format(", ".join(sorted(formats))) if formats else ""
+        found = TAKES.format(", ".join(sorted(formats))) if formats else ""
+        return super().unsupported_input_reason(formats) or found
 
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Trace with the cache, translate, write, compare with the source."""
@@ -104,14 +102,19 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
 
         from compress.export.common.packed_weights import decoder_weights
         from compress.export.genai.decoder import CachedDecoder, lower_decoder, use_packed_layers_
-        from compress.export.genai.runtime import GenaiConfig
         from compress.export.onnx.graph import count_operators, strip_
         from compress.export.onnx.passes.stored_integers import compact_
         from compress.export.onnx.proto_io import write
 
         weights, folder = decoder_weights(model, context, self.title, by_config=False), file.parent
         module: Any = weights.module
-        most = self._longest(module)
+        positions = getattr(module.config, "max_position_embeddings", None)
+        if self.context is not None and positions is not None and self.context > positions:
+            raise StageFailed(
+                f"{self.title}: context: found {self.context}, and the model has {positions} "
+                "positions (max_position_embeddings); lower it"
+            )
+        most = self.context or min(positions or LONGEST, LONGEST)
         use_packed_layers_(weights)
         decoder = CachedDecoder(module, most)
         shape = decoder.cache_shape()
@@ -141,9 +144,6 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
             **proven,
         }
 
-    def prove(self, model: EagerModel | GraphModel, *_: Any) -> None:
-        """Compare nothing more: :meth:`write` has done so."""
-
     def log(self, facts: Mapping[str, Any]) -> None:
         """Log how the greedy text compares."""
         logger.info(
@@ -157,25 +157,10 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
         sizes = (int(artifact.fact(name)) for name in ("vocabulary", "context"))
         self._proof(model, artifact.path, context, *sizes)
 
-    def _longest(self, module: Any) -> int:
-        """Return the tokens of a text; raise StageFailed where the model has fewer positions."""
-        positions = getattr(module.config, "max_position_embeddings", None)
-        if self.context is None:
-            return min(positions or LONGEST, LONGEST)
-        if positions is not None and self.context > positions:
-            raise StageFailed(
-                f"{self.title}: context: found {self.context}, and the model has {positions} "
-                "positions (max_position_embeddings); lower it"
-            )
-        return self.context
-
     def _proof(
         self, model: Artifact, folder: Path, context: Context, vocabulary: int, longest: int
     ) -> tuple[dict[str, Any], GreedyText]:
-        """Compare a folder with its source; return what was found, and the greedy text."""
-        from compress.export.genai.proof import CacheProof
-        from compress.export.genai.runtime import open_folder
-        from compress.export.genai.session import CachedSession
+        from compress.export.genai.session import CachedSession, CacheProof
 
         session = CachedSession(folder / GenaiModel.payload, context.threads)
         facts, text = CacheProof(model, session, context, vocabulary, longest).check()

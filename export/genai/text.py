@@ -25,9 +25,7 @@ class GeneratedText:
 
     prompt: str
     text: str
-    """What comes after the prompt."""
     token_ids: tuple[int, ...]
-    """The tokens of the text."""
     first_token_ms: float
     tokens_per_second: float | None
     """Tokens after the first in a second; None where there is none."""
@@ -45,10 +43,8 @@ class GeneratedText:
 def continue_text(path: Path, prompt: str, tokens: int, threads: int) -> GeneratedText:
     """Return the likeliest continuation of a prompt, by onnxruntime-genai.
 
-    Raises:
-        ArtifactInvalid: it is no folder of `export_genai`, was altered, or has no tokenizer.
-        PipelineInvalid: the prompt is empty, or fills the context.
-        Unavailable: onnxruntime-genai or tokenizers is not installed.
+    Raise ArtifactInvalid where the folder is none of `export_genai` or was altered, PipelineInvalid
+    where the prompt is empty or fills the context, Unavailable where a library is missing.
     """
     artifact = GenaiModel.from_directory(path)
     require_all([GENAI, TOKENIZERS], str(path))

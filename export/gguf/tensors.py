@@ -1,25 +1,36 @@
-"""The tensors of a GGUF file: their names, and the order of rows that llama.cpp expects."""
+"""Writes a GGUF file and reads it back: its tensors' names, and the rows that llama.cpp expects."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from compress.artifacts.carried_files import TOKENIZER, chat_template_of
+from compress.artifacts.hf_folder import reading_by_transformers
 from compress.common.errors import StageFailed
+from compress.common.tensor_difference import relative_error
+from compress.export.common.packed_weights import call_by_name
+from compress.export.exporter import refuse_scores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from gguf import GGUFWriter
     from numpy.typing import NDArray
 
     from compress.artifacts.streaming.packed_model import PackedWeight
+    from compress.common.signature import Signature
     from compress.export.common.packed_weights import DecoderWeights
 
+logger = logging.getLogger(__name__)
 BLOCK = 32
 BlockType = Literal["Q8_0", "Q4_0", "Q4_1"]
 HEADER = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}
@@ -36,11 +47,7 @@ def block_type(weight: PackedWeight) -> BlockType | None:
 
 
 def blocks_of(name: str, weight: PackedWeight) -> NDArray[np.uint8]:
-    """Return a weight's blocks as bytes, `(outputs, bytes of a row)`.
-
-    Raises:
-        StageFailed: GGUF has no such type, or a scale leaves the range of half precision.
-    """
+    """Return a weight's blocks, `(outputs, row bytes)`; StageFailed where GGUF has none such."""
     kind = block_type(weight)
     if kind is None:
         if weight.group_size % BLOCK:
@@ -152,6 +159,7 @@ SPLITS = {
 def add_vocabulary(writer: GGUFWriter, carried: Mapping[str, bytes], module: Any) -> str:
     """Write the tokenizer among a model's files; return why there is none, or an empty string."""
     from gguf import TokenType
+    from tokenizers import Tokenizer
 
     tokenizer = json.loads(carried[TOKENIZER]) if TOKENIZER in carried else None
     reason = _why_unknown(tokenizer)
@@ -175,7 +183,20 @@ def add_vocabulary(writer: GGUFWriter, carried: Mapping[str, bytes], module: Any
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([*merges])
-    _add_special_tokens(writer, carried[TOKENIZER], module)
+    begin, end, pad = (
+        getattr(module.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
+    )
+    end = end[0] if isinstance(end, list) else end
+    # Whether a prompt gets them, too.
+    encoded = Tokenizer.from_str(carried[TOKENIZER].decode()).encode("a").ids
+    if begin is not None:
+        writer.add_bos_token_id(begin)
+    if end is not None:
+        writer.add_eos_token_id(end)
+    if pad is not None:
+        writer.add_pad_token_id(pad)
+    writer.add_add_bos_token(begin is not None and encoded[:1] == [begin])
+    writer.add_add_eos_token(end is not None and encoded[-1:] == [end])
     template = chat_template_of(carried)
     if template is not None:
         writer.add_chat_template(template)
@@ -209,30 +230,10 @@ def _split_of(pre_tokenizer: Any) -> str | None:
     return str(pattern or json.dumps(others))
 
 
-def _add_special_tokens(writer: GGUFWriter, content: bytes, module: Any) -> None:
-    """Write which tokens begin, end and pad a text, and whether a prompt gets them."""
-    from tokenizers import Tokenizer
-
-    begin, end, pad = (
-        getattr(module.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
-    )
-    end = end[0] if isinstance(end, list) else end
-    encoded = Tokenizer.from_str(content.decode()).encode("a").ids
-    if begin is not None:
-        writer.add_bos_token_id(begin)
-    if end is not None:
-        writer.add_eos_token_id(end)
-    if pad is not None:
-        writer.add_pad_token_id(pad)
-    writer.add_add_bos_token(begin is not None and encoded[:1] == [begin])
-    writer.add_add_eos_token(end is not None and encoded[-1:] == [end])
-
-
 class Family(NamedTuple):
     """How llama.cpp computes the models of a `model_type` of transformers."""
 
     architecture: str
-    """Its name in GGUF."""
     interleaves_rotary: bool
     """Whether pairs of rotated numbers lie beside each other there, and half a head apart here."""
 
@@ -249,9 +250,7 @@ class FileTensor(NamedTuple):
     """A tensor of the file."""
 
     name: str
-    """By which llama.cpp finds it."""
     source: str
-    """The parameter's name in transformers."""
     values: torch.Tensor | PackedWeight
     row_order: torch.Tensor | None
     """Which of the parameter's rows each of its rows is, where the order is another."""
@@ -283,3 +282,92 @@ def file_tensors(weights: DecoderWeights) -> Iterator[FileTensor]:
             order = halves.transpose(1, 2).flatten()
         values: Any = weights.packed.get((source, stem in tables), parameter.detach())
         yield FileTensor(f"{names.get_name(stem)}.{kind}", source, values, order)
+
+
+def write_file(
+    file: Path, weights: DecoderWeights, carried: Mapping[str, bytes], title: str
+) -> None:
+    """Write a decoder's settings, tokenizer and tensors."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    module: Any = weights.module
+    writer = GGUFWriter(file, FAMILIES[module.config.model_type].architecture)
+    add_settings(writer, module.config, type(module).__name__)
+    if reason := add_vocabulary(writer, carried, module):
+        logger.warning("%s: the file reads and writes token ids alone: %s", title, reason)
+    for name, source, values, row_order in file_tensors(weights):
+        if isinstance(values, torch.Tensor):
+            rows = values.float().numpy()
+            writer.add_tensor(name, rows if row_order is None else rows[row_order])
+        elif values.is_table and block_type(values) is None:
+            writer.add_tensor(name, values.dequantized().numpy().astype(np.float16))
+        else:
+            kind = GGMLQuantizationType[block_type(values) or "F32"]
+            blocks = blocks_of(source, values)
+            blocks = blocks if row_order is None else blocks[row_order]
+            writer.add_tensor(name, np.ascontiguousarray(blocks), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def compare_file(
+    file: Path, signature: Signature, weights: DecoderWeights, title: str
+) -> dict[str, Any]:
+    """Compare a file's weights and answers with its source's; return what was found.
+
+    Raise StageFailed where they differ by more than the rounding of scales to half precision.
+    """
+    from gguf import GGUFReader, dequantize
+
+    stored = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    floats, count = dict[tuple[str, bool], torch.Tensor](), 0
+    for name, source, values, row_order in file_tensors(weights):
+        found = stored[name]
+        rows = torch.tensor(dequantize(found.data, found.tensor_type))
+        order = torch.arange(len(rows)) if row_order is None else row_order
+        rows = torch.empty_like(rows).index_copy_(0, order, rows)
+        if isinstance(values, torch.Tensor):
+            if not torch.equal(rows, values.float()):
+                raise StageFailed(f"{title}: {source} differs in the file")
+            continue
+        kind = block_type(values)
+        if kind is not None:
+            integers = torch.tensor(integers_of(found.data, kind))
+            if not torch.equal(integers, values.integers()[order]):
+                raise StageFailed(f"{title}: {source}: integers differ in the file")
+            count += integers.numel()
+        # d and m have 11 bits each; beyond the smallest normal half they are coarser.
+        largest = values.scale.amax() * 2**values.bits
+        if not (rows - values.dequantized()).abs().max() <= 2**-10 * largest:
+            raise StageFailed(f"{title}: {source}: scales differ in the file")
+        floats[source, values.is_table] = rows
+    weights.use_(floats)
+    opened = opened_file(file, signature)
+    with torch.inference_mode():
+        error = relative_error(weights.scores(signature), opened(*signature.example())[0])
+    wrong = f"{title}: transformers answers otherwise than the file's weights"
+    return {
+        "equal_integers": count,
+        "scores_error": refuse_scores(error, wrong),
+        "opened_by": f"gguf {version('gguf')} and transformers {version('transformers')}",
+    }
+
+
+def opened_file(file: Path, signature: Signature) -> Any:
+    """Return a file's model as transformers opens it, called with the signature's inputs."""
+    import transformers
+    from gguf import GGUFReader
+
+    # transformers 5.24 shows a progress bar here that its own setting does not hide.
+    with reading_by_transformers(file), contextlib.redirect_stderr(io.StringIO()):
+        where = {"gguf_file": file.name, "local_files_only": True}
+        config = transformers.AutoConfig.from_pretrained(file.parent, **where)
+        # transformers 5.24 does not read it for all families, and takes 128 for Qwen3.
+        fields = GGUFReader(file).fields
+        (length,) = (name for name in fields if name.endswith(".attention.key_length"))
+        config.head_dim = fields[length].contents()
+        kind: Any = transformers.AutoModelForCausalLM
+        module = kind.from_pretrained(file.parent, config=config, dtype="float32", **where).eval()
+    return call_by_name(module, signature)

@@ -22,10 +22,10 @@ from compress.common.errors import StageFailed
 from compress.export.latency.kernels import KernelTable, kernels_of
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
 from compress.export.onnx.graph import strip_
+from compress.export.onnx.lowering import translate
 from compress.export.onnx.passes.stored_integers import compact_
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import opened_session
-from compress.export.onnx.translate import translate
 from compress.profiling.benchmark import (
     MeasuredShare,
     compare_latencies,
@@ -390,7 +390,7 @@ def open_as_served(
     if runtime == "onnx":
         size = sum(part.stat().st_size for part in file.parent.iterdir() if part.is_file())
         return ServedFile(size, partial(opened_session, file, threads))
-    from compress.export.openvino import runtime as openvino
+    from compress.export.openvino import stage as openvino
 
     model = file.parent / "openvino" / "model.xml"
     model.parent.mkdir()

@@ -1,7 +1,8 @@
-"""ONNX graphs: what passes build with, stripping, cutting, counts of what is held and computed."""
+"""ONNX graphs: what passes build with, stripping, names, counts of what is held and computed."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from itertools import chain, count, product
 from math import prod
@@ -12,10 +13,18 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
+from compress import __version__
+from compress.artifacts.carried_files import IMAGES, TOKENIZER
+from compress.common.errors import StageFailed
+from compress.common.sealed_json import canonical_json
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import numpy as np
+
+    from compress.artifacts.artifact import Artifact
 
 RECURRENT = {"LSTM", "GRU", "RNN"}
 INTEGER_LSTM = "DynamicQuantizeLSTM"
@@ -26,7 +35,11 @@ UNIT_STEPS = {"dilations": 1, "strides": 1, "pads": 0}
 COUNTED = {"Conv", "ConvTranspose", "Gemm", "MatMul", "MatMulInteger", *RECURRENT}
 UNCOUNTED = {"Attention", "DeformConv", "Einsum", "If", "Loop", "Scan"}
 """Operators that multiply, or may, in ways that are not counted."""
-
+FIRST_PARAMETER = {
+    **{"QuantizeLinear": 1, "DequantizeLinear": 1, "MatMulInteger": 2},
+    **{PACKED_MATMUL: 1, PACKED_GATHER: 2, INTEGER_LSTM: 8},
+}
+"""Operator → place of its first scale or zero point, or of weights packed with them."""
 WEIGHT_TYPES = {
     *(ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE),
     *(ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4),
@@ -169,11 +182,6 @@ def count_operators(model: ir.Model) -> dict[str, int]:
     return dict(sorted(Counter(node.op_type for node in model.graph).items()))
 
 
-def count_weights(model: ir.Model) -> int:
-    """Count the elements of all weights, see :func:`weight_elements`."""
-    return sum(weight_elements(model).values())
-
-
 def weight_elements(model: ir.Model) -> dict[str, int]:
     """Return stored tensor → elements: of floats, and of integers of 8 bits or dequantized ones.
 
@@ -183,32 +191,21 @@ def weight_elements(model: ir.Model) -> dict[str, int]:
     elements = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        dequantized = any(
-            use.node.op_type == "DequantizeLinear" and use.idx == 0 for use in value.uses()
-        )
         if tensor is None or not tensor.shape or value in parameters:
             continue
-        if tensor.dtype in WEIGHT_TYPES or dequantized:
-            # Two of four bits in a byte.
-            is_table = any(
-                use.idx == 0 for use in value.uses() if use.node.op_type == PACKED_GATHER
-            )
-            elements[name] = tensor.size * (2 if is_table else 1)
-    products = (node for node in model.graph if node.op_type == PACKED_MATMUL)
-    packed = {
-        str(node.inputs[1].name): prod(_features(node)) for node in products if node.inputs[1]
-    }
-    return elements | packed
+        readers = {use.node.op_type for use in value.uses() if use.idx == 0}
+        if tensor.dtype in WEIGHT_TYPES or "DequantizeLinear" in readers:
+            # A table has two of four bits in a byte.
+            elements[name] = tensor.size * (2 if PACKED_GATHER in readers else 1)
+    for node in model.graph:
+        if node.op_type == PACKED_MATMUL and node.inputs[1]:
+            elements[str(node.inputs[1].name)] = prod(_features(node))
+    return elements
 
 
 def _scales_and_zero_points(node: ir.Node) -> Sequence[ir.Value | None]:
-    """Return the inputs of an operator that are scales or zero points, or packed with them."""
-    first = {
-        **{"QuantizeLinear": 1, "DequantizeLinear": 1, "MatMulInteger": 2},
-        **{PACKED_MATMUL: 1, PACKED_GATHER: 2, INTEGER_LSTM: 8},
-    }
-    if node.op_type in first:
-        return node.inputs[first[node.op_type] :]
+    if node.op_type in FIRST_PARAMETER:
+        return node.inputs[FIRST_PARAMETER[node.op_type] :]
     source = node.inputs[0] if node.inputs else None
     if node.op_type == "Mul" and _is_scaled(source):
         return node.inputs[1:2]
@@ -274,12 +271,10 @@ def _use_standard_operator_(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _features(node: ir.Node) -> tuple[int, int]:
-    """Return the input and output features of a MatMulNBits."""
-    return node.attributes["K"].as_int(), node.attributes["N"].as_int()
+    return node.attributes["K"].as_int(), node.attributes["N"].as_int()  # of a MatMulNBits
 
 
 def _shape(value: ir.Value | None) -> tuple[int, ...]:
-    """Return a value's sizes, with 0 for those that are not known."""
     if value is None:
         return (0,)
     shape = value.shape if value.const_value is None else value.const_value.shape
@@ -287,7 +282,6 @@ def _shape(value: ir.Value | None) -> tuple[int, ...]:
 
 
 def _macs(node: ir.Node) -> int | None:
-    """Count the multiply-accumulates of one operator; None where that is not known."""
     if node.op_type in UNCOUNTED:
         return None
     if node.op_type not in COUNTED:
@@ -308,3 +302,165 @@ def _macs(node: ir.Node) -> int | None:
             reduced = left[0] if node.attributes.get_int("transA") else left[-1]
         macs = prod(_shape(node.outputs[0])) * reduced
     return macs or None  # 0: a shape was not inferred
+
+
+INPUT = "compress_input_{}"
+OUTPUT = "compress_output_{}"
+"""Names that the exporter is given, to be renamed afterwards: torch (2.13) lets a value inside keep
+a name that an output is given, and the graph is then invalid."""
+
+
+def add_metadata_(model: ir.Model, source: Artifact, class_names: Sequence[str]) -> tuple[str, ...]:
+    """Write properties into a model, in place: each a JSON text, the same for the same source.
+
+    Without ``class_names`` those of the source's Hugging Face config are written, if they are as
+    many as the first output's classes. Returns the names written.
+    """
+    properties: dict[str, Any] = {
+        "provenance": {"source": source.digest, "toolkit": f"compress-pipeline {__version__}"},
+        "signature": source.signature.model_dump(mode="json"),
+    }
+    if class_names:
+        check_class_count(model, class_names)
+    elif class_count(model) == len(carried := source.class_names):
+        class_names = carried
+    if class_names:
+        properties["class_names"] = list(class_names)
+        properties["id2label"] = {str(i): name for i, name in enumerate(class_names)}
+    preprocessing = {}
+    files = source.manifest.files
+    if IMAGES in files and (image := source.carried_json(IMAGES)):
+        preprocessing["image"] = image
+    if TOKENIZER in files and (tokenizer := source.carried_json(TOKENIZER)):
+        preprocessing["text"] = {
+            "tokenizer_sha256": files[TOKENIZER].sha256,
+            "truncation": tokenizer.get("truncation"),
+            "padding": tokenizer.get("padding"),
+        }
+    if preprocessing:
+        properties["preprocessing"] = preprocessing
+    model.metadata_props.update(
+        (key, canonical_json(properties[key])) for key in sorted(properties)
+    )
+    return tuple(class_names)
+
+
+def class_names_in(properties: Mapping[str, str]) -> list[str]:
+    """Return the names of classes in a model's properties; empty where it holds none as JSON."""
+    try:
+        names: Any = json.loads(properties.get("class_names", "[]"))
+    except (ValueError, RecursionError):
+        return []
+    return names if isinstance(names, list) and all(isinstance(n, str) for n in names) else []
+
+
+def check_class_count(model: ir.Model, class_names: Sequence[str]) -> None:
+    """Raise StageFailed where the first output has another number of classes, if it is known."""
+    classes = class_count(model)
+    if classes and classes != len(class_names):
+        raise StageFailed(
+            f"class_names: {len(class_names)} names, and the first output has {classes} classes"
+        )
+
+
+def class_count(model: ir.Model) -> int:
+    """Return the size of the first output's last axis; 0 where it is not fixed."""
+    shape = model.graph.outputs[0].shape
+    return size if shape and isinstance(size := shape[-1], int) else 0
+
+
+def name_values_(model: ir.Model, names: Mapping[str, str]) -> None:
+    """Rename values, in place; an inner value that already has a new name gets another one."""
+    values = [*dict.fromkeys(values_in_order(model))]
+    taken = {value.name for value in values}
+    renamed = dict(names)
+    for name in sorted({n for n in names.values() if n in taken} - names.keys()):
+        number = next(i for i in range(len(taken) + 1) if f"{name}_inside_{i}" not in taken)
+        renamed[name] = f"{name}_inside_{number}"
+    rename_values_(model, values, renamed)
+
+
+RECURRENT_KERNELS = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
+CONVOLUTIONS = {"Conv", "FusedConv", "ConvTranspose", "ConvInteger", "QLinearConv"}
+FLOAT_KERNELS = {
+    *("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
+    *("LSTM", "GRU", "RNN"),
+}
+INTEGER_KERNELS = {
+    *("QGemm", "QAttention", "ConvInteger"),
+    *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"),
+}
+HEAVY_KERNELS = {
+    *CONVOLUTIONS,
+    *RECURRENT_KERNELS,
+    *("Gemm", "FusedGemm", "QGemm", "MatMul", "FusedMatMul", "QLinearMatMul", PACKED_MATMUL),
+    *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
+}
+UNCOUNTED_KERNELS = UNCOUNTED | {"QAttention", "MultiHeadAttention", "GroupQueryAttention"}
+KERNEL_TIME = "_kernel_time"
+"""What follows an operator's name in the event of its kernel's call."""
+ACTIVATIONS_IN_8_BITS = 4
+"""Value of `accuracy_level` with which MatMulNBits rounds its input, and multiplies integers."""
+
+
+def count_kernels(optimized: ir.Model) -> dict[str, dict[str, int]]:
+    """Return how many integer and float kernels the heavy operators of a rewritten model are."""
+    kernels = Counter(node.op_type for node in optimized.graph)
+    return {
+        "integer_kernels": {k: kernels[k] for k in sorted(kernels) if is_integer_kernel(k)},
+        "float_kernels": {k: kernels[k] for k in sorted(FLOAT_KERNELS & kernels.keys())},
+    }
+
+
+def is_integer_kernel(operator: str) -> bool:
+    """Whether the kernel of an operator that onnxruntime rewrote to computes in integers."""
+    return operator in INTEGER_KERNELS or operator.startswith("QLinear")
+
+
+def integer_macs_share(optimized: ir.Model, profile: Path) -> float | None:
+    """Return the integer kernels' share of the multiply-accumulates of a profiled call of a model.
+
+    None where an operator's products cannot be counted, or nothing is multiplied.
+    """
+    events = [e for e in json.loads(profile.read_text("utf-8")) if is_kernel_call(e)]
+    # Both are in onnxruntime's topological order; names are missing or made up.
+    operators = [event["args"]["op_name"] for event in events]
+    if [node.op_type for node in optimized.graph] != operators:
+        return None
+    macs: Counter[bool] = Counter()
+    for node, event in zip(optimized.graph, events, strict=True):
+        if node.op_type in UNCOUNTED_KERNELS:
+            return None
+        count, in_integers = kernel_macs(node, event["args"])
+        macs[in_integers] += count
+    return macs[True] / macs.total() if macs.total() else None
+
+
+def is_kernel_call(event: Mapping[str, Any]) -> bool:
+    """Whether an event of a profile is the call of a kernel."""
+    return event["cat"] == "Node" and str(event["name"]).endswith(KERNEL_TIME)
+
+
+def kernel_macs(node: ir.Node, arguments: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return a kernel's multiply-accumulates in a profiled call, and whether it is of integers."""
+    in_integers = is_integer_kernel(node.op_type)
+    if node.op_type not in HEAVY_KERNELS:
+        return 0, in_integers
+    inputs, outputs = (
+        [tuple(shape) for tensor in arguments[key] for shape in tensor.values()]
+        for key in ("input_type_shape", "output_type_shape")
+    )
+    weights = [sizes(tensor) if (tensor := stored(value)) else () for value in node.inputs]
+    if node.op_type in RECURRENT_KERNELS:
+        # Sequence and batch come first in either layout; each step reads both weights once.
+        size = sum(map(prod, weights[1:3]))
+        return prod(inputs[0][:2]) * size, in_integers
+    if node.op_type in CONVOLUTIONS:
+        # The profile leaves out weights that onnxruntime packed.
+        weight = weights[3 if node.op_type == "QLinearConv" else 1] or inputs[1]
+        read = inputs[0] if node.op_type == "ConvTranspose" else outputs[0]
+        return prod(read) * prod(weight[1:]), in_integers
+    if node.op_type == PACKED_MATMUL:
+        in_integers = node.attributes.get_int("accuracy_level") == ACTIVATIONS_IN_8_BITS
+    reduced = inputs[0][-2 if node.attributes.get_int("transA") else -1]
+    return prod(outputs[0]) * reduced, in_integers

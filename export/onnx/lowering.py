@@ -1,29 +1,35 @@
-"""From a torch.export program to an ONNX model, by torch's own exporter and our rewrites."""
+"""From a module or a graph to ONNX: torch's exporter and our rewrites, or its older exporter."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import io
 import logging
 import re
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from onnxscript.values import TracedOnnxFunction
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.onnx._internal.fx.passes import type_promotion
 
+from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, first_line
+from compress.common.forward import plain_attention
 from compress.common.process import gc_disabled
-from compress.export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
-from compress.export.onnx.metadata import INPUT, OUTPUT, name_values_
+from compress.export.common.runtime import NO_BFLOAT16, NO_UINT16_IN_OPSET, UINT16_OPSET
+from compress.export.onnx.graph import INPUT, OUTPUT, name_values_, strip_
 from compress.export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
-from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_
+from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_, lower_quantized_rnns_
 from compress.export.onnx.passes.float_layers import (
+    fold_zero_pads_,
     has_weights_of,
     separate_float_layers_,
     separate_shared_integers_,
@@ -31,18 +37,24 @@ from compress.export.onnx.passes.float_layers import (
 )
 from compress.export.onnx.passes.matmul_nbits import use_packed_weights
 from compress.export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
-from compress.export.onnx.passes.rnn import lower_quantized_rnns_
 from compress.export.onnx.passes.stored_integers import INT4_OPSET, has_four_bit_weights
-from compress.export.onnx.passes.zero_pads import fold_zero_pads_
+from compress.export.onnx.proto_io import read, write
 from compress.graph.library_cache import cached_composite_ops, patched_attribute
-from compress.graph.torch_export import any_sequence_length, dynamic_shapes
+from compress.graph.torch_export import (
+    any_sequence_length,
+    dynamic_shapes,
+    input_limit_facts,
+    with_flat_outputs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     import onnx_ir as ir
     from torch.export import ExportedProgram
 
+    from compress.artifacts.eager_model import EagerModel
     from compress.common.signature import Signature
 
 NOISY_LOGGERS = (
@@ -65,11 +77,9 @@ def lower(
 ) -> ir.Model:
     """Translate a program; inputs, outputs and axes get the signature's names.
 
-    Without an `opset` it is the exporter's default. The model's weights are the program's own,
-    but where it has a transposed or folded copy: `free_weights` empties what it does not read.
-
-    Raises:
-        StageFailed: an operator has no ONNX form, or the operator set is not available.
+    Without an `opset` it is the exporter's default. The model's weights are the program's own, but
+    where it has a transposed or folded copy: `free_weights` empties what it does not read. Raise
+    StageFailed where an operator has no ONNX form, or the operator set is not available.
     """
     if any(torch.uint16 in node.args for node in program.graph.nodes):
         if opset is not None and opset < UINT16_OPSET:
@@ -128,6 +138,15 @@ def lower(
     return model
 
 
+def lower_to_file(
+    program: ExportedProgram, signature: Signature, opset: int | None, file: Path
+) -> None:
+    """Translate a program, and write it as a small ONNX file."""
+    model = lower(program, signature, opset)
+    strip_(model)
+    write(model, file)
+
+
 def make_attention_contiguous_(program: ExportedProgram) -> None:
     """Copy the transposed outputs of fused attention into contiguous memory, in place."""
     # A view after the traced kernel may not fit the strides that attention has once the exporter
@@ -159,25 +178,19 @@ def _quiet() -> Iterator[None]:
     """Hide notes of the exporter that no user can act on."""
 
     def matters(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return not any(part in text for part in UNHELPFUL)
+        return not any(part in record.getMessage() for part in UNHELPFUL)
 
-    loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
-    for logger in loggers:
-        logger.addFilter(matters)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            # Inputs that share a named axis are meant to.
-            warnings.filterwarnings("ignore", message=r"# The axis name: .* will not be used")
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(matters)
+    with warnings.catch_warnings(), ExitStack() as restore:
+        for noisy in map(logging.getLogger, NOISY_LOGGERS):
+            noisy.addFilter(matters)
+            restore.callback(noisy.removeFilter, matters)
+        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+        # Inputs that share a named axis are meant to.
+        warnings.filterwarnings("ignore", message=r"# The axis name: .* will not be used")
+        yield
 
 
-@contextmanager
-def cached_registry() -> Iterator[None]:
+def cached_registry() -> AbstractContextManager[None]:
     """Have torch's exporter use a copy of a cached table of operators, in a block."""
 
     # torch 2.13 builds it from 600 functions in each export: a third of a small model's time.
@@ -187,12 +200,10 @@ def cached_registry() -> Iterator[None]:
         registry.functions = {name: [*forms] for name, forms in registry.functions.items()}
         return registry
 
-    with patched_attribute(ONNXRegistry, "from_torchlib", staticmethod(copy_of_registry)):
-        yield
+    return patched_attribute(ONNXRegistry, "from_torchlib", staticmethod(copy_of_registry))
 
 
-@contextmanager
-def numbers_for_tensors() -> Iterator[None]:
+def numbers_for_tensors() -> AbstractContextManager[None]:
     """Have torch's exporter take numbers for operands that are tensors, as calls do, in a block."""
     # Of `1.0 - integers`, torch 2.13 makes `sub.Tensor(1.0, floats)`, whose overload it then does
     # not find: its check of types takes no number for a tensor.
@@ -205,8 +216,7 @@ def numbers_for_tensors() -> Iterator[None]:
             as_tensors = (torch.tensor(x) if isinstance(x, int | float) else x for x in args)
             return find(packet, tuple(as_tensors), named)
 
-    with patched_attribute(type_promotion, "find_compatible_op_overload", find_overload):
-        yield
+    return patched_attribute(type_promotion, "find_compatible_op_overload", find_overload)
 
 
 @functools.cache
@@ -215,3 +225,85 @@ def _registry(_vision: bool, **version: int) -> Any:
     domain_alone = property(lambda self: SimpleNamespace(domain=self.opset.domain))
     with gc_disabled(), patched_attribute(TracedOnnxFunction, "function_ir", domain_alone):
         return _build_registry(**version)
+
+
+logger = logging.getLogger(__name__)
+BY_OLDER_EXPORTER = "by torch's older, deprecated exporter: "
+"""How the warning begins that a file has in its manifest; why the usual exporter failed follows."""
+
+
+class Translation(NamedTuple):
+    """How a model became ONNX."""
+
+    exporter: Literal["dynamo", "legacy"]
+    half: bool
+    facts: dict[str, Any]
+    """Largest sizes of axes and rows of tables (the older exporter knows none), or a warning for
+    the manifest."""
+
+
+def translate(
+    source: EagerModel | GraphModel, opset: int | None, title: str
+) -> tuple[ir.Model, Translation]:
+    """Return a model as ONNX; where torch's exporter fails, its older one is tried.
+
+    Raise StageFailed with the usual exporter's message where both fail.
+    """
+    try:
+        program = program_of(source)
+        if has_weights_of(program, torch.bfloat16):
+            raise StageFailed(NO_BFLOAT16)
+        facts = input_limit_facts(program, source.signature, title)
+        half = has_weights_of(program, torch.float16)
+        graph = lower(program, source.signature, opset, free_weights=True)
+        return graph, Translation("dynamo", half, facts)
+    except StageFailed as error:
+        if isinstance(source, GraphModel):
+            raise  # a graph has no module that the older exporter could trace
+        module = source.load()
+        legacy = _export_legacy(module, source.signature, opset)
+        if legacy is None:
+            raise
+        problem = str(error)
+    logger.warning(
+        "%s: %s; exported by torch's older, deprecated exporter instead (dynamo=False)",
+        *(title, problem),
+    )
+    half = any(tensor.dtype is torch.float16 for tensor in module.state_dict().values())
+    facts = {"warnings": [BY_OLDER_EXPORTER + problem]}
+    return legacy, Translation("legacy", half, facts)
+
+
+def _export_legacy(
+    module: torch.nn.Module, signature: Signature, opset: int | None
+) -> ir.Model | None:
+    inputs = signature.example()
+    try:
+        with (
+            torch.no_grad(),
+            plain_attention(),
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),  # it prints whole graphs at errors
+            TemporaryDirectory() as folder,
+        ):
+            warnings.simplefilter("ignore")
+            # Tracing recorded a branch or a number that other inputs would change.
+            warnings.simplefilter("error", torch.jit._trace.TracerWarning)
+            file = Path(folder) / "model.onnx"
+            torch.onnx.export(
+                with_flat_outputs(module, inputs),
+                inputs,
+                file,
+                dynamo=False,
+                input_names=[spec.name for spec in signature.inputs],
+                output_names=[spec.name for spec in signature.outputs],
+                dynamic_axes={
+                    spec.name: {i: d for i, d in enumerate(spec.shape) if isinstance(d, str)}
+                    for spec in signature.inputs
+                },
+                opset_version=opset,
+            )
+            return read(file, weights=True)
+    except Exception as error:  # noqa: BLE001 - the usual exporter's failure is raised instead
+        logger.debug("the older exporter failed too: %s", innermost_reason(error))
+        return None

@@ -41,13 +41,7 @@ def read(file: Path, *, weights: bool = False) -> ir.Model:
 
 
 def write(model: ir.Model, file: Path) -> None:
-    """Write a model and check it against the ONNX standard.
-
-    What is too large for protobuf has its weights in a second file.
-
-    Raises:
-        StageFailed: it breaks the standard.
-    """
+    """Write a model, large weights in a second file; StageFailed where it is not valid ONNX."""
     try:
         CheckerPass(full_check=True)(model.clone())  # it reorders the tensors
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -161,7 +155,6 @@ def _header(field: int, size: int) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    """Encode a number seven bits at a time, the lowest first."""
     encoded = bytearray()
     while number > 127:
         encoded.append(number & 127 | 128)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,8 @@ from compress.common.tensor_difference import relative_error
 from compress.export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     import onnx_ir as ir
 
@@ -32,17 +33,11 @@ EPYC with AVX2. With the setting, weights are made unsigned where the processor 
 """
 
 
-def device_of(device: str) -> str:
-    """Return the device if this onnxruntime has kernels for it, else the CPU."""
-    return device if CUDA in onnxruntime.get_available_providers() else "cpu"
-
-
 def session_predictor(file: Path, threads: int, device: str = "cpu") -> Predictor:
-    """Return a predictor that runs an ONNX file.
+    """Return a predictor that runs an ONNX file; ArtifactInvalid where onnxruntime cannot load it.
 
-    Raises:
-        ArtifactInvalid: onnxruntime cannot load the file.
-        Unavailable: the device is a CUDA one, and onnxruntime does not find CUDA's libraries.
+    Raise Unavailable where the device is a CUDA one, and onnxruntime does not find CUDA's
+    libraries.
     """
     if device == "cpu":
         return _predictor(exact_session(file, threads))
@@ -57,10 +52,9 @@ def session_predictor(file: Path, threads: int, device: str = "cpu") -> Predicto
     return _predictor(session)
 
 
-@contextmanager
-def opened_session(file: Path, threads: int) -> Iterator[Predictor]:
+def opened_session(file: Path, threads: int) -> AbstractContextManager[Predictor]:
     """Open an ONNX file on the CPU for a ``with`` block."""
-    yield session_predictor(file, threads)
+    return nullcontext(session_predictor(file, threads))
 
 
 def counted_predictor(
@@ -72,7 +66,7 @@ def counted_predictor(
     share of the multiply-accumulates of a call with the inputs, where it can be counted.
     """
     # They import onnx, which opening a file does not need.
-    from compress.export.onnx.kernels import count_kernels, integer_macs_share
+    from compress.export.onnx.graph import count_kernels, integer_macs_share
     from compress.export.onnx.proto_io import read
 
     with tempfile.TemporaryDirectory() as folder:
@@ -91,10 +85,7 @@ def counted_predictor(
 def plain_session_error(
     exact: Predictor, file: Path, threads: int, inputs: tuple[torch.Tensor, ...]
 ) -> float:
-    """Return how far a session without :data:`EXACT_SUMS` is off, as a share of the outputs' norm.
-
-    It is 0 where the processor computes the same with and without it.
-    """
+    """Return how far a session without :data:`EXACT_SUMS` is off, as a share of the norm."""
     if not has_16_bit_sums():
         return 0.0
     plain = _predictor(_session(file, session_options(threads)))
@@ -139,10 +130,7 @@ def _predictor(session: Any) -> Predictor:
 
 
 def session_options(threads: int, optimized: Path | None = None, *, profiled: bool = False) -> Any:
-    """Return a session's options; with a file, the model that it rewrites is written there.
-
-    With `profiled`, the kernels that it runs are written beside that file.
-    """
+    """Return a session's options; the rewritten model and a profile go to and beside a file."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -175,7 +163,6 @@ def exact_session(
 
 
 def _session(file: Path, options: Any, providers: Sequence[Any] = (CPU,)) -> Any:
-    """Return a session; ArtifactInvalid where onnxruntime cannot load the file."""
     try:
         return onnxruntime.InferenceSession(str(file), options, list(providers))
     except Exception as error:

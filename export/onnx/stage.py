@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,12 +11,19 @@ from pydantic import Field
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
-from compress.export.common.targets import NO_BFLOAT16, NO_UINT16_IN_OPSET, UINT16_OPSET
+from compress.export.common.runtime import (
+    NO_BFLOAT16,
+    NO_UINT16_IN_OPSET,
+    UINT16_OPSET,
+    Reproducer,
+    Runtime,
+    TritonBackend,
+)
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Set
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import onnx_ir as ir
@@ -25,15 +32,12 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.onnx.translate import Translation
-    from compress.export.parity.bisect import Tensors
+    from compress.export.onnx.lowering import Translation
 
 logger = logging.getLogger(__name__)
-
 UNFUSED = {"Conv", "FusedConv", "Gemm", "FusedGemm"}
 """Float kernels that a fully quantized model has none of; MatMul may be left in float on purpose,
 as in attention."""
-
 ROUNDING = 1e-4
 """What is less, as a share of the outputs' norm, may be the order in which floats are added."""
 NOT_EXACT = (
@@ -46,6 +50,7 @@ RUNTIME = Runtime(
     name="onnxruntime",
     title="ONNX Runtime",
     targets=ONNX_TARGETS,
+    refused_formats={"bfloat16": NO_BFLOAT16},
     reproducer=Reproducer(
         file="model.onnx",
         library="onnxruntime",
@@ -80,32 +85,31 @@ class OnnxModel(ExportedModel):
 
     def runs_on(self, device: str) -> str:
         """Return the device if onnxruntime is built for it, as onnxruntime-gpu is, else the CPU."""
-        if device == "cpu":
-            return (
-                device  # without importing onnxruntime and torch: runs of cached results ask, too
-            )
-        from compress.export.onnx.session import device_of
+        if device == "cpu":  # without importing onnxruntime: runs of cached results ask, too
+            return device
+        from compress.export.onnx.session import CUDA, onnxruntime
 
-        return device_of(device)
+        return device if CUDA in onnxruntime.get_available_providers() else "cpu"
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
+    ) -> AbstractContextManager[Predictor]:
         """Open an onnxruntime session; Unavailable where it does not find CUDA's libraries."""
         from compress.export.onnx.session import session_predictor
 
-        yield session_predictor(file, threads, device)
+        return nullcontext(session_predictor(file, threads, device))
 
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""
-        from compress.export.onnx.graph import count_weights
+        from compress.export.onnx.graph import weight_elements
         from compress.export.onnx.proto_io import read
 
         # Once fused into onnxruntime's own operators, weights cannot be counted in the file.
         recorded: Any = self.manifest.facts.get("parameters")
-        return count_weights(read(self.payload_path)) if recorded is None else recorded
+        if recorded is not None:
+            return recorded  # type: ignore[no-any-return]
+        return sum(weight_elements(read(self.payload_path)).values())
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
         """Count the multiply-accumulates of convolutions and products for one sample."""
@@ -133,16 +137,13 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
 
     def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why onnxruntime or the operator set lacks a format; empty where neither does."""
-        if "bfloat16" in formats:
-            return NO_BFLOAT16
-        if "uint16" in formats and self.opset is not None and self.opset < UINT16_OPSET:
-            return NO_UINT16_IN_OPSET.format(self.opset)
-        return ""
+        lacks = "uint16" in formats and self.opset is not None and self.opset < UINT16_OPSET
+        reason = NO_UINT16_IN_OPSET.format(self.opset) if lacks else ""
+        return super().unsupported_input_reason(formats) or reason
 
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Translate and write a model, and free its memory."""
-        from compress.export.onnx.graph import count_operators, strip_
-        from compress.export.onnx.metadata import add_metadata_
+        from compress.export.onnx.graph import add_metadata_, count_operators, strip_
         from compress.export.onnx.proto_io import free_weights_, write, write_mapped
         from compress.profiling.rss import release_memory
 
@@ -173,9 +174,9 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
 
     def translated(self, model: EagerModel | GraphModel) -> tuple[ir.Model, Translation]:
         """Return a model as ONNX, with names that :meth:`write` shortens."""
+        from compress.export.onnx.lowering import translate
         from compress.export.onnx.passes.stored_integers import compact_
         from compress.export.onnx.session import optimize
-        from compress.export.onnx.translate import translate
 
         graph, translation = translate(model, self.opset, self.title)
         if self.optimize != "none":
@@ -185,11 +186,7 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
 
     @contextmanager
     def open(
-        self,
-        file: Path,
-        model: EagerModel | GraphModel,
-        facts: dict[str, Any],
-        context: Context,
+        self, file: Path, model: EagerModel | GraphModel, facts: dict[str, Any], context: Context
     ) -> Iterator[Predictor]:
         """Open the file as it is mapped into memory, and count its kernels."""
         from compress.export.onnx.proto_io import mapped
@@ -217,7 +214,7 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
 
         A failure says first why the older exporter was used, if it was.
         """
-        from compress.export.onnx.translate import BY_OLDER_EXPORTER
+        from compress.export.onnx.lowering import BY_OLDER_EXPORTER
 
         try:
             super().prove(model, file, facts, context, began)
@@ -236,16 +233,11 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         if is_quantized and for_cpu and unfused:
             logger.warning("%s: quantized, yet computed in floats: %s", self.title, unfused)
 
-    def reexport(
-        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
-    ) -> Tensors:
-        """Export a part of the graph and return its outputs."""
-        from compress.export.onnx.graph import strip_
-        from compress.export.onnx.lowering import lower
-        from compress.export.onnx.proto_io import write
-        from compress.export.onnx.session import session_predictor
+    def write_program(
+        self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Translate and write a graph as it is."""
+        from compress.export.onnx.lowering import lower_to_file
 
-        graph = lower(program, signature, self.opset)
-        strip_(graph)
-        write(graph, file)
-        return session_predictor(file, threads=1)(*inputs)
+        lower_to_file(program, signature, self.opset, file)
+        return {}

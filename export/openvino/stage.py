@@ -1,24 +1,26 @@
-"""The artifact `OpenVINOModel`, and the stage that writes it."""
+"""The artifact `OpenVINOModel`, the stage that writes it, and OpenVINO, which runs it."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections import Counter
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.common.foreign.native_runtimes import open_vino
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.foreign.native_runtimes import open_vino, openvino_core
 from compress.common.requirements import Requirement, pip_install
 from compress.common.signature import TABLE_ROWS
-from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
-from compress.export.common.targets import NO_BFLOAT16
+from compress.export.common.runtime import NO_BFLOAT16, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import ONNX_TARGETS, OnnxModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
     from torch.export import ExportedProgram
@@ -27,8 +29,133 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
 
-    Tensors = tuple[torch.Tensor, ...]
     Source = EagerModel | GraphModel | OnnxModel
+
+INTEGERS = {"i8", "u8"}
+HEAVY = {
+    *("Convolution", "Deconvolution", "FullyConnected", "MatMul", "RNNCell", "RNNSeq"),
+    *("ScaledDotProductAttention",),
+}
+"""Kernels of OpenVINO's CPU device that multiply matrices."""
+
+
+def write(onnx_file: Path, file: Path, signature: Signature) -> None:
+    """Write an ONNX file as an OpenVINO model, with its weights as they are, beside the graph.
+
+    Its inputs have the bounds that the signature declares, so that other programs have them too.
+    """
+    openvino = open_vino()
+    shapes = {}
+    for spec in signature.inputs:
+        sizes = []
+        for axis in spec.shape:
+            if isinstance(axis, int):
+                sizes.append(openvino.Dimension(axis))
+            elif axis in signature.axes:
+                allowed = signature.bounds(axis)
+                most = -1 if allowed.max is None else allowed.max  # -1: any
+                sizes.append(openvino.Dimension(allowed.min, most))
+            else:
+                sizes.append(openvino.Dimension.dynamic())
+        if not signature.axes.keys().isdisjoint(spec.shape):
+            shapes[spec.name] = openvino.PartialShape(sizes)
+    try:
+        model = openvino_core().read_model(onnx_file)
+        if shapes:
+            model.reshape(shapes)
+    except Exception as error:
+        raise StageFailed(f"OpenVINO cannot read the model: {_reason(error)}") from error
+    # Operators without a name get one by their place, so that a model is always written alike:
+    # OpenVINO numbers them by how many the process has made, of all models.
+    operators = model.get_ordered_ops()
+    unnamed = {i for i, op in enumerate(operators) if op.get_friendly_name() == op.get_name()}
+    taken = {op.get_friendly_name() for i, op in enumerate(operators) if i not in unnamed}
+    for i in sorted(unnamed):
+        name = f"{operators[i].get_type_name()}_{i}"
+        operators[i].set_friendly_name(f"{name}_unnamed" if name in taken else name)
+    open_vino().save_model(model, file, compress_to_fp16=False)
+
+
+def compiled(file: Path, threads: int) -> Any:
+    """Return `model.xml`, or an ONNX file, compiled for the CPU; ArtifactInvalid if it fails."""
+    settings = {
+        "INFERENCE_PRECISION_HINT": "f32",  # by default bfloat16, where the processor has it
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    try:
+        return openvino_core().compile_model(file, "CPU", settings)
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: OpenVINO cannot load it: {_reason(error)}") from error
+
+
+def predictor(model: Any) -> Predictor:
+    """Return a predictor that runs a compiled model."""
+    import torch
+
+    shapes = {port.get_any_name(): port.partial_shape for port in model.inputs}
+    request = model.create_infer_request()
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        arrays = {n: x.detach().cpu().numpy() for n, x in zip(shapes, inputs, strict=True)}
+        for name, array in arrays.items():
+            # OpenVINO 2026.4 gives outputs without rows for other sizes, instead of an error.
+            if not shapes[name].compatible(open_vino().PartialShape(list(array.shape))):
+                found, expected = list(array.shape), shapes[name].to_string()
+                raise ValueError(f"input {name} has shape {found}, expected {expected}")
+        # Arrays of its own: those that OpenVINO shares are overwritten by the next call.
+        answers = request.infer(arrays, share_outputs=False)
+        return tuple(torch.from_numpy(y) for y in answers.values())
+
+    return predict
+
+
+def opened(file: Path, threads: int) -> AbstractContextManager[Predictor]:
+    """Open `model.xml`, or an ONNX file, on the CPU for a ``with`` block."""
+    return nullcontext(predictor(compiled(file, threads)))
+
+
+def within_bounds(predict: Predictor, signature: Signature) -> Predictor:
+    """Return a predictor that refuses sizes that `model.axes` does not allow, naming the axis."""
+    bounded = [
+        (i, axis, name)
+        for i, spec in enumerate(signature.inputs)
+        for axis, name in enumerate(spec.shape)
+        if name in signature.axes
+    ]
+
+    def predict_within(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for i, axis, name in bounded:
+            allowed, shape = signature.bounds(str(name)), inputs[i].shape
+            if axis < len(shape) and shape[axis] not in allowed:
+                raise ValueError(
+                    f"input {signature.inputs[i].name}: axis {name!r} has size {shape[axis]}, and "
+                    f"model.axes allows {allowed}"
+                )
+        return predict(*inputs)
+
+    return predict_within if bounded else predict
+
+
+def count_kernels(model: Any) -> dict[str, dict[str, int]]:
+    """Return how many kernels for integers and for floats do the heavy work of a compiled model."""
+    kinds: dict[str, Counter[str]] = {"integer_kernels": Counter(), "float_kernels": Counter()}
+    for node in model.get_runtime_model().get_ops():
+        facts = node.get_rt_info()
+        kind, precision = (facts[key].astype(str) for key in ("layerType", "runtimePrecision"))
+        if kind in HEAVY:
+            group = "integer_kernels" if precision in INTEGERS else "float_kernels"
+            kinds[group][kind] += 1
+    return {group: dict(sorted(counts.items())) for group, counts in kinds.items()}
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of OpenVINO's message that says what is wrong; the first name its sources."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if not line.startswith(("Exception from", "Check '", "While"))]
+    return named[0] if named else first_line(error)
+
 
 OPENVINO = Requirement(what="openvino", install=pip_install("openvino"))
 RUNTIME = Runtime(
@@ -36,6 +163,7 @@ RUNTIME = Runtime(
     title="OpenVINO",
     requirements=(OPENVINO,),
     targets=ONNX_TARGETS,
+    refused_formats={"bfloat16": NO_BFLOAT16},
     reproducer=Reproducer(
         file="model.onnx",
         library="openvino",
@@ -71,17 +199,11 @@ class OpenVINOModel(ExportedModel):
     runtime: ClassVar[Runtime] = RUNTIME
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
-        """Compile a model for the CPU.
-
-        Floats are computed in float32: OpenVINO's own default is bfloat16 where there is any.
-        """
-        from compress.export.openvino.runtime import compiled, predictor, within_bounds
-
-        yield within_bounds(predictor(compiled(file, threads)), signature)
+    ) -> AbstractContextManager[Predictor]:
+        """Compile a model for the CPU, in float32; OpenVINO's default may be bfloat16."""
+        return nullcontext(within_bounds(predictor(compiled(file, threads)), signature))
 
 
 class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel]):
@@ -95,14 +217,8 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
 
     stage: Literal["export_openvino"] = "export_openvino"
 
-    def unsupported_input_reason(self, formats: Set[str]) -> str:
-        """Return why ONNX lacks a format; empty where it does not."""
-        return NO_BFLOAT16 if "bfloat16" in formats else ""
-
     def write(self, model: Source, file: Path, context: Context) -> dict[str, Any]:
         """Write the model as ONNX, and that as OpenVINO's."""
-        from compress.export.openvino.runtime import write
-
         with TemporaryDirectory(prefix="compress-openvino-") as scratch:
             onnx_file, facts = self._as_onnx(model, Path(scratch, OnnxModel.payload))
             write(onnx_file, file, model.signature)
@@ -113,8 +229,6 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
         self, file: Path, model: Source, facts: dict[str, Any], context: Context
     ) -> Iterator[Predictor]:
         """Compile the model once, to run it and to count its kernels."""
-        from compress.export.openvino.runtime import compiled, count_kernels, predictor
-
         program = compiled(file, context.threads)
         facts |= count_kernels(program)
         yield predictor(program)
@@ -122,9 +236,9 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
     def _as_onnx(self, model: Source, file: Path) -> tuple[Path, dict[str, Any]]:
         """Return the model as an ONNX file, and facts: its operators, the limits of axes."""
         from compress.export.onnx.graph import count_operators, strip_
+        from compress.export.onnx.lowering import translate
         from compress.export.onnx.passes.stored_integers import compact_
         from compress.export.onnx.proto_io import read, write
-        from compress.export.onnx.translate import translate
 
         if isinstance(model, OnnxModel):
             known = ("axis_limits", TABLE_ROWS)
@@ -144,16 +258,11 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
         if onnx_file != copy:
             super().copy_for_report(model, onnx_file, copy)
 
-    def reexport(
-        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
-    ) -> Tensors:
-        """Write a part of the graph as ONNX, and return OpenVINO's outputs for it."""
-        from compress.export.onnx.graph import strip_
-        from compress.export.onnx.lowering import lower
-        from compress.export.onnx.proto_io import write
-        from compress.export.openvino.runtime import compiled, predictor
+    def write_program(
+        self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Write a graph as ONNX, which OpenVINO compiles as well."""
+        from compress.export.onnx.lowering import lower_to_file
 
-        graph = lower(program, signature, None)
-        strip_(graph)
-        write(graph, file)
-        return predictor(compiled(file, threads=1))(*inputs)
+        lower_to_file(program, signature, None, file)
+        return {}

@@ -54,7 +54,6 @@ class LayerSearch:
     inputs: Tensors
     reexport: Reexport
     scratch: Path
-    """File that parts are exported to."""
     limit: float
     """Largest error of a layer, relative to its norm."""
     deadline: float = math.inf
@@ -62,7 +61,6 @@ class LayerSearch:
     longest: float = 0.0
     """How long the export of a part has taken, at most, or is expected to."""
     exports: int = 0
-    """How many parts were exported."""
     out_of_time: bool = False
     refused: bool = False
     """Whether not even the whole graph could be exported again."""
@@ -82,11 +80,11 @@ class LayerSearch:
         outputs = [n for n in self.module.graph.output_node().all_input_nodes if ancestors(n)]
         errors = {n: self._measure([n]) for n in outputs}
         self.refused = bool(self.refusal) and all(e is None for e in errors.values())
-        wrong = [n for n, e in errors.items() if e and e[0] > self.limit]
-        if not wrong:
+        worst = next((n for n, e in errors.items() if e and e[0] > self.limit), None)
+        if worst is None:
             return None
-        worst, verified = wrong[0], False
-        while not (verified or self.out_of_time):
+        verified = False
+        while not self.out_of_time:
             worst = self._bisect(worst)
             before = values_before(worst)
             if not before:
@@ -97,8 +95,8 @@ class LayerSearch:
             if measured is None:
                 break
             earlier = [n for n, e in zip(before, measured, strict=False) if e > self.limit]
-            verified = not earlier and measured[-1] > self.limit
             if not earlier:
+                verified = measured[-1] > self.limit
                 break
             worst = earlier[0]
         self.node = worst
@@ -122,7 +120,6 @@ class LayerSearch:
         return line[-1]
 
     def _measure(self, nodes: Sequence[fx.Node]) -> list[float] | None:
-        """Return the errors of some layers; None where the part up to them cannot be exported."""
         began = time.monotonic()
         self.out_of_time = self.out_of_time or began + self.longest > self.deadline
         if self.out_of_time:
@@ -149,11 +146,7 @@ class LayerSearch:
     ) -> tuple[fx.GraphModule, Signature, Tensors, float]:
         """Export the smallest part that shows the difference: the operator, or all up to it.
 
-        Returns:
-            The part, its signature, the inputs that show the difference, and its error.
-
-        Raises:
-            StageFailed: the part cannot be exported on its own.
+        Returns the part, its signature, the inputs that show the difference, and its error.
         """
         try:
             part, arguments = single_operator(self.module, node)
@@ -173,14 +166,10 @@ class LayerSearch:
 def export_errors(
     part: fx.GraphModule, signature: Signature, inputs: Tensors, reexport: Reexport, file: Path
 ) -> list[float]:
-    """Export a part and return the error of each output, infinite where the export fails to run.
-
-    Raises:
-        StageFailed: the part cannot be exported.
-    """
+    """Export a part and return the error of each output, infinite where the export fails to run."""
     with torch.no_grad():
         expected = part(*inputs)
-    program = retrace(part, signature, signature.example())
+    program = retrace(part, signature)
     try:
         outputs = reexport(program, signature, file, inputs)
     except StageFailed:
@@ -230,8 +219,7 @@ def prefix(module: fx.GraphModule, ends: Sequence[fx.Node]) -> fx.GraphModule:
 def single_operator(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
     """Return a module of one operator with its weights, and the nodes that are its inputs.
 
-    Raises:
-        StageFailed: the operator takes a size, or one of several results of another.
+    Raise StageFailed where it takes a size, or one of several results of another.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
@@ -246,13 +234,11 @@ def single_operator(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModu
     return fx.GraphModule(module, graph).eval(), inputs
 
 
-def retrace(
-    module: fx.GraphModule, signature: Signature, inputs: Sequence[torch.Tensor]
-) -> ExportedProgram:
+def retrace(module: fx.GraphModule, signature: Signature) -> ExportedProgram:
     """Export a part of a graph as a program of its own; StageFailed where torch.export cannot."""
     try:
         with torch.no_grad():
-            return trace(module, inputs, signature)
+            return trace(module, signature.example(), signature)
     except Exception as error:
         raise StageFailed(f"torch.export: {first_line(error)}") from error
 

@@ -46,12 +46,11 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.export.common.runtime import Reproducer, Runtime
+    from compress.export.common.runtime import Runtime
     from compress.export.parity.bisect import Reexport, Tensors, WrongLayer
     from compress.export.parity.compare import KindOutputs
 
 logger = logging.getLogger(__name__)
-
 CUT_OFF = (
     "; this processor has no VNNI, so that sums of 8-bit products may be cut off to 16 bits: "
     "weight_bits: 7 of quantize_static keeps them within"
@@ -66,12 +65,9 @@ SHARE_OF_STAGE = 0.1
 """Of the time that the stage took until it failed, how much a report may take."""
 LEAST_SECONDS = 5.0
 """How long a report may take at least."""
-
-
 SOURCE = "source.pt2"
 INPUTS = "inputs.npz"
 SCRIPT = "reproduce.py"
-
 TEMPLATE = '''"""{what}
 
 `{source}` is a part of the model as a torch.export program, `{exported}` the same part exported.
@@ -121,19 +117,14 @@ class ParityContext:
     """What a report on a mismatch is made from."""
 
     title: str
-    """Name of the stage."""
     source: Artifact
     expected: Predictor
-    """The source, or its recorded outputs."""
     exported: Predictor
     file: Path
-    """The exported file, beside those that it reads."""
     facts: Mapping[str, Any]
-    """What the manifest would say of it."""
     copy_export: Callable[[Path], None]
     """Writes the exported file, as the runtime's reproducer reads it."""
     reexport: Reexport
-    """Exports a part of the graph."""
     runtime: Runtime
     context: Context
     began: float = 0.0
@@ -141,14 +132,9 @@ class ParityContext:
     written: float = 0.0
     """When it had written the file."""
 
-    @property
-    def folder(self) -> Path:
-        """Where the report goes: beside the artifacts, as a wrong export becomes none."""
-        return report_folder(self.context, self.title)
-
 
 def report_folder(context: Context, title: str) -> Path:
-    """Return the folder of the report on a stage."""
+    """Return the folder of the report on a stage, beside the artifacts: a wrong export is none."""
     return (context.results or context.root.parent).absolute() / FOLDER / title
 
 
@@ -156,14 +142,13 @@ def report_folder(context: Context, title: str) -> Path:
 def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
     """Write a report, and keep the file, where the body finds that an export's outputs are wrong.
 
-    None is written for a runtime without a reproducer.
-
-    Raises:
-        StageFailed: the body raised it; the wrong layer and the folder are added to the message.
+    Its StageFailed is raised anew, with the wrong layer and the folder in the message. No report is
+    written for a runtime without a reproducer.
     """
+    report = report_folder(parity.context, parity.title)
     # The report of an earlier attempt, and what of one was half written.
-    shutil.rmtree(parity.folder, ignore_errors=True)
-    remove_leftovers(parity.folder.parent, parity.folder.name)
+    shutil.rmtree(report, ignore_errors=True)
+    remove_leftovers(report.parent, report.name)
     try:
         yield
     except StageFailed as error:
@@ -173,9 +158,9 @@ def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
         hint = CUT_OFF if has_integers and has_16_bit_sums() else ""
         try:
             # Written aside and renamed: a folder that is there holds a complete report.
-            with partial_folder(parity.folder) as partial:
-                summary = _write_report(parity, error, partial)
-                partial.rename(parity.folder)
+            with partial_folder(report) as partial:
+                summary = f"{_write_report(parity, error, partial)}; see {report / REPORT}"
+                partial.rename(report)
         except Exception as fault:  # noqa: BLE001 - the first error is what matters
             logger.warning("%s: no parity report: %s", parity.title, first_line(fault))
             raise StageFailed(f"{error}{hint}") from None
@@ -186,12 +171,10 @@ def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> st
     """Measure, search for the layer, write the folder; return what is added to the message."""
     now = time.monotonic()
     deadline = now + max(LEAST_SECONDS, SHARE_OF_STAGE * (now - parity.began))
+    pair = parity.expected, parity.exported
     rows, kind, total = [], "", -1.0
     inputs: Tensors = ()
-    compared_kinds = outputs_by_kind(
-        parity.expected, parity.exported, parity.source, parity.context
-    )
-    for compared in compared_kinds:
+    for compared in outputs_by_kind(*pair, parity.source, parity.context):
         error_here = -1.0 if compared.refusal else compared.error
         rows.append(_row(compared, error_here))
         if error_here > total:
@@ -224,7 +207,7 @@ def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> st
     first_seconds = parity.written - parity.began
     found, search = _search(parity, report, inputs, deadline, folder, first_seconds)
     write_sealed(folder / REPORT, report | found)
-    return f"{_where(search, parity.context.results)}; see {parity.folder / REPORT}"
+    return _where(search, parity.context.results)
 
 
 @dataclass(frozen=True)
@@ -244,9 +227,8 @@ class RefusedFile:
     def read(cls, folder: Path, source: Artifact) -> Self:
         """Return the file that a stage's report is on.
 
-        Raises:
-            ArtifactInvalid: it is not as it was, or of another source.
-            OSError: there is no report.
+        Raise ArtifactInvalid where it is not as it was or of another source, OSError without a
+        report.
         """
         report = read_sealed(folder / REPORT, dict[str, Any])
         if report.get("source") != source.digest:
@@ -295,10 +277,10 @@ def _search(
         reproduce = None
         if layer is not None or not search.out_of_time:
             try:
-                shown = _write_script(
-                    folder, search, reproducer, parity.copy_export, parity.exported, summary
-                )
-                reproduce = {"script": SCRIPT, "error": _number(shown)}
+                reproduce = {
+                    "script": SCRIPT,
+                    "error": _write_script(folder, search, parity, summary),
+                }
             except CompressError as fault:
                 logger.warning("%s: no %s: %s", parity.title, SCRIPT, fault)
     first = None if layer is None else asdict(layer) | {"error": _number(layer.error)}
@@ -311,34 +293,27 @@ def _search(
 
 
 def _write_script(
-    folder: Path,
-    search: LayerSearch,
-    reproducer: Reproducer,
-    copy_export: Callable[[Path], None],
-    exported: Predictor,
-    summary: str,
-) -> float:
+    folder: Path, search: LayerSearch, parity: ParityContext, summary: str
+) -> float | str:
     """Write script, program, exported file and inputs; return the error that they show.
 
-    Where the search found no layer, the whole exported model is shown: `copy_export` writes it, and
-    `exported` is its predictor.
-
-    Raises:
-        StageFailed: the part cannot be exported on its own.
+    Where the search found no layer, the whole exported model is shown. Raise StageFailed where the
+    part cannot be exported on its own.
     """
+    reproducer = parity.runtime.reproducer
+    assert reproducer is not None  # no report is written without one
     file = folder / reproducer.file
     if search.node is None:
         part, signature, inputs = search.module, search.signature, search.inputs
-        copy_export(file)
+        parity.copy_export(file)
         with torch.no_grad():
             outputs = flatten_outputs(part(*inputs))
-        error = largest_relative_error(outputs, exported(*inputs))
+        error = largest_relative_error(outputs, parity.exported(*inputs))
     else:
         part, signature, inputs, error = search.export_smallest(search.node, file)
     if not file.exists():
         raise StageFailed("the part cannot be exported on its own")
-    program = retrace(part, signature, signature.example())
-    save_program(program, folder / SOURCE)
+    save_program(retrace(part, signature), folder / SOURCE)
     arrays = {
         # numpy has no bfloat16; the script turns it back.
         spec.name: (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()
@@ -358,11 +333,10 @@ def _write_script(
         answers="\n".join(f"    {line}" for line in (*reproducer.run_lines, "")),
     )
     (folder / SCRIPT).write_text(text, encoding="utf-8")
-    return error
+    return _number(error)
 
 
 def _where(search: LayerSearch, run: Path | None) -> str:
-    """Return which layer is wrong, in words, or how to learn it."""
     layer = search.layer
     ask = f"which layer: compress explain {shlex.quote(str(run))}" if run else ""
     if search.refused:
@@ -390,7 +364,6 @@ def _link(source: str, target: str) -> None:
 
 
 def _row(compared: KindOutputs, error: float) -> dict[str, Any]:
-    """Return a row of the report."""
     inputs = compared.inputs
     row = {"kind": compared.kind, "samples": len(inputs[0]) if inputs[0].dim() else 1}
     if compared.refusal:
@@ -412,10 +385,7 @@ def _row(compared: KindOutputs, error: float) -> dict[str, Any]:
 
 
 def _metric(parity: ParityContext, seconds: float, deadline: float) -> dict[str, Any] | None:
-    """Return the task's metric on ``val`` of both, where there is data and a metric for it.
-
-    `seconds` is how long the comparison took, on some samples of it.
-    """
+    """Return the task's metric on ``val`` of both, where there is time, data and a metric."""
     data, signature = parity.context.data, parity.source.signature
     metric = parity.context.metric.for_model(signature)
     if data is None or "val" not in data.datasets or not metric.is_measured:
@@ -433,5 +403,4 @@ def _metric(parity: ParityContext, seconds: float, deadline: float) -> dict[str,
 
 
 def _number(value: float) -> float | str:
-    """Return a number that JSON can hold."""
     return value if math.isfinite(value) else "not finite"

@@ -1,28 +1,105 @@
-"""Load TensorRT engines, run them, and compare them with their source."""
+"""Build TensorRT engines, run them on the host they are bound to, compare them with their source.
+
+The calls were written from the sources of torch-tensorrt 2.13 and the bindings of TensorRT 11.0,
+whose networks are always strongly typed: they compute in the types that the model is written in.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.artifacts.graph_model import program_of
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.common.forward import accept_any_batch
-from compress.export.common.batches import in_parts
-from compress.export.parity.arithmetic_error import Float64Reference
+from compress.export.common.compiled_code import CUDA, in_parts
+from compress.export.common.runtime import failing_as
+from compress.export.onnx.stage import OnnxModel
 from compress.export.parity.compare import check_axis_sizes
-from compress.export.parity.sample_parity import check_on_samples, tolerance_for
+from compress.export.parity.sample_parity import Float64Reference, check_on_samples, tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+
+    from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
     from compress.common.forward import Predictor
     from compress.common.signature import Signature, TensorSpec
-    from compress.export.parity.arithmetic_error import RoundingNoise
+    from compress.export.parity.sample_parity import RoundingNoise
+
+    Shapes = tuple[tuple[int, ...], ...]  # smallest, usual, largest: as a profile takes them
+
+EXACT = {"tensorrt": "TensorRT", "gpu": "the GPU", "compute_capability": "compute capability"}
+"""Facts that must be equal, and their names in messages; a newer driver runs older engines."""
+
+
+def built_for(device: str = "cuda:0") -> dict[str, str]:
+    """Return what an engine built here needs: GPU, driver and TensorRT."""
+    try:
+        import tensorrt
+    except ImportError as error:
+        raise Unavailable(f"TensorRT cannot be imported: {error}") from error
+    if CUDA.missing():
+        raise Unavailable("TensorRT needs a CUDA device, and there is none here")
+    major, minor = torch.cuda.get_device_capability(device)
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "compute_capability": f"{major}.{minor}",
+        "driver": driver(),
+        "tensorrt": tensorrt.__version__,
+        "cuda": str(torch.version.cuda),
+    }
+
+
+def driver() -> str:
+    """Return the version of the NVIDIA driver; empty where nvidia-smi fails."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().partition("\n")[0]
+
+
+def refuse_other_host(needed: Mapping[str, str], file: Path, device: str) -> None:
+    """Raise Unavailable for an engine that was built for another machine; name what differs."""
+    wanted = f"built for {needed['gpu']} with TensorRT {needed['tensorrt']}"
+    try:
+        here = built_for(device)
+    except Unavailable as error:
+        raise Unavailable(f"{file}: {wanted}: {error}") from error
+    mismatch = difference(needed, here)
+    if mismatch:
+        raise Unavailable(f"{file}: built for {mismatch}; run export_tensorrt here")
+
+
+def difference(needed: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Return the first thing that differs from what an engine needs; empty where nothing does."""
+    for key, name in EXACT.items():
+        if needed[key] != here[key]:
+            return f"{name} {needed[key]}, found {here[key]}"
+    if (
+        needed["driver"]
+        and here["driver"]
+        and _numbers(here["driver"]) < _numbers(needed["driver"])
+    ):
+        return f"driver {needed['driver']} or newer, found {here['driver']}"
+    return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
 
 BATCH = (1, 8, 32)
 """Sizes of the batch where the stage has none."""
@@ -30,22 +107,10 @@ LENGTH = 128
 """The usual size of another axis of which only the bounds are known, or the nearest allowed."""
 
 
-class Shapes(NamedTuple):
-    """The shapes of one input, as an optimization profile takes them."""
-
-    smallest: tuple[int, ...]
-    usual: tuple[int, ...]
-    largest: tuple[int, ...]
-
-
 def sizes_of(
     signature: Signature, given: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[int, int, int]]:
-    """Return the sizes of every named axis.
-
-    Raises:
-        StageFailed: an axis other than the batch has none, or there is no such axis.
-    """
+    """Return the sizes of every named axis; StageFailed for those without, or unknown ones."""
     axes = signature.dynamic_axes
     for name in given:
         if name not in axes:
@@ -75,7 +140,7 @@ def sizes_of(
 
 def shapes_of(spec: TensorSpec, sizes: Mapping[str, Sequence[int]]) -> Shapes:
     """Return the shapes of an input at the three sizes."""
-    return Shapes(*(spec.sized({name: s[i] for name, s in sizes.items()}) for i in range(3)))
+    return tuple(spec.sized({name: s[i] for name, s in sizes.items()}) for i in range(3))
 
 
 def with_fixed_sizes(signature: Signature, sizes: Mapping[str, int]) -> Signature:
@@ -92,9 +157,7 @@ DTYPES = {
     **{"UINT8": torch.uint8, "BOOL": torch.bool},
 }
 """TensorRT's name of an element type → torch's."""
-
 Tensors = tuple[torch.Tensor, ...]
-
 logger = logging.getLogger(__name__)
 
 
@@ -135,21 +198,6 @@ def load(
     # Engines built from ONNX have the signature's names, others its order alone.
     inputs = in_order(inputs, [spec.name for spec in signature.inputs])
     outputs = in_order(outputs, [spec.name for spec in signature.outputs])
-    run = _runner(engine, inputs, outputs, device)
-    run.runtime = runtime  # type: ignore[attr-defined]  # it must outlive its engine
-    if signature.batch_axis is None:
-        return run
-    return in_parts(run, signature, sizes[signature.batch_axis][2])
-
-
-def in_order(names: Sequence[str], signature_names: Sequence[str]) -> list[str]:
-    """Return an engine's tensors in the signature's order."""
-    return list(signature_names if set(names) == set(signature_names) else names)
-
-
-def _runner(
-    engine: Any, inputs: Sequence[str], outputs: Sequence[str], device: str
-) -> Callable[..., Tensors]:
     context = engine.create_execution_context()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
     dtypes = {n: DTYPES[engine.get_tensor_dtype(n).name] for n in (*inputs, *outputs)}
@@ -177,7 +225,15 @@ def _runner(
         stream.synchronize()
         return tuple(results)
 
-    return run
+    run.runtime = runtime  # type: ignore[attr-defined]  # it must outlive its engine
+    if signature.batch_axis is None:
+        return run
+    return in_parts(run, signature, sizes[signature.batch_axis][2])
+
+
+def in_order(names: Sequence[str], signature_names: Sequence[str]) -> list[str]:
+    """Return an engine's tensors in the signature's order."""
+    return list(signature_names if set(names) == set(signature_names) else names)
 
 
 def check_engine(
@@ -190,10 +246,8 @@ def check_engine(
 ) -> float:
     """Compare an engine with its source at its smallest, usual and largest sizes, and on `val`.
 
-    Return what the source's rounding noise allowed on `val`, as `compare_outputs` does.
-
-    Raises:
-        StageFailed: their outputs differ; the message says at which sizes.
+    Returns what the source's rounding noise allowed on `val`, as `compare_outputs` does; raises
+    StageFailed where outputs differ.
     """
     signature, tolerance = source.signature, tolerance_for(source)
     reference = Float64Reference(source, expected, noise)
@@ -206,3 +260,161 @@ def check_engine(
             raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
     predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
     return check_on_samples(*predictors, val_batches, tolerance, noise).allowed
+
+
+MEBIBYTE = 2**20
+TIMINGS = "timing.cache"
+BFLOAT16_OPSET = 22
+"""The first ONNX operator set whose Conv and poolings take bfloat16."""
+RUN_TIME_INTEGERS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
+
+
+class BuildOptions(NamedTuple):
+    """Settings of a build: see :class:`~compress.export.tensorrt.stage.ExportTensorRT`."""
+
+    workspace_mebibytes: int | None = None
+    optimization_level: int | None = None
+    tf32: bool = False
+    cache: Path | None = None
+
+
+def build_from_onnx(
+    model: EagerModel | GraphModel | OnnxModel,
+    sizes: Mapping[str, Sequence[int]],
+    options: BuildOptions,
+) -> bytes:
+    """Return a serialized engine, built by TensorRT's parser from the model as ONNX."""
+    shapes = {spec.name: shapes_of(spec, sizes) for spec in model.signature.inputs}
+    if isinstance(model, OnnxModel):
+        return parse_and_build(model.payload_path, shapes, options)
+    with TemporaryDirectory(prefix="compress-tensorrt-") as scratch:
+        file = Path(scratch) / OnnxModel.payload
+        write_onnx(program_of(model), model.signature, file)
+        return parse_and_build(file, shapes, options)
+
+
+def build_from_program(
+    model: EagerModel | GraphModel | OnnxModel,
+    sizes: Mapping[str, Sequence[int]],
+    options: BuildOptions,
+    device: str,
+) -> bytes:
+    """Return a serialized engine, converted from the model's graph by torch-tensorrt."""
+    import torch_tensorrt
+
+    from compress.graph.torch_export import move_program
+
+    if isinstance(model, OnnxModel):
+        raise StageFailed("torch-tensorrt does not read ONNX; leave `through` out")
+    program = program_of(model)
+    refuse_quantized(program)
+    inputs = []
+    for spec in model.signature.inputs:
+        least, usual, most = shapes_of(spec, sizes)
+        shape = {"min_shape": least, "opt_shape": usual, "max_shape": most}
+        if least == most:
+            shape = {"shape": usual}
+        dtype = getattr(torch, spec.dtype)
+        inputs.append(torch_tensorrt.Input(**shape, dtype=dtype, name=spec.name))
+    with (
+        TemporaryDirectory(prefix="compress-tensorrt-") as scratch,
+        failing_as("torch-tensorrt cannot convert the model"),
+    ):
+        engine: bytes = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
+            move_program(program, device),
+            arg_inputs=inputs,
+            **conversion_settings(options, device, Path(scratch)),
+        )
+    return bytes(engine)
+
+
+def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> None:
+    """Write the ONNX file that TensorRT's parser reads, without onnxruntime's own operators."""
+    from compress.export.onnx.graph import strip_
+    from compress.export.onnx.lowering import lower
+    from compress.export.onnx.passes.float_layers import has_weights_of
+    from compress.export.onnx.proto_io import write
+
+    opset = BFLOAT16_OPSET if has_weights_of(program, torch.bfloat16) else None
+    graph = lower(program, signature, opset)
+    unsupported = sorted(
+        {n.op_type for n in graph.graph if n.domain or n.op_type in RUN_TIME_INTEGERS}
+    )
+    if unsupported:
+        raise StageFailed(
+            f"TensorRT has no form of {', '.join(unsupported)}, which rounds at run time or holds "
+            "few bits; quantize with quantize_static and target: tensorrt"
+        )
+    strip_(graph)
+    write(graph, file)
+
+
+def refuse_quantized(program: ExportedProgram) -> None:
+    """Raise StageFailed for an integer graph."""
+    from compress.graph.torch_export import has_integer_operators
+
+    # torch-tensorrt (2.13) converts those of its own quantizer alone.
+    if has_integer_operators(program.graph):
+        raise StageFailed(
+            "torch-tensorrt has no converters for integer graphs; leave `through` out, and "
+            "TensorRT reads the graph as ONNX"
+        )
+
+
+def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOptions) -> bytes:
+    """Return an engine built from an ONNX file by TensorRT's parser."""
+    import tensorrt as trt
+
+    logger = python_logger()
+    builder = trt.Builder(logger)
+    # Version 11 knows no other networks, and ignores the flag.
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(file)):
+        reason = parser.get_error(0).desc() if parser.num_errors else "it does not say why"
+        raise StageFailed(f"TensorRT cannot read the model: {' '.join(reason.split())}")
+    config = builder.create_builder_config()
+    if options.workspace_mebibytes is not None:
+        bytes_allowed = options.workspace_mebibytes * MEBIBYTE
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, bytes_allowed)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    if not options.tf32:
+        config.clear_flag(trt.BuilderFlag.TF32)
+    profile = builder.create_optimization_profile()
+    for name, (smallest, usual, largest) in shapes.items():
+        profile.set_shape(name, smallest, usual, largest)
+    config.add_optimization_profile(profile)
+    timings = options.cache / TIMINGS if options.cache else None
+    if timings:
+        known = timings.read_bytes() if timings.is_file() else b""
+        # False: timings of another GPU or TensorRT are refused.
+        config.set_timing_cache(config.create_timing_cache(known), False)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise StageFailed("TensorRT found no kernels for the model; its lines in the log say where")
+    if timings:
+        # Written aside and renamed, as another build may be reading the file.
+        timings.parent.mkdir(parents=True, exist_ok=True)
+        partial = timings.with_name(f".{timings.name}.{os.getpid()}")
+        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
+        partial.replace(timings)
+    return bytes(plan)
+
+
+def conversion_settings(options: BuildOptions, device: str, scratch: Path) -> dict[str, Any]:
+    """Return the settings of a build as torch-tensorrt takes them."""
+    # By default it writes its timings to a folder that all users share.
+    folder = options.cache or scratch
+    settings: dict[str, Any] = {
+        "device": device,
+        "disable_tf32": not options.tf32,
+        "workspace_size": (options.workspace_mebibytes or 0) * MEBIBYTE,  # 0: all there is
+        "optimization_level": options.optimization_level,
+        "timing_cache_path": str(folder / TIMINGS),
+    }
+    if options.cache:
+        # It caches only engines whose weights can be replaced.
+        settings |= {"cache_built_engines": True, "reuse_cached_engines": True}
+        settings |= {"engine_cache_dir": str(folder / "engines"), "immutable_weights": False}
+    return settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -14,22 +13,22 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.forward import Predictor, torch_predictor
 from compress.common.requirements import Requirement, pip_install
-from compress.export.common.host_check import CUDA
+from compress.export.common.compiled_code import CUDA
 from compress.export.common.runtime import Runtime
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import OnnxModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.tensorrt.build import BuildOptions
+    from compress.export.tensorrt.runtime import BuildOptions
 
 logger = logging.getLogger(__name__)
-
 INSTALL = f"{pip_install('tensorrt')} on a machine with an NVIDIA GPU, or use export_onnx"
 TENSORRT = Requirement(what="tensorrt", install=INSTALL)
 RUNTIME = Runtime(
@@ -71,23 +70,18 @@ class TensorRTEngine(ExportedModel):
         return device if device.startswith("cuda") else "cuda"
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
+    ) -> AbstractContextManager[Predictor]:
         """Load an engine; more samples than the largest batch are answered in parts.
 
-        Raises:
-            Unavailable: it was built elsewhere, or TensorRT or the GPU is not here.
+        Raise Unavailable where it was built elsewhere, or TensorRT or the GPU is not here.
         """
-        from compress.export.tensorrt.host_check import refuse_other_host
-        from compress.export.tensorrt.runtime import load
+        from compress.export.tensorrt.runtime import load, refuse_other_host
 
         device = _numbered(device)
         refuse_other_host(facts["built_for"], file, device)
-        run = load(file, signature, facts["sizes"], device)
-        with torch_predictor(run, device, threads) as predict:
-            yield predict
+        return torch_predictor(load(file, signature, facts["sizes"], device), device, threads)
 
 
 class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngine]):
@@ -136,7 +130,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
 
     def build_options(self) -> BuildOptions:
         """Return the settings of TensorRT's builder."""
-        from compress.export.tensorrt.build import BuildOptions
+        from compress.export.tensorrt.runtime import BuildOptions
 
         cache = Path(self.cache) if self.cache else None
         return BuildOptions(self.workspace_mebibytes, self.optimization_level, self.tf32, cache)
@@ -144,7 +138,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The GPU, its driver and the TensorRT that the engine is built for."""
-        from compress.export.tensorrt.host_check import built_for
+        from compress.export.tensorrt.runtime import built_for
 
         return {"built_for": built_for()}
 
@@ -156,17 +150,15 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         self, model: EagerModel | GraphModel | OnnxModel, file: Path, context: Context
     ) -> dict[str, Any]:
         """Build an engine."""
-        from compress.export.tensorrt.build import build_from_onnx, build_from_program
-        from compress.export.tensorrt.host_check import built_for
-        from compress.export.tensorrt.runtime import sizes_of
+        from compress.export.tensorrt import runtime
 
-        sizes = sizes_of(model.signature, self.sizes)
-        device = self.device_for(context)
-        host = built_for(device)
+        sizes = runtime.sizes_of(model.signature, self.sizes)
+        device, options = self.device_for(context), self.build_options()
+        host = runtime.built_for(device)
         if self.through == "onnx":
-            plan = build_from_onnx(model, sizes, self.build_options())
+            plan = runtime.build_from_onnx(model, sizes, options)
         else:
-            plan = build_from_program(model, sizes, self.build_options(), device)
+            plan = runtime.build_from_program(model, sizes, options, device)
         file.write_bytes(plan)
         return {
             "built_for": host,
@@ -184,7 +176,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         context: Context,
     ) -> float:
         """Compare at the smallest, usual and largest sizes, and on `val`."""
-        from compress.export.parity.arithmetic_error import noise_of
+        from compress.export.parity.sample_parity import noise_of
         from compress.export.tensorrt.runtime import check_engine
 
         noise = noise_of(model, context)

@@ -6,11 +6,11 @@ import io
 import re
 import warnings
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -20,11 +20,13 @@ from compress.artifacts.recipe import CallByName, IndependentCalls
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.forward import OUTPUT, plain_attention
+from compress.export.common.runtime import failing_as
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from compress.artifacts.recipe import AnyEdit
@@ -49,10 +51,8 @@ def adapt_calls(
 ) -> torch.jit.ScriptModule:
     """Return a module around another one that is called as edits of a recipe say.
 
-    `inputs` are an example: the outputs for it show where each is.
-
-    Raises:
-        ArtifactInvalid: its state is of a type that TorchScript code cannot write.
+    `inputs` are an example: the outputs for it show where each is. Raise ArtifactInvalid for state
+    of a type that TorchScript code cannot write.
     """
     if not edits:
         return module
@@ -122,12 +122,9 @@ ROOT = "the model's own forward"
 def script_parts_(
     module: torch.nn.Module, patterns: Sequence[str], trace: Callable[[], Any]
 ) -> None:
-    """Replace submodules by scripted ones, in place.
+    """Replace submodules that match, or else in which `trace` guesses, by scripted ones.
 
-    They are those whose names match the patterns, or without any those in which `trace` guesses.
-
-    Raises:
-        StageFailed: a name fits no submodule, one cannot be scripted, or all would have to be.
+    Raise StageFailed where a name fits none, one cannot be scripted, or all would have to be.
     """
     if patterns:
         names = [name for name, _ in module.named_modules() if name]
@@ -147,13 +144,8 @@ def script_parts_(
     for name in sorted(set(names)):
         if any(name.startswith(f"{outer}.") for outer in names):
             continue
-        try:
+        with failing_as(f"torch.jit.script cannot express {name}"):
             scripted = torch.jit.script(module.get_submodule(name))
-        except Exception as error:
-            raise StageFailed(
-                f"torch.jit.script cannot express {name}: {type(error).__name__}: "
-                f"{first_line(error)}"
-            ) from error
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, scripted)
 
@@ -181,7 +173,6 @@ def record_guesses(module: torch.nn.Module) -> Iterator[list[str]]:
         elif (running or [ROOT])[-1] not in guessing:
             guessing.append((running or [ROOT])[-1])
 
-    handles = []
     showwarning = warnings.showwarning
     unhookable = {  # scripted parts, and torch's integer layers
         inner
@@ -190,18 +181,14 @@ def record_guesses(module: torch.nn.Module) -> Iterator[list[str]]:
         or type(part).__module__.startswith("torch.ao.nn.")
         for inner in part.modules()
     }
-    for part in module.modules():
-        if part in unhookable:
-            continue
-        handles += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave)]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", torch.jit._trace.TracerWarning)
-            warnings.showwarning = record
-            yield guessing
-    finally:
-        for handle in handles:
-            handle.remove()
+    with warnings.catch_warnings(), ExitStack() as hooks:
+        for part in module.modules():
+            if part not in unhookable:
+                hooks.enter_context(part.register_forward_pre_hook(enter))
+                hooks.enter_context(part.register_forward_hook(leave))
+        warnings.simplefilter("always", torch.jit._trace.TracerWarning)
+        warnings.showwarning = record
+        yield guessing
 
 
 MANGLED = re.compile(rb"___torch_mangle_\d+")
@@ -211,15 +198,6 @@ SOURCE_LOCATIONS = ".debug_pkl"
 VERSIONS = ("version", ".data/version")
 WRITTEN_BY_TORCH = (*VERSIONS, "byteorder", ".data/serialization_id")
 """Records that PyTorchFileWriter adds to every archive itself."""
-
-
-class ScriptMethod(NamedTuple):
-    """How an eager model becomes TorchScript."""
-
-    name: Literal["trace", "script", "mixed"] = "trace"
-    scripted: tuple[str, ...] = ()
-    """Submodules that `mixed` scripts; where empty, those in which a trace would guess."""
-    freeze: bool = True
 
 
 Function = torch.autograd.Function
@@ -234,16 +212,17 @@ OTHERS = {"trace": "script", "script": "trace", "mixed": "script"}
 def to_torchscript(
     module: torch.nn.Module,
     signature: Signature,
-    method: ScriptMethod,
     inputs: Sequence[torch.Tensor] | None = None,
+    *,
+    method: Literal["trace", "script", "mixed"] = "trace",
+    scripted: Sequence[str] = (),
+    freeze: bool = True,
 ) -> tuple[torch.jit.ScriptModule, list[str]]:
     """Return a module in eval mode as TorchScript, and the submodules in which tracing guessed.
 
     A trace, of seeded inputs when none are given, guesses where Python code reads a number from a
-    tensor: see :func:`record_guesses`. The module's own submodules may be replaced.
-
-    Raises:
-        StageFailed: TorchScript cannot express the module.
+    tensor: see :func:`record_guesses`. The module's own submodules may be replaced. Raise
+    StageFailed where TorchScript cannot express the module.
     """
     inputs = signature.example() if inputs is None else tuple(inputs)
     guessed: list[str] = []
@@ -256,27 +235,26 @@ def to_torchscript(
 
     with torch.no_grad(), plain_attention(), quiet():
         try:
-            scripted: Any
-            if method.name == "mixed":
-                script_parts_(module, method.scripted, trace)
-            if method.name == "script":
-                scripted = torch.jit.script(module)
+            made: Any
+            if method == "mixed":
+                script_parts_(module, scripted, trace)
+            if method == "script":
+                made = torch.jit.script(module)
             else:
                 with record_guesses(module) as guessed:
-                    scripted = trace()
-            return torch.jit.freeze(scripted) if method.freeze else scripted, guessed
+                    made = trace()
+            return torch.jit.freeze(made) if freeze else made, guessed
         except StageFailed:
             raise
         except Exception as error:
-            verb = "script" if method.name == "script" else "trace"
+            verb = "script" if method == "script" else "trace"
             raise StageFailed(
                 f"torch.jit.{verb} cannot express the model: {type(error).__name__}: "
-                f"{first_line(error)}; try `method: {OTHERS[method.name]}`"
+                f"{first_line(error)}; try `method: {OTHERS[method]}`"
             ) from error
 
 
-@contextmanager
-def inlined_functions() -> Iterator[None]:
+def inlined_functions() -> AbstractContextManager[None]:
     """Have `Function.apply` call `forward` directly, in a block."""
 
     # The tracer would record a call of Python code, which no TorchScript file can hold.
@@ -288,16 +266,11 @@ def inlined_functions() -> Iterator[None]:
         context = SimpleNamespace(needs_input_grad=(False,) * len(inputs), **stores)
         return cls.forward(context, *inputs, **named)
 
-    with patched_attribute(Function, "apply", classmethod(apply)):
-        yield
+    return patched_attribute(Function, "apply", classmethod(apply))
 
 
 def save(module: torch.jit.ScriptModule, file: Path) -> None:
-    """Write a module; equal modules give equal bytes.
-
-    Raises:
-        StageFailed: the module calls what only Python can run.
-    """
+    """Write a module, equal ones in equal bytes; StageFailed where it calls Python code."""
     buffer = io.BytesIO()
     with quiet():
         try:
@@ -329,11 +302,7 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
 
 
 def load(file: Path, device: str = "cpu", *, optimized: bool = False) -> Any:
-    """Read a module.
-
-    Raises:
-        ArtifactInvalid: the file is not TorchScript, truncated, or would unpack to too much.
-    """
+    """Read a module; ArtifactInvalid where it is no TorchScript, truncated, or too much."""
     refuse_bomb(file)
     try:
         with quiet():

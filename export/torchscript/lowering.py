@@ -13,8 +13,8 @@ from torch import fx
 from torch.fx.graph import CodeGen
 
 from compress.artifacts.graph_model import reshape_views_
-from compress.common.errors import StageFailed, first_line
-from compress.export.common.targets import UINT8_ONLY
+from compress.common.errors import StageFailed
+from compress.export.common.runtime import UINT8_ONLY, failing_as
 from compress.export.torchscript.file_io import quiet
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ MOVES = {
 """Operators that only move values, and take integers as they are."""
 LIMITS = {aten.relu.default: (0.0, float("inf")), aten.relu6.default: (0.0, 6.0)}
 """Clamp → the smallest and the largest value that it lets through."""
+UNLIMITED = {aten.hardtanh.default: (-1.0, 1.0), aten.clamp.default: (float("-inf"), float("inf"))}
+"""Clamp to limits that it is given → the limits without them."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,6 @@ class QuantizedLowering:
         self.integers[quantize] = integers
 
     def _fused(self, head: Any, grid: Grid) -> fx.Node | None:
-        """Return the call of an operator's integer kernel; None where there is none."""
         if head is None:
             return None
         operands = [self._integers_of(operand) for operand in head.args[:2]]
@@ -141,7 +142,6 @@ class QuantizedLowering:
         return None
 
     def _integers_of(self, operand: Any) -> fx.Node | None:
-        """Return the integers that an operand dequantizes, or None."""
         target = getattr(operand, "target", None)
         return self.integers.get(operand.args[0]) if target is DEQUANTIZE else None
 
@@ -263,14 +263,10 @@ def _before_clamp(quantize: Any, grid: Grid) -> fx.Node | None:
     """Return the operator whose result is quantized, skipping a clamp that the range enforces."""
     node: Any = quantize.args[0]
     limits = LIMITS.get(node.target)
-    if node.target in (aten.hardtanh.default, aten.clamp.default):
-        low, high = (*node.args[1:], None, None)[:2]
-        low = -1.0 if low is None and node.target is aten.hardtanh.default else low
-        high = 1.0 if high is None and node.target is aten.hardtanh.default else high
-        limits = (
-            float("-inf") if low is None else float(low),
-            float("inf") if high is None else float(high),
-        )
+    if node.target in UNLIMITED:
+        given, default = (*node.args[1:], None, None), UNLIMITED[node.target]
+        low, high = (float(default[i] if given[i] is None else given[i]) for i in (0, 1))
+        limits = low, high
     if limits is None:
         return node if len(node.users) == 1 or node.target in MOVES else None
     if not grid.within(*limits) or len(node.users) > 1:
@@ -314,11 +310,7 @@ HEAVY = {"conv1d", "conv2d", "conv3d", "linear", "lstm", "gru"}
 
 
 def script(program: ExportedProgram) -> tuple[torch.jit.ScriptModule, dict[str, dict[str, int]]]:
-    """Return a program as TorchScript, and how many integer and float kernels it calls.
-
-    Raises:
-        StageFailed: TorchScript has no form of an operator.
-    """
+    """Return a program as TorchScript, and how many integer and float kernels it calls."""
     # Scripted and not traced, so that the sizes of named axes stay computed; and not frozen:
     # freezing would turn integer weights back into floats.
     graph = without_guards(program.module(check_guards=False))
@@ -339,14 +331,9 @@ def script(program: ExportedProgram) -> tuple[torch.jit.ScriptModule, dict[str, 
     # The first class of a name in a process gets no number, which would make two files differ: so
     # another one is scripted first.
     first = fx.GraphModule({}, fx.symbolic_trace(torch.nn.Identity()).graph)
-    try:
-        with quiet():
-            torch.jit.script(first)
-            return torch.jit.script(graph.eval()), kernels
-    except Exception as error:
-        raise StageFailed(
-            f"TorchScript cannot express the graph: {type(error).__name__}: {first_line(error)}"
-        ) from error
+    with failing_as("TorchScript cannot express the graph"), quiet():
+        torch.jit.script(first)
+        return torch.jit.script(graph.eval()), kernels
 
 
 def without_guards(module: fx.GraphModule) -> fx.GraphModule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import model_validator
@@ -11,12 +10,13 @@ from pydantic import model_validator
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
-from compress.export.common.targets import UINT8_ONLY
+from compress.common.forward import torch_predictor
+from compress.export.common.runtime import UINT8_ONLY, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch.export import ExportedProgram
@@ -28,11 +28,7 @@ if TYPE_CHECKING:
     from compress.export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
-
 Source: TypeAlias = EagerModel | GraphModel
-
-NOT_UINT8 = {"int8", "uint16"}
-"""Activations that torch's integer kernels do not take."""
 DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_aot are not"
 
 
@@ -55,6 +51,7 @@ def refuse_nested_output(model: Artifact, title: str) -> None:
 RUNTIME = Runtime(
     name="torchscript",
     title="TorchScript",
+    refused_formats={other: UINT8_ONLY.format(other) for other in ("int8", "uint16")},
     reproducer=Reproducer(
         file="model.ts",
         run_lines=(
@@ -89,17 +86,14 @@ class TorchScriptModel(ExportedModel):
         return "cpu" if self.manifest.facts.get("integer_kernels") else device
 
     @classmethod
-    @contextmanager
     def open_file(
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
-    ) -> Iterator[Predictor]:
+    ) -> AbstractContextManager[Predictor]:
         """Load a module."""
-        from compress.common.forward import torch_predictor
         from compress.export.torchscript.file_io import load
 
         module = load(file, device, optimized=bool(facts.get("optimize_for_inference")))
-        with torch_predictor(module, device, threads) as predict:
-            yield predict
+        return torch_predictor(module, device, threads)
 
     def parameters(self) -> int:
         """Count the weights, BatchNorm folded into them where freezing did so."""
@@ -153,14 +147,9 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
             raise ValueError("scripted: names submodules for `method: mixed` alone")
         return self
 
-    def unsupported_input_reason(self, formats: Set[str]) -> str:
-        """Return why torch has no kernels for such formats; empty where it has."""
-        other = formats & NOT_UINT8
-        return UINT8_ONLY.format(min(other)) if other else ""
-
     def write(self, model: Source, file: Path, context: Context) -> dict[str, Any]:
         """Trace or script, and write."""
-        from compress.export.torchscript.file_io import ScriptMethod, save, to_torchscript
+        from compress.export.torchscript.file_io import save, to_torchscript
         from compress.export.torchscript.lowering import script
 
         facts: dict[str, Any] = {"warnings": [DEPRECATED]}
@@ -169,8 +158,8 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
             # The file holds packed weights, which cannot be counted.
             facts |= {**kernels, **source_counts(model)}
         else:
-            method = ScriptMethod(self.method, self.scripted, self.freeze)
-            module, guessed = to_torchscript(model.load(), model.signature, method)
+            how: Any = {"method": self.method, "scripted": self.scripted, "freeze": self.freeze}
+            module, guessed = to_torchscript(model.load(), model.signature, **how)
             if guessed:
                 facts["warnings"].append(
                     f"the trace keeps what the example's data decided in {', '.join(guessed)}; "
@@ -192,7 +181,7 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
     ) -> Tensors:
         """Export a part of the graph and return its outputs."""
         from compress.export.parity.bisect import prefix
-        from compress.export.torchscript.file_io import ScriptMethod, save, to_torchscript
+        from compress.export.torchscript.file_io import save, to_torchscript
         from compress.export.torchscript.lowering import script
         from compress.graph.torch_export import has_integer_operators
 
@@ -202,7 +191,7 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
             graph = program.module(check_guards=False)
             # A program's checks of its inputs cannot be traced; prefix() drops them.
             part = prefix(graph, graph.graph.output_node().all_input_nodes)
-            scripted, _ = to_torchscript(part, signature, ScriptMethod("trace"), inputs)
+            scripted, _ = to_torchscript(part, signature, inputs)
         save(scripted, file)
         with TorchScriptModel.open_file(file, signature, {}, "cpu", threads=1) as predict:
             return predict(*inputs)

@@ -30,12 +30,12 @@ from compress.core.gates.runtime import baseline_for, baseline_name, nearest_flo
 from compress.export.diagnosis.causes import NOISE, WRONG_OPERATOR
 from compress.export.diagnosis.costs import (
     MacsDiagnosis,
+    ParityDiagnosis,
     SizeDiagnosis,
     SpeedDiagnosis,
     SpeedGate,
     sizes_by_module,
 )
-from compress.export.diagnosis.parity import ParityDiagnosis
 from compress.export.diagnosis.profile import as_onnx
 from compress.export.onnx.proto_io import read
 from compress.export.onnx.stage import ExportOnnx

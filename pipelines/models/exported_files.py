@@ -115,8 +115,7 @@ def _import_onnx(
     import onnx_ir as ir
 
     from compress.data.infer_signature import described
-    from compress.export.onnx.graph import remove_unread_
-    from compress.export.onnx.metadata import class_names_in
+    from compress.export.onnx.graph import class_names_in, remove_unread_
     from compress.export.onnx.session import counted_predictor
     from compress.export.onnx.stage import OnnxModel
 

@@ -1,5 +1,6 @@
 """Models and samples that the tests of exporters share."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,13 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
+from compress.common.forward import Predictor
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.common.int8_sums import has_16_bit_sums
+from compress.export.parity.compare import compare_outputs, source_predictor
+from compress.export.parity.sample_parity import val_inputs
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -51,6 +56,17 @@ def network(
     recipe = Recipe(factory=factory, arguments=arguments)
     state = recipe.build(folder).state_dict()
     return EagerModel.create(path, recipe, state, signature, folder=folder)
+
+
+def check_parity(
+    source: EagerModel,
+    exported: Predictor,
+    context: Context,
+    limits: Mapping[str, int] | None = None,
+) -> None:
+    """Compare an exported model with its source, which is opened, as exporters do."""
+    with source_predictor(source, context) as expected:
+        compare_outputs(source, expected, exported, [*val_inputs(context, source)], limits)
 
 
 def network_of(folder: Path, source: str, factory: str, signature: Signature = ROWS) -> EagerModel:

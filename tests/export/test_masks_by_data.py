@@ -15,7 +15,7 @@ from compress.core.gates import LabelAgreement, MinCosine, MinEqualTokens, Parit
 from compress.data.infer_signature import inputs_of, with_values_seen
 from compress.data.splits import Splits
 from compress.export import ExportOnnx
-from compress.export.parity.adversarial_inputs import adversarial_inputs
+from compress.export.parity.compare import adversarial_inputs
 from compress.profiling.batch_dependence import extreme_rows, seeded_rows
 from compress.quantization.stages.static import QuantizeStatic
 from compress.serve.http.loaded_model import warm_up

@@ -10,7 +10,8 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.export import ExportCompressedTensors, ExportGenai, ExportGguf
-from compress.export.compressed_tensors.stage import COMPRESSED_TENSORS, streamed_folder
+from compress.export.compressed_tensors.stage import COMPRESSED_TENSORS
+from compress.export.compressed_tensors.tensors import streamed_folder
 from compress.export.gguf.stage import GGUF
 from tests.export.tiny_decoder import context_for, decoder
 

@@ -1,4 +1,4 @@
-"""Dynamic quantization in ONNX: MatMulInteger for products whose ranges are found at run time."""
+"""Ranges found at run time, in ONNX: MatMulInteger for products, DynamicQuantizeLSTM for LSTMs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
 from onnxscript import opset18 as op
 
-from compress.export.onnx.graph import add_tensor, producer, remove_unread_, stored
+from compress.export.onnx.graph import (
+    INTEGER_LSTM,
+    RECURRENT,
+    add_tensor,
+    become_,
+    inputs_of,
+    producer,
+    remove_unread_,
+    stored,
+)
+from compress.export.onnx.session import onnxruntime, session_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 quantized = torch.ops.quantized_decomposed
 ROW_ZERO_POINT = np.array(128, np.uint8)
@@ -35,7 +45,6 @@ def _dequantize(x: Any, scale: Any, zero_point: Any, _low: int, _high: int, _dty
 
 
 def _identity_qparams() -> tuple[Any, Any]:
-    """Return the scale and zero point with which integers stay what they are."""
     zero: Any = ir.tensor(np.zeros((), np.int8))
     return op.Constant(value_float=1.0), op.Constant(value=zero)
 
@@ -66,60 +75,48 @@ def fuse_integer_products_(model: ir.Model) -> None:
     """Turn products of dequantized activations and weights into MatMulInteger, in place."""
     # onnxruntime fuses fixed ranges by itself; of those found at run time it fuses only what its
     # own quantizer writes: MatMulInteger, Cast, Mul.
-    rewriter = ProductRewriter(model.graph)
+    rounded: dict[ir.Value, ir.Value] = {}  # values that are rounded by rows → their integers
     for node in [n for n in model.graph if n.op_type in ("MatMul", "Gemm")]:
-        rewriter.fuse_(node)
+        _fuse_product_(model.graph, node, rounded)
     remove_unread_(model)
 
 
-class ProductRewriter:
-    """Rewrites the products of one graph, and keeps what several of them read."""
+def _fuse_product_(graph: ir.Graph, product: ir.Node, rounded: dict[ir.Value, ir.Value]) -> None:
+    features, (result,) = product.inputs[0], product.outputs
+    per_tensor, per_row = _dynamic_range(features), _row_quantized(features)
+    weight = _quantized_weight(product) if per_tensor or per_row else None
+    if weight is None:
+        return
+    nodes: list[ir.Node] = []
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self._graph = graph
-        self._rounded: dict[ir.Value, ir.Value] = {}
-        """Values that are rounded by rows → their integers."""
+    def add(operator: str, inputs: Sequence[ir.Value | None], part: str, **named: Any) -> Any:
+        value = ir.Value(name=f"{result.name}_{part}")
+        nodes.append(ir.node(operator, inputs, named, outputs=[value]))
+        return value
 
-    def fuse_(self, product: ir.Node) -> None:
-        """Rewrite one product, where both of its operands were quantized."""
-        features, (result,) = product.inputs[0], product.outputs
-        per_tensor, per_row = _dynamic_range(features), _row_quantized(features)
-        weight = _quantized_weight(product) if per_tensor or per_row else None
-        if weight is None:
-            return
-        integers_IO, scale_O = (self._constant(key, array) for key, array in weight.items())
-        nodes: list[ir.Node] = []
+    def constant(name: str, value: np.ndarray[Any, Any]) -> ir.Value:
+        known = graph.initializers.get(name)  # several products may read it
+        return add_tensor(graph, name, value) if known is None else known
 
-        def add(operator: str, inputs: Sequence[ir.Value | None], part: str, **named: Any) -> Any:
-            value = ir.Value(name=f"{result.name}_{part}")
-            nodes.append(ir.node(operator, inputs, named, outputs=[value]))
-            return value
-
-        if per_tensor is not None:
-            integers, scale, zero_point = per_tensor.outputs
-        elif per_row is not None:
-            values, scale = per_row
-            zero_point = self._constant("row_zero_point", ROW_ZERO_POINT)
-            if values not in self._rounded:
-                one = self._constant("row_one", np.array(1, np.float32))
-                self._rounded[values] = add("QuantizeLinear", [values, one, zero_point], "integers")
-            integers = self._rounded[values]
-        sums = add("MatMulInteger", [integers, integers_IO, zero_point], "sum")
-        floats = add("Cast", [sums], "float", to=ir.DataType.FLOAT)
-        if per_tensor is not None:
-            last = add("Mul", [floats, add("Mul", [scale, scale_O], "scale")], "scaled")
-        else:  # the products of both scales would be as large as the result
-            last = add("Mul", [add("Mul", [floats, scale], "scale"), scale_O], "scaled")
-        if len(product.inputs) > 2:
-            last = add("Add", [last, product.inputs[2]], "biased")
-        ir.convenience.replace_nodes_and_values(
-            self._graph, product, [product], nodes, [result], [last]
-        )
-
-    def _constant(self, name: str, value: np.ndarray[Any, Any]) -> ir.Value:
-        """Add a constant to the graph once, and return it."""
-        known = self._graph.initializers.get(name)
-        return add_tensor(self._graph, name, value) if known is None else known
+    integers_IO, scale_O = (constant(key, array) for key, array in weight.items())
+    if per_tensor is not None:
+        integers, scale, zero_point = per_tensor.outputs
+    elif per_row is not None:
+        values, scale = per_row
+        zero_point = constant("row_zero_point", ROW_ZERO_POINT)
+        if values not in rounded:
+            one = constant("row_one", np.array(1, np.float32))
+            rounded[values] = add("QuantizeLinear", [values, one, zero_point], "integers")
+        integers = rounded[values]
+    sums = add("MatMulInteger", [integers, integers_IO, zero_point], "sum")
+    floats = add("Cast", [sums], "float", to=ir.DataType.FLOAT)
+    if per_tensor is not None:
+        last = add("Mul", [floats, add("Mul", [scale, scale_O], "scale")], "scaled")
+    else:  # the products of both scales would be as large as the result
+        last = add("Mul", [add("Mul", [floats, scale], "scale"), scale_O], "scaled")
+    if len(product.inputs) > 2:
+        last = add("Add", [last, product.inputs[2]], "biased")
+    ir.convenience.replace_nodes_and_values(graph, product, [product], nodes, [result], [last])
 
 
 def _dynamic_range(value: ir.Value | None) -> ir.Node | None:
@@ -174,3 +171,76 @@ def _quantized_weight(product: ir.Node) -> dict[str, np.ndarray[Any, Any]] | Non
         return None
     weight_IO = np.ascontiguousarray(integers.T if is_OI else integers)
     return {f"{tensor.name}_IO": weight_IO, f"{scale.name}_O": scale_O}
+
+
+MICROSOFT = "com.microsoft"
+LARGEST = 127
+"""Largest integer of a row of a symmetric 8-bit weight."""
+
+
+def lower_quantized_rnns_(model: ir.Model) -> None:
+    """Have onnxruntime run recurrent layers with integer weights fast, in place.
+
+    An LSTM becomes DynamicQuantizeLSTM, which also quantizes the inputs and states of each step.
+    GRU and RNN have no integer kernel: their weights become floats while the file is loaded.
+    """
+    graph = model.graph
+    for node in [n for n in graph if n.op_type in RECURRENT]:
+        weights = [value for value in node.inputs[1:3] if value is not None]
+        parts = dict.fromkeys(part for value in weights for part in _producing(value))
+        dequantizing = [p for p in parts if p.op_type == "DequantizeLinear"]
+        if not dequantizing:
+            continue
+        # Of DynamicQuantizeLSTM onnxruntime has the default layout alone, time before batch.
+        if node.op_type == "LSTM" and not node.attributes.get_int("layout"):
+            inputs = [*node.inputs, *[None] * 8][:8]
+            for place, weight_DGI in enumerate(_evaluate(model, parts, weights), start=1):
+                scale_DG = np.abs(weight_DGI).max(2) / LARGEST
+                scale_DG = np.where(scale_DG == 0, 1, scale_DG).astype(np.float32)
+                integers_DGI = np.rint(weight_DGI / scale_DG[..., None]).astype(np.int8)
+                name = f"{node.outputs[0].name}_{place}"
+                integers_DIG = np.ascontiguousarray(integers_DGI.transpose(0, 2, 1))
+                inputs[place] = add_tensor(graph, f"{name}_IG", integers_DIG)
+                inputs.append(add_tensor(graph, f"{name}_scale", scale_DG))
+                inputs.append(add_tensor(graph, f"{name}_zero", np.zeros_like(scale_DG, np.int8)))
+            attributes = {k: v for k, v in sorted(node.attributes.items()) if k != "layout"}
+            become_(node, INTEGER_LSTM, inputs, attributes, domain=MICROSOFT)
+            model.opset_imports.setdefault(MICROSOFT, 1)
+            continue
+        # onnxruntime never folds a DequantizeLinear while it loads a file, so that it would
+        # run in each call; Cast and Mul of constants it folds.
+        for part in dequantizing:
+            stem, scale = part.outputs[0].name, stored(part.inputs[1])
+            assert scale is not None
+            scale_G1 = add_tensor(graph, f"{stem}_scale", scale.numpy()[:, None])
+            floats = ir.Value(name=f"{stem}_float")
+            cast = ir.node("Cast", part.inputs[:1], {"to": ir.DataType.FLOAT}, outputs=[floats])
+            part.prepend(cast)
+            become_(part, "Mul", [floats, scale_G1])
+
+
+def _producing(value: ir.Value) -> Iterator[ir.Node]:
+    if (node := value.producer()) is not None:
+        yield node
+        for source in inputs_of(node):
+            yield from _producing(source)
+
+
+def _evaluate(
+    model: ir.Model, parts: Collection[ir.Node], values: Sequence[ir.Value]
+) -> list[np.ndarray[Any, Any]]:
+    """Compute values that depend on constants alone, such as weights whose gates are reordered."""
+    read = dict.fromkeys(value for part in parts for value in inputs_of(part))
+    view: Any = ir.GraphView(
+        inputs=[],
+        outputs=values,
+        nodes=[node for node in model.graph if node in parts],
+        initializers=[value for value in read if value.is_initializer()],
+        opset_imports=model.opset_imports,
+        name="weights",
+    )
+    part = ir.to_proto(ir.Model(view, ir_version=model.ir_version))
+    session = onnxruntime.InferenceSession(
+        part.SerializeToString(), session_options(1), ["CPUExecutionProvider"]
+    )
+    return session.run(None, {})  # type: ignore[no-any-return]

@@ -18,7 +18,6 @@ aten = torch.ops.aten
 LINEAR = aten.linear.default
 PACKED = "_packed"
 """End of the names that `quantize_weights` gives packed integers."""
-
 ROUNDING_LEVEL = 4
 """`accuracy_level` at which onnxruntime rounds activations to 8 bits, by the weight's groups.
 
@@ -131,35 +130,25 @@ def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -
     packed_weight, scale_NG, zero_NG = _parts(graph, stem)
     bits = 4 if _reads_halves(packed) else 8
     group_size = packed_weight.shape[1] * 8 // bits // scale_NG.shape[1]
-    parts = zip(
-        (f"{stem}_blocks", f"{stem}_scales", f"{stem}_zeros"),
-        matmul_operands(packed_weight, scale_NG, zero_NG, bits),
-        strict=True,
-    )
+    names = (f"{stem}_blocks", f"{stem}_scales", f"{stem}_zeros")
+    tensors = matmul_operands(packed_weight, scale_NG, zero_NG, bits)
+    # The activation that is rounded to 8 bits by groups before the layer; None where it is not.
+    source: Any = layer.args[0]
+    for target in ROUNDING:
+        source = source.args[0] if source is not None and source.target is target else None
     with graph.graph.inserting_before(layer):
         operands: list[Any] = []
-        for name, tensor in parts:
+        for name, tensor in zip(names, tensors, strict=True):
             if tensor is not None:
                 graph.register_buffer(name, tensor)
             operands.append(None if tensor is None else graph.graph.get_attr(name))
         call = graph.graph.call_function
-        features: Any = layer.args[0]
-        source = _source_of_rounded(features)
         level = ROUNDING_LEVEL if source is not None else 0
-        result = call(matmul_nbits, (source or features, *operands, bits, group_size, level))
+        features = source or layer.args[0]
+        result = call(matmul_nbits, (features, *operands, bits, group_size, level))
         if len(layer.args) > 2:
             result = call(aten.add.Tensor, (result, layer.args[2]))
     layer.replace_all_uses_with(result)
-
-
-def _source_of_rounded(node: fx.Node) -> fx.Node | None:
-    """Return the activation that a node rounds to 8 bits by groups; None for any other node."""
-    value: Any = node
-    for target in ROUNDING:
-        if value.target is not target:
-            return None
-        value = value.args[0]
-    return value  # type: ignore[no-any-return]
 
 
 def _use_gather_(graph: fx.GraphModule, lookup: fx.Node, packed: fx.Node) -> None:
@@ -180,7 +169,6 @@ def _use_gather_(graph: fx.GraphModule, lookup: fx.Node, packed: fx.Node) -> Non
 
 
 def _parts(graph: fx.GraphModule, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the integers, scales and zero points of a weight."""
     packed, scale, zero = (getattr(graph, f"{stem}_{p}") for p in ("packed", "scale", "zero_point"))
     return packed, scale, zero
 

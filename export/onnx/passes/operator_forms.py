@@ -60,8 +60,14 @@ def attention(
     -inf.
     """
     missing = [*range(RANK - len(query.shape))]
+
+    def with_leading_axes(x: Any) -> Any:
+        wider = op.Unsqueeze(x, op.Constant(value_ints=missing))
+        wider.shape, wider.dtype = ir.Shape([1] * len(missing) + [*x.shape]), x.dtype
+        return wider
+
     if missing:
-        query, key, value = (_with_leading_axes(x, missing) for x in (query, key, value))
+        query, key, value = map(with_leading_axes, (query, key, value))
     is_kept: Any = None
     if attn_mask is not None:
         # Finite, so that a row without keys is a mean, and not NaN, which times 0 stays NaN; and
@@ -78,12 +84,6 @@ def attention(
         axis = op.Constant(value_ints=[-1])
         result = op.Mul(result, op.ReduceMax(op.CastLike(is_kept, query), axis, keepdims=1))
     return op.Squeeze(result, op.Constant(value_ints=missing)) if missing else result
-
-
-def _with_leading_axes(x: Any, axes: list[int]) -> Any:
-    wider = op.Unsqueeze(x, op.Constant(value_ints=axes))
-    wider.shape, wider.dtype = ir.Shape([1] * len(axes) + [*x.shape]), x.dtype
-    return wider
 
 
 def softmax(x: Any, dim: int, dtype: int = -1) -> Any:
@@ -145,11 +145,7 @@ class Windows(NamedTuple):
     def attributes(self, pads: Sequence[int]) -> dict[str, Any]:
         """Return ONNX's attributes, with this padding at the beginning."""
         at_end = [pad + more for pad, more in zip(pads, self.behind, strict=True)]
-        return {
-            "kernel_shape": self.kernel,
-            "strides": self.strides,
-            "pads": [*pads, *at_end],
-        }
+        return {"kernel_shape": self.kernel, "strides": self.strides, "pads": [*pads, *at_end]}
 
 
 def avg_pool(
@@ -265,14 +261,12 @@ def _windows(x: Any, axis: int, behind: int, count: Any) -> tuple[Any, Any, Any]
 
 
 def _padded(axes: int, x: Any, start: Sequence[int], end: Sequence[int], value: float) -> Any:
-    """Return the input with constant cells around its last axes."""
     others = [0] * (len(x.shape) - axes)
     sizes = op.Constant(value_ints=[*others, *start, *others, *end])
     return op.Pad(x, sizes, op.CastLike(op.Constant(value_float=value), x))
 
 
 def _batched(axes: int, rank: int, x: Any, pool: Callable[..., Any], **attributes: Any) -> Any:
-    """Pool, with a batch axis where the input has none."""
     if rank > axes + 1:
         return pool(x, **attributes)
     first = op.Constant(value_ints=[0])
@@ -396,7 +390,6 @@ def _is_small(x: Any) -> Any:
 
 
 def _distance(a: Any, b: Any) -> Any:
-    """Return |a - b|; 0 for equal infinities."""
     return op.Where(op.Equal(a, b), _as(0.0, a), op.Abs(op.Sub(a, b)))
 
 
@@ -413,27 +406,20 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     aten._weight_norm.default: weight_norm,
     aten.softmax.int: softmax,
     aten.log_softmax.int: log_softmax,
-    aten.avg_pool1d.default: partial(avg_pool, 1),
-    aten.avg_pool2d.default: partial(avg_pool, 2),
-    aten.avg_pool3d.default: partial(avg_pool, 3),
-    aten.max_pool1d.default: partial(max_pool, 1),
-    aten.max_pool2d.default: partial(max_pool, 2),
-    aten.max_pool3d.default: partial(max_pool, 3),
+    **{getattr(aten, f"avg_pool{n}d").default: partial(avg_pool, n) for n in (1, 2, 3)},
+    **{getattr(aten, f"max_pool{n}d").default: partial(max_pool, n) for n in (1, 2, 3)},
     aten._adaptive_avg_pool2d.default: partial(adaptive_avg_pool, 2),
     aten._adaptive_avg_pool3d.default: partial(adaptive_avg_pool, 3),
     aten.adaptive_max_pool2d.default: partial(adaptive_max_pool, 2),
     aten.adaptive_max_pool3d.default: partial(adaptive_max_pool, 3),
-    aten.log1p.default: log1p,
-    aten.special_log1p.default: log1p,
-    aten.expm1.default: expm1,
-    aten.special_expm1.default: expm1,
+    **dict.fromkeys((aten.log1p.default, aten.special_log1p.default), log1p),
+    **dict.fromkeys((aten.expm1.default, aten.special_expm1.default), expm1),
     aten.log_sigmoid.default: log_sigmoid,
     aten.log_sigmoid_forward.default: log_sigmoid_forward,
     aten.logaddexp.default: logaddexp,
     aten.logaddexp2.default: logaddexp2,
     aten.logcumsumexp.default: logcumsumexp,
-    aten.erfc.default: erfc,
-    aten.special_erfc.default: erfc,
+    **dict.fromkeys((aten.erfc.default, aten.special_erfc.default), erfc),
     aten.special_erfcx.default: erfcx,
     aten.special_log_ndtr.default: log_ndtr,
     aten.special_xlog1py.default: xlog1py,

@@ -42,19 +42,15 @@ def has_four_bit_weights(program: ExportedProgram) -> bool:
 
 
 def compact_(model: ir.Model) -> None:
-    """Store what quantized layers read in fewer bytes, in place; answers stay the same."""
-    _use_float_biases_(model.graph)
-    _store_four_bits_(model)
+    """Store what quantized layers read in fewer bytes, in place; answers stay the same.
 
-
-def _store_four_bits_(model: ir.Model) -> None:
-    """Store weights whose integers fit in 4 bits so, with a Cast to 8 bits after them, in place.
-
-    Runtimes fold the Cast while they load the file, and so compute as with weights in 8 bits.
-    Nothing is done in operator sets without such integers, nor for signed activations, as GPUs have
-    them: TensorRT knows 4 bits in other places alone.
+    Weights whose integers fit in 4 bits are stored so, with a Cast to 8 bits after them: runtimes
+    fold it while they load the file, and so compute as with weights in 8 bits. That is not done in
+    operator sets without such integers, nor for signed activations, as GPUs have them: TensorRT
+    knows 4 bits in other places alone.
     """
     graph = model.graph
+    _use_float_biases_(graph)
     roundings = [node for node in graph if node.op_type == "QuantizeLinear"]
     zero_points = [stored(node.inputs[-1]) for node in roundings]
     is_signed = any(t is not None and t.dtype == ir.DataType.INT8 for t in zero_points)
@@ -108,5 +104,4 @@ def _use_float_biases_(graph: ir.Graph) -> None:
 
 
 def _is_worthwhile(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape is a weight, and large enough."""
     return len(shape) > 1 and int(np.prod(shape)) >= SMALLEST_WEIGHT

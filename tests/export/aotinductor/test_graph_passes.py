@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from compress.export.aotinductor.graph_passes import PackForImages
+from compress.export.aotinductor.package import PackForImages
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu.get_capabilities().get("avx512_vnni"), reason="orders of AVX-512's kernels"

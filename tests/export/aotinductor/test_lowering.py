@@ -12,7 +12,7 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.core.stage import Stage
-from compress.export.aotinductor.lowering import (
+from compress.export.aotinductor.package import (
     CHOOSE,
     LINEAR,
     decomposed,

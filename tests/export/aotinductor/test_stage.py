@@ -17,7 +17,7 @@ from compress.core.gates import MinIntegerMacs, Parity
 from compress.export.aotinductor import package as aot_package
 from compress.export.aotinductor.package import count_kernels
 from compress.export.aotinductor.stage import AotModel, ExportAot
-from compress.export.common.targets import refuse_unrolled_rnn
+from compress.export.common.runtime import refuse_unrolled_rnn
 from compress.export.parity.bisect import LayerSearch
 from compress.graph.torch_export import export_program
 from compress.pipelines import Pipeline

@@ -13,10 +13,11 @@ from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.export import CompressedTensorsModel, ExportCompressedTensors
 from compress.export.common.packed_weights import DecoderWeights, decoder_weights
-from compress.export.compressed_tensors.stage import COMPRESSED_TENSORS, streamed_folder
+from compress.export.compressed_tensors.stage import COMPRESSED_TENSORS
 from compress.export.compressed_tensors.tensors import (
     packed_state,
     quantization_config,
+    streamed_folder,
     unpacked,
     vllm_limits,
 )

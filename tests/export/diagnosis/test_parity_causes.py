@@ -12,7 +12,7 @@ from onnxscript import opset18
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
 from compress.export.diagnosis.causes import PARITY_CAUSES
-from compress.export.diagnosis.parity import ParityDiagnosis
+from compress.export.diagnosis.costs import ParityDiagnosis
 from compress.export.onnx import lowering
 from compress.export.onnx.stage import ExportOnnx
 from tests.export.builders import ROWS, network_of

@@ -10,7 +10,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.requirements import Requirement
 from compress.core.context import Context
-from compress.export.fastest import measure
+from compress.export.fastest import stage as measure
 from compress.export.fastest.stage import ExportFastest
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.openvino.stage import OPENVINO

@@ -12,7 +12,6 @@ from compress.artifacts.artifact import Artifact
 from compress.cli import app
 from compress.common.errors import StageFailed
 from compress.export import ExportGenai, GenaiModel, OnnxModel
-from compress.export.genai.proof import CacheProof
 from compress.export.genai.runtime import (
     GENAI,
     GreedyText,
@@ -22,7 +21,7 @@ from compress.export.genai.runtime import (
     next_tokens_unlocked,
     open_folder,
 )
-from compress.export.genai.session import CachedSession
+from compress.export.genai.session import CachedSession, CacheProof
 from tests.export.tiny_decoder import (
     LONGEST,
     SIZES,

@@ -26,9 +26,9 @@ from compress.export.latency.resizing import (
     weighted_layers,
 )
 from compress.export.onnx.graph import count_operators, strip_
+from compress.export.onnx.lowering import translate
 from compress.export.onnx.passes.stored_integers import compact_
 from compress.export.onnx.proto_io import write
-from compress.export.onnx.translate import translate
 from compress.quantization.mixed_precision import bit_search as layer_names
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic

@@ -13,8 +13,7 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.export.onnx.stage import ExportOnnx
-from compress.export.parity.compare import check_parity
-from tests.export.builders import network, network_of
+from tests.export.builders import check_parity, network, network_of
 
 SOURCE = """
 import torch

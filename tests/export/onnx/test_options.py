@@ -14,7 +14,7 @@ from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.core.gates import MaxSize, Parity
 from compress.export.onnx import proto_io
-from compress.export.onnx.metadata import check_class_count
+from compress.export.onnx.graph import check_class_count
 from compress.export.onnx.proto_io import read
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.serve.packaging.model_interface import record_probe

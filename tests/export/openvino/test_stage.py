@@ -104,17 +104,15 @@ def test_bounds_of_an_axis_are_in_the_file_and_named_in_errors(tmp_path: Path) -
 def test_where_sums_are_cut_off_an_error_of_an_integer_file_says_so(
     tmp_path: Path, monkeypatch
 ) -> None:
-    from compress.export.openvino import runtime
+    from compress.export.openvino import stage
     from compress.export.parity import report
 
     model = network(tmp_path / "source", "networks:mobilenet")
     context = Context(root=tmp_path / "int8", data=samples(images(64)))
     graph = QuantizeStatic(calibration_samples=64, weight_bits=EXACT_BITS)(model, context)
     onnx = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
-    right = runtime.predictor
-    monkeypatch.setattr(
-        runtime, "predictor", lambda m: lambda *x: tuple(2 * y for y in right(m)(*x))
-    )
+    right = stage.predictor
+    monkeypatch.setattr(stage, "predictor", lambda m: lambda *x: tuple(2 * y for y in right(m)(*x)))
     monkeypatch.setattr(report, "has_16_bit_sums", lambda: True)
     with pytest.raises(StageFailed, match=r"has no VNNI, so that sums .* may be cut off"):
         ExportOpenVINO()(onnx, context.with_root(tmp_path / "openvino"))
@@ -134,15 +132,15 @@ def test_altered_weights_are_not_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wrong_answers_are_refused_with_a_script(tmp_path: Path, monkeypatch) -> None:
-    from compress.export.openvino import runtime
+    from compress.export.openvino import stage
 
-    right = runtime.predictor
+    right = stage.predictor
 
     def wrong(model):
         predict = right(model)
         return lambda *inputs: tuple(1.5 * y for y in predict(*inputs))
 
-    monkeypatch.setattr(runtime, "predictor", wrong)
+    monkeypatch.setattr(stage, "predictor", wrong)
     model = network(tmp_path / "source", "networks:sequence", TOKENS)
     with pytest.raises(
         StageFailed, match=r"differ from the source's by 0\.5 .* see .*parity\.json"
@@ -177,7 +175,7 @@ def test_a_signal_after_models_were_closed_does_not_end_the_process(tmp_path: Pa
     exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
     code = f"""
 import gc, os, signal
-from compress.export.openvino.runtime import compiled
+from compress.export.openvino.stage import compiled
 first, second = (compiled({str(exported.payload_path)!r}, 1) for _ in range(2))
 del first
 gc.collect()

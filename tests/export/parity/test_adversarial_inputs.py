@@ -12,22 +12,22 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.export.parity.adversarial_inputs import (
+from compress.export.parity.compare import (
     LARGE_KINDS,
     MIXED,
     MIXED_KIND,
     NOTHING_KIND,
     TINY_KIND,
+    ParityMismatch,
     adversarial_inputs,
     find_adversarial_mismatch,
 )
-from compress.export.parity.adversarial_inputs import (
+from compress.export.parity.compare import (
     ROWS as HOSTILE_ROWS,
 )
-from compress.export.parity.arithmetic_error import Float64Reference
-from compress.export.parity.compare import ParityMismatch, check_parity
+from compress.export.parity.sample_parity import Float64Reference
 from compress.pipelines.system.error_context import name_stage_in_errors
-from tests.export.builders import ROWS, network_of
+from tests.export.builders import ROWS, check_parity, network_of
 
 TEXT = Signature(
     inputs=(

@@ -18,19 +18,17 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.exporter import ALLOWED
 from compress.export.onnx.stage import ExportOnnx
-from compress.export.parity import arithmetic_error, sample_parity
-from compress.export.parity.arithmetic_error import (
-    LARGEST_SPREAD,
-    Float64Reference,
-    RoundingNoise,
-    is_quantizer,
-)
+from compress.export.parity import sample_parity
 from compress.export.parity.sample_parity import (
     FEWEST_SAMPLES,
+    LARGEST_SPREAD,
     QUANTIZED,
     SAMPLES,
+    Float64Reference,
+    RoundingNoise,
     SampleErrors,
     check_on_samples,
+    is_quantizer,
     limits_of_noise,
     val_inputs,
 )
@@ -59,7 +57,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphModel, EagerMod
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sums differ by more than the last bits, as so small a network has few of them."""
-    monkeypatch.setattr(arithmetic_error, "LAST_BITS", 2.0**-11)
+    monkeypatch.setattr(sample_parity, "LAST_BITS", 2.0**-11)
 
 
 def noise_of_nets(nets: tuple[GraphModel, EagerModel], *, knows_float: bool) -> RoundingNoise:
@@ -90,7 +88,7 @@ def other_runtime(graph: GraphModel, seed: int, share: float) -> Predictor:
 
     def disturb(x: torch.Tensor, step: float) -> torch.Tensor:
         drawn = 2 * torch.rand(x.shape, generator=generator) - 1
-        return x + share * 255 * arithmetic_error.LAST_BITS * step * drawn
+        return x + share * 255 * sample_parity.LAST_BITS * step * drawn
 
     return changed(graph, disturb)
 
@@ -151,7 +149,7 @@ def test_where_rounding_is_small_nothing_is_allowed_beyond_the_fixed_tolerance(
 def test_no_noise_allows_outputs_at_chance(
     nets: tuple[GraphModel, EagerModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arithmetic_error, "LAST_BITS", 2.0**-2)
+    monkeypatch.setattr(sample_parity, "LAST_BITS", 2.0**-2)
     noise = noise_of_nets(nets, knows_float=False)
     with nets[0].open() as expected:
         limits = limits_of_noise(noise, expected, ROWS, QUANTIZED)

@@ -19,18 +19,21 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.export.common.batches import in_parts
+from compress.export.common.compiled_code import in_parts
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.parity.sample_parity import val_inputs
-from compress.export.tensorrt.build import (
+from compress.export.tensorrt.runtime import (
     BuildOptions,
+    check_engine,
     conversion_settings,
+    difference,
+    in_order,
     parse_and_build,
     refuse_quantized,
+    shapes_of,
+    sizes_of,
     write_onnx,
 )
-from compress.export.tensorrt.host_check import difference
-from compress.export.tensorrt.runtime import check_engine, in_order, shapes_of, sizes_of
 from compress.export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan

@@ -13,8 +13,7 @@ import torch
 import compress
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.export.web import page as page_module
-from compress.export.web.browser import CHROMIUM, ONNXRUNTIME_WEB
-from compress.export.web.page import SCRIPT, WASM
+from compress.export.web.page import CHROMIUM, ONNXRUNTIME_WEB, SCRIPT, WASM
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
 from tests.export.builders import NETWORKS

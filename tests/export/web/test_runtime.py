@@ -21,7 +21,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
 from compress.core.context import Context
 from compress.export import ExportOnnx, OnnxModel
-from compress.export.web.browser import CHROMIUM, ONNXRUNTIME_WEB, run_page
+from compress.export.web.page import CHROMIUM, ONNXRUNTIME_WEB, run_page
 from tests.export.builders import IMAGE_AND_CONTEXT, TOKENS, images, network, samples
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import compress
-from compress.export.onnx.passes.zero_pads import fold_zero_pads_
+from compress.export.onnx.passes.float_layers import fold_zero_pads_
 
 RNG = np.random.default_rng(0)
 IMAGE = RNG.normal(size=(2, 4, 7, 9)).astype(np.float32)
