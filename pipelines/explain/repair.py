@@ -19,7 +19,7 @@ from compress.common.errors import CompressError
 from compress.core.gates import gate_class
 from compress.pipelines.api import Pipeline
 from compress.pipelines.config.matrix import expand_matrices
-from compress.pipelines.config.relative_paths import relocated
+from compress.pipelines.config.pipeline import relocated
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.config.yaml_source import Source
 from compress.pipelines.explain.edited_file import changed_content, changed_text

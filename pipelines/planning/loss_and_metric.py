@@ -24,6 +24,7 @@ from compress.core.objectives.targets import (
     sampled_targets,
     targets_split,
 )
+from compress.pipelines.config.pipeline import MetricSpec
 from compress.pipelines.planning.planner import (
     check_conditions,
     check_loss,
@@ -91,7 +92,9 @@ def infer_loss_and_metric(
         check_metric(pipeline, stage, metric.name)
     with explained_task(loss.task, plan.task_reason):
         plan = replace(plan, stages=fit_to_task(pipeline, plan.stages, loss.task))
-    return plan, pipeline.with_metric(metric.name)
+    if pipeline.metric is None:
+        pipeline = pipeline.model_copy(update={"metric": MetricSpec(name=metric.name)})
+    return plan, pipeline
 
 
 def fitting_loss(
