@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from compress import __version__
+from compress.common.errors import PipelineInvalid
 from compress.common.malloc import keep_freed_memory
 from compress.pipelines.commands.completion import run_names, stage_names
 from compress.pipelines.terminal.console import (
@@ -150,11 +151,13 @@ def init(
     script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
 ) -> None:
     """Write a pipeline file for your model."""
-    from compress.pipelines.commands.init_options import InitOptions, model_and_file
-
-    model, file = model_and_file(what, file, model)
+    if what is not None and file is None and what.endswith((".yaml", ".yml")):
+        file, what = Path(what), None
+    if what is not None and model is not None:
+        raise PipelineInvalid(f"the model is given twice: {what} and --model {model}")
+    model, file = model or what, file or Path("pipeline.yaml")
     if not slurm:
-        from compress.pipelines.commands.init import write_draft
+        from compress.pipelines.commands.init import InitOptions, write_draft
 
         options = InitOptions(model, argument, checkpoint, inputs, data, target, goal, task)
         draft = write_draft(file, options, force, get_prompter())

@@ -16,8 +16,7 @@ from compress.core.objectives.task import task_named
 from compress.core.progress import show_bars
 from compress.functional.in_memory import as_artifact, forward_names, make_splits
 from compress.pipelines.api import Pipeline
-from compress.pipelines.commands.init import inspect_model, render_and_plan
-from compress.pipelines.commands.init_options import InitOptions, dump_input
+from compress.pipelines.commands.init import InitOptions, dump_input, inspect_model, render_and_plan
 from compress.pipelines.system import yaml_core
 
 if TYPE_CHECKING:

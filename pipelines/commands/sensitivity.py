@@ -45,12 +45,7 @@ def measure_and_write(
         raise PipelineInvalid(f"--ratio {invalid[0]:g}: expected a fraction between 0 and 1")
     with model_to_prune(pipeline, out, progress) as (model, stage, context):
         found = measure_sensitivity(
-            model,
-            context,
-            stage,
-            ratios=sorted(set(ratios)),
-            samples=samples,
-            latency=latency,
+            model, context, stage, ratios=sorted(set(ratios)), samples=samples, latency=latency
         )
     write_page(out, pipeline.name, found)
     return found
@@ -96,13 +91,10 @@ def lines_below(found: Sensitivity, out: Path) -> Iterator[str]:
 
 def write_page(out: Path, name: str, found: Sensitivity) -> None:
     """Write sensitivity.html and sensitivity.json."""
-    words = _loss_label(found)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "sensitivity.json", found.model_dump_json(indent=1) + "\n")
-    page = render_template(
-        "sensitivity.html.jinja", name=name, found=found, loss=words, plot=plot(found)
-    )
-    write_atomically(out / SENSITIVITY_PAGE, page)
+    shown = {"name": name, "found": found, "loss": _loss_label(found), "plot": plot(found)}
+    write_atomically(out / SENSITIVITY_PAGE, render_template("sensitivity.html.jinja", **shown))
 
 
 def plot(found: Sensitivity) -> dict[str, Any]:
@@ -114,12 +106,8 @@ def plot(found: Sensitivity) -> dict[str, Any]:
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = PLOT_MARGIN + x / right * (PLOT_WIDTH - 3.5 * PLOT_MARGIN)
-        up = (
-            PLOT_HEIGHT
-            - PLOT_MARGIN
-            - (y - bottom) / (top - bottom) * (PLOT_HEIGHT - 2 * PLOT_MARGIN)
-        )
-        return round(across, 1), round(up, 1)
+        up = (y - bottom) / (top - bottom) * (PLOT_HEIGHT - 2 * PLOT_MARGIN)
+        return round(across, 1), round(PLOT_HEIGHT - PLOT_MARGIN - up, 1)
 
     lines = []
     for number, family in enumerate(found.families):
@@ -128,20 +116,13 @@ def plot(found: Sensitivity) -> dict[str, Any]:
     xs = [(place(right * i / 4, bottom)[0], f"{100 * right * i / 4:.1f}") for i in range(5)]
     steps = [bottom + (top - bottom) * i / 4 for i in range(5)]
     ys = [(place(0, value)[1], f"{value:.3g}") for value in steps]
-    return {
-        "width": PLOT_WIDTH,
-        "height": PLOT_HEIGHT,
-        "margin": PLOT_MARGIN,
-        "lines": lines,
-        "xs": xs,
-        "ys": ys,
-    }
+    sizes = {"width": PLOT_WIDTH, "height": PLOT_HEIGHT, "margin": PLOT_MARGIN}
+    return {**sizes, "lines": lines, "xs": xs, "ys": ys}
 
 
 def _loss_label(found: Sensitivity) -> str:
-    if found.judged_by == "metric":
-        return f"points of {found.metric} lost"
-    return "relative distance of the outputs"
+    by_metric = found.judged_by == "metric"
+    return f"points of {found.metric} lost" if by_metric else "relative distance of the outputs"
 
 
 def _loss(point: Any, found: Sensitivity) -> float:
