@@ -36,19 +36,14 @@ def in_memory(
         raise PipelineInvalid(f"{function} decides by data; pass val=, and train= to calibrate")
     source = as_artifact(model, made, reads=EagerModel)
     loaded = source.load()
-    content: dict[str, Any] = {
-        "version": 1,
-        "model": {
-            "factory": register_module(loaded),
-            "inputs": [dump_input(spec) for spec in source.signature.inputs],
-        },
-        "data": {
-            "factory": register(lambda: dict(made.datasets), "data"),
-            "batch_size": made.batch_size,
-            "loader": made.loading.model_dump(mode="json", exclude_defaults=True),
-        },
+    inputs = [dump_input(spec) for spec in source.signature.inputs]
+    data_section = {
+        "factory": register(lambda: dict(made.datasets), "data"),
+        "batch_size": made.batch_size,
+        "loader": made.loading.model_dump(mode="json", exclude_defaults=True),
     }
-    return loaded, made, content
+    model_section = {"factory": register_module(loaded), "inputs": inputs}
+    return loaded, made, {"version": 1, "model": model_section, "data": data_section}
 
 
 @dataclass(frozen=True)

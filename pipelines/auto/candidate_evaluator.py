@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from compress.pipelines.results.schema import Report
     from compress.profiling.benchmark import Comparison, Opener
 
-LAYERS_FILE = "layers.json"
-"""In the results' folder: what quantizing single layers loses."""
 LAYERS_COMPARED_ON = 64
 """Samples on which the outputs of a model with one quantized layer are compared; `quantize_mixed`
 ranks layers by as many."""
@@ -220,7 +218,7 @@ class CandidateEvaluator:
         of the whole model. Layers that are not measured by `deadline`, on the clock of
         :func:`time.monotonic`, are left out.
         """
-        state_file, digest = self.out / LAYERS_FILE, self.model.digest
+        state_file, digest = self.out / "layers.json", self.model.digest
         known = read_state(state_file, digest, dict[str, float]) or {}
         model, format, context = self.model, whole.format, self.context
         artifact = self.artifact(Candidate(format))

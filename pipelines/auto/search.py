@@ -76,9 +76,6 @@ models are slower than predicted. From then on it aims at all of it: the best on
 at the very limit."""
 MAX_TRAINED_AT_ONCE = 6
 """Models of which successive halving trains the best to the end."""
-HALVINGS_FILE = "halvings.json"
-"""In the results' folder: the models of each successive halving, with which a stopped search goes
-on."""
 
 Contenders: TypeAlias = list[tuple[Candidate, float | None]]
 """Models, and their predicted latencies."""
@@ -95,12 +92,6 @@ def search(
 
     A search that was stopped goes on where it was, in its folder of results. `tables` are latencies
     of another machine, which are taken instead of measuring any here.
-
-    Raises:
-        PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or the
-            tables are of another model or of other calls.
-        StageFailed: the model cannot be traced, exported or evaluated, or the machine is too busy.
-        Unavailable: a runtime is not installed.
     """
     if tables is not None:
         tables.refuse_other_settings(settings, pipeline.threads)
@@ -143,10 +134,7 @@ def search_log(out: Path) -> Iterator[None]:
 
 
 def run_search(state: SearchState, deadline: float) -> Front:
-    """Search until a deadline, or until nothing is left to try; return the front.
-
-    The deadline is on the clock of :func:`time.monotonic`.
-    """
+    """Search until a deadline of :func:`time.monotonic`, or nothing is left to try."""
     evaluator, settings = state.evaluator, state.settings
     earlier = Front.read(state.out)
     if earlier is not None and earlier.conditions == evaluator.conditions:
@@ -218,7 +206,7 @@ def _check_cut(state: SearchState, variants: BlockVariants, deadline: float) -> 
     if state.models and recovery is not None:
         key = state.evaluator.conditions + state.settings.limits.model_dump_json()
         ends = rungs(recovery.epochs)
-        Recovery(state, programmes, ends, state.out / HALVINGS_FILE, key).train(deadline)
+        Recovery(state, programmes, ends, state.out / "halvings.json", key).train(deadline)
 
 
 def _check_next(state: SearchState, programmes: Programmes) -> bool:
@@ -295,8 +283,7 @@ class BlockVariants:
     def are_feasible(self, deadline: float) -> bool:
         """Check the smallest model with all blocks, and, if need be, with the fewest.
 
-        Returns:
-            Whether one of them meets all limits but that of the drop.
+        Return whether one of them meets all limits but that of the drop.
         """
         limits = self.state.settings.limits
         if limits.latency is None and limits.size is None and limits.memory is None:

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     Programmes = Mapping[tuple[str, ...], Programme]
     """Removed blocks → the widths to choose without them."""
 
-WHOLE_MODELS_FILE = "whole_models.json"
-"""In the results' folder: models that latencies are fitted to."""
 FLOAT_LAYERS_SHARE = 0.15
 """Share of the search's time for the layers of one format that may stay in float."""
 
@@ -272,7 +270,7 @@ class SearchState:
         table = KernelTable(self.out / TABLES, machine(), evaluator.context.threads)
         # Relative to that of the float file, which is measured once.
         key = f"{evaluator.conditions} {evaluator.base_ms!r}"
-        fitted = None if removed_blocks else WholeModels.read(self.out / WHOLE_MODELS_FILE, key)
+        fitted = None if removed_blocks else WholeModels.read(self.out / "whole_models.json", key)
         for format in self.settings.space.formats:
             same = [m for m in self.whole_models(removed_blocks) if m.format == format]
             # ONNX Runtime first, whose file those with layers in float are made from.

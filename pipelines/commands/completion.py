@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-RUNS_FOLDER = Path("runs")
-
 
 def stage_names(ctx: Any, incomplete: str) -> list[str]:
     """Return the stage names of the command line's pipeline file that start with `incomplete`."""
@@ -32,7 +30,7 @@ def stage_names(ctx: Any, incomplete: str) -> list[str]:
 def run_names(incomplete: str) -> list[tuple[str, str]]:
     """Return the runs below `runs/` that start with `incomplete`, each with its status."""
     found = []
-    for file in sorted(RUNS_FOLDER.glob("*/report.json")):
+    for file in sorted(Path("runs").glob("*/report.json")):
         if str(file.parent).startswith(incomplete):
             status = ""
             with suppress(OSError, ValueError, LookupError, TypeError):

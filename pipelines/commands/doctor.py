@@ -121,7 +121,6 @@ def _lacking(needs: Iterable[Requirement]) -> tuple[str, ...]:
 
 
 def _extras() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each optional extra with its packages that are not installed."""
     try:
         own = metadata(DISTRIBUTION)
     except PackageNotFoundError:  # a source tree on the path

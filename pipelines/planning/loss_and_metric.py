@@ -250,7 +250,6 @@ def _check_metric(
 
 
 def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> Iterator[Batch]:
-    """Yield at most a number of samples of a split, spread over it, in batches."""
     with _located_errors(pipeline, "data"):
         yield from data.batches(split, limit=count)
 
@@ -258,7 +257,6 @@ def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> 
 def _outputs_for(
     pipeline: PipelineConfig, predict: Predictor, inputs: Sequence[torch.Tensor], split: str
 ) -> list[torch.Tensor]:
-    """Return the model's outputs for inputs; raise PipelineInvalid if it does not take them."""
     try:
         return [x.cpu() for x in predict(*inputs)]
     except CompressError:

@@ -155,7 +155,7 @@ def _moved_outputs(
     model, artifact = state.artifacts[planned.input], state.artifacts[planned.name]
     report, before = state.reports.get(planned.input), state.baseline
     if planned.input != state.plan.baseline:
-        before = report and report.measurements
+        before = report.measurements if report else None
     if before is None or not (before.outputs and measurements.outputs):
         return {}
     if state.exported_as.get(planned.input) == planned.name:
@@ -279,7 +279,6 @@ def _why_untimed(state: RunState, name: str) -> str:
 
 
 def _preparation(state: RunState, name: str, cache: MeasurementCache) -> tuple[Preparation, ...]:
-    """Return how images and texts of an artifact's requests compare with `val`."""
     artifact, data = state.artifacts[name], state.data
     if artifact.kind not in SERVED_KINDS or data is None or "val" not in data.datasets:
         return ()

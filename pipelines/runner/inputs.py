@@ -159,7 +159,6 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
 
 
 def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
-    """Return the names of the model's positional parameters."""
     spec = pipeline.model
     if isinstance(spec, ModelFile):
         from compress.export.torchscript.file_io import load

@@ -105,8 +105,9 @@ def run(
         # Refused before the last report is removed.
         check_processes(pipeline, store.root)
         remove_report(out)
-        if isinstance(inputs.data, RememberedSplits):
-            state.data_warnings = inputs.data.facts.warnings
+        data: Any = inputs.data
+        if isinstance(data, RememberedSplits):
+            state.data_warnings = data.facts.warnings
         if options.measured == "last":
             state.unmeasured = frozenset(plan.names[:-1])
         elif options.measured == "none":
@@ -222,7 +223,6 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
 
 
 def _log_end(state: RunState, report: Report, seconds: float) -> None:
-    """Log the warnings of the report, and that the run has ended."""
     for warning in report.warnings:
         if warning not in state.data_warnings:  # those were logged at the start
             log_event("message", warning, level="warning")

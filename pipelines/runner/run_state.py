@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 
-NOT_ASKED_FOR = "not asked for"
-"""Why a stage was not measured, where `RunOptions` leaves it out."""
 MIN_VAL_SAMPLES = 30
 """Of `val`: with fewer, one sample moves an accuracy by more than three points."""
 
@@ -228,7 +226,7 @@ class RunState:
     @property
     def why_unmeasured(self) -> str:
         """Why artifacts are not measured where the run leaves them out."""
-        return JUDGED_QUICKLY if self.is_quick else NOT_ASKED_FOR
+        return JUDGED_QUICKLY if self.is_quick else "not asked for"
 
     @property
     def judging_part(self) -> dict[str, str]:

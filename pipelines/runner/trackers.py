@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import Tracker
     from compress.training.loop.loggers import ExperimentLogger
 
-TRACKED_REPORT = "report.html"
-
 log = logging.getLogger(__name__)
 
 
@@ -58,7 +56,7 @@ class TrackerHandler(logging.Handler):
             tracker.write(0, {f"{fields['stage']}/{n}": value for n, value in figures.items()})
         elif event == "run_finished":
             tracker.write(0, {f"{name}/test": value for name, value in fields["test"].items()})
-            tracker.finish(fields["status"], self.results / TRACKED_REPORT)
+            tracker.finish(fields["status"], self.results / "report.html")
 
 
 def stage_figures(fields: Mapping[str, Any]) -> dict[str, float]:

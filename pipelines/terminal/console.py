@@ -143,11 +143,10 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
         raise SystemExit
     except SystemExit as end:
         # No command ran that could print a usage error, which typer has printed, as JSON.
-        error = end.__context__
-        format_message = getattr(error, "format_message", None)
-        if format_message and "--json" in sys.argv:
-            kind, lines = type(error).__name__, [format_message()]
-            found = {"kind": kind, "exit_code": end.code, "lines": lines}
+        error: Any = end.__context__
+        if hasattr(error, "format_message") and "--json" in sys.argv:
+            lines = [error.format_message()]
+            found = {"kind": type(error).__name__, "exit_code": end.code, "lines": lines}
             print_json({"error": found})
         raise SystemExit(signals.exit_code() or end.code) from None
     finally:
@@ -157,8 +156,7 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
 def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
     """Wrap a command: common options, errors as one line on standard error, exit codes.
 
-    `options` has the annotations of `as_json`, `quiet` and `debug`, which decide how results are
-    printed; the command itself need not know them.
+    `options` has the annotations of `as_json`, `quiet` and `debug`: the command knows none of them.
     """
 
     @functools.wraps(function)
@@ -197,18 +195,12 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
 
 
 def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
-    """Print an error as text, with `debug` after its traceback, and exit with its code.
-
-    `resumes` says whether the same command continues after an interruption.
-    """
+    """Print an error as text, with `debug` after its traceback, and exit with its code."""
     if debug:
         print_to_stderr("".join(traceback.format_exception(error)).rstrip())
     if code := signals.interruption_code(error):
-        print_to_stderr(
-            f"{signals.describe_interruption(error)}; run the same command again to resume"
-            if resumes
-            else "stopped"
-        )
+        what = f"{signals.describe_interruption(error)}; run the same command again to resume"
+        print_to_stderr(what if resumes else "stopped")
         raise SystemExit(code) from None
     if not isinstance(error, Exception):
         raise error
@@ -239,7 +231,6 @@ def get_prompter() -> Callable[[str, str, Callable[[str], object]], str] | None:
 
 
 def _prompt(question: str, default: str, check: Callable[[str], object]) -> str:
-    """Prompt on standard error until the check accepts the answer."""
     while True:
         sys.stderr.write(printable(f"{question}{f' [{default}]' if default else ''}: "))
         sys.stderr.flush()

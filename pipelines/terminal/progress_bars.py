@@ -52,8 +52,6 @@ def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]
 
 
 class _Announcer(logging.Handler):
-    """Log handler that prints warnings above the progress bars."""
-
     def __init__(self, announce: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self.announce = announce
@@ -98,7 +96,6 @@ def _lines() -> Progress:
 
 
 def _say(line: str) -> None:
-    """Write a line on standard error."""
     raise_if_stopped()
     sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
