@@ -24,6 +24,7 @@ from compress.pipelines.terminal.console import (
     print_report,
     print_result,
     run_app,
+    show_progress,
     wrap_command,
 )
 
@@ -214,7 +215,6 @@ def run(
             from compress.pipelines.config.run_options import RunOptions
             from compress.pipelines.explain.command import repaired_on_refusal
             from compress.pipelines.runner.run import forked_measurement_process, preview_run
-            from compress.pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
         judge: Any = "quick" if quick else None
         options = RunOptions(start, until, force, jobs, engine, store, judge=judge, profile=profile)
@@ -431,8 +431,26 @@ def package(
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
-        from compress.pipelines.commands.package import write_package
-    packaged = write_package(artifact, image, transformers, base, sign_key)
+        from compress.pipelines.commands.verify import verify_command
+        from compress.serve.image.container_image import write_build_folder, write_image_layout
+
+    def attest(file: Path) -> None:
+        verify_command(artifact, attest=file, sign_key=sign_key)
+
+    packaged: Any
+    if image is not None and transformers is None:
+        if base is None:
+            packaged = write_build_folder(artifact, image, attest)
+        else:
+            packaged = write_image_layout(artifact, image, base, attest)
+    elif transformers is None or image is not None:
+        raise PipelineInvalid("name one folder to write: --image DIR or --transformers DIR")
+    elif base or sign_key:
+        raise PipelineInvalid("--base and --sign-key are for --image")
+    else:
+        from compress.artifacts.libraries.transformers_folder import write_transformers_folder
+
+        packaged = write_transformers_folder(artifact, transformers)
     print_result(asdict(packaged), packaged.lines())
 
 

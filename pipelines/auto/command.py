@@ -14,8 +14,7 @@ from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.system.machine_info import machine, versions
 from compress.pipelines.system.signals import INTERRUPTED
-from compress.pipelines.terminal.console import current_mode, print_result
-from compress.pipelines.terminal.progress_bars import show_progress
+from compress.pipelines.terminal.console import current_mode, print_result, show_progress
 
 if TYPE_CHECKING:
     from pathlib import Path

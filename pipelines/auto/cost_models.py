@@ -223,19 +223,9 @@ def build_format_models(
     other coefficients: both compute the same products and read the same weights. No whole models
     are measured in the runtimes of `deeper`, a model with more of the same blocks.
 
-    Args:
-        format: numbers that the model computes with.
-        runtimes: what runs it, each with a model of its own.
-        grid: group → its widths, the model's own first.
-        model: the model.
-        context: data, threads and seed.
-        settings: which groups may lose channels.
-        table: measured kernels, to which further ones are added, as to `whole_models`.
-        measure_ms: measures the latency of a file as those of candidates are measured.
-        layers: those that may be left in float, if that is worth it and found until `deadline`.
-        deadline: on the clock of :func:`time.monotonic`.
-        deeper: models whose fits, and what pairs of groups change together, hold here too.
-        whole_models: those that were measured before.
+    `grid` has each group's widths, the model's own first. Measured kernels are added to `table`,
+    and whole models, whose latency `measure_ms` measures, to `whole_models`. Of `layers` those may
+    be left in float that are worth it, as is found until `deadline` of :func:`time.monotonic`.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
@@ -290,8 +280,7 @@ def build_format_models(
         for choice in chosen[2::2]:  # the first two are the largest and the smallest widths
             choice |= {decision: generator.choice((QUANTIZED, FLOAT)) for decision in quantized}
         chosen = [{**quantized, **choice} for choice in chosen]
-        measured: dict[Runtime, list[float]] = {runtime: [] for runtime in unfitted}
-        sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in unfitted}
+        figures: dict[Runtime, list[tuple[float, int]]] = {runtime: [] for runtime in unfitted}
         for number, choice in enumerate(chosen if unfitted else []):
             context.progress(title, number, FITTED_MODELS, "whole models")
             changed = costs.model.resize({**whole, **choice})
@@ -301,13 +290,13 @@ def build_format_models(
                 if key not in whole_models.known:
                     served = open_as_served(file, runtime, model.signature, context.threads)
                     whole_models.add(key, measure_ms(served.open), served.bytes)
-                measured_ms, size = whole_models.known[key]
-                measured[runtime].append(1e-3 * measured_ms)
-                sizes[runtime].append(size)
+                figures[runtime].append(whole_models.known[key])
     for runtime in unfitted:
-        latency = LatencyModel.fit([costs.at(c).kernels for c in chosen], measured[runtime])
+        measured = [1e-3 * milliseconds for milliseconds, _ in figures[runtime]]
+        latency = LatencyModel.fit([costs.at(c).kernels for c in chosen], measured)
         # Each weight is as large in any runtime; what is written besides differs.
-        ratio, added = np.polyfit([file_bytes(c) for c in chosen], sizes[runtime], 1).tolist()
+        sizes = [size for _, size in figures[runtime]]
+        ratio, added = np.polyfit([file_bytes(c) for c in chosen], sizes, 1).tolist()
         fitted[runtime] = RuntimeFit(latency, ratio, added)
     found = []
     for runtime in runtimes:

@@ -15,8 +15,7 @@ from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.runner.inputs import import_source, measuring_context
 from compress.pipelines.runner.run import preview_state
 from compress.pipelines.system.temp_files import temporary_files
-from compress.pipelines.terminal.console import current_mode, print_result
-from compress.pipelines.terminal.progress_bars import show_progress
+from compress.pipelines.terminal.console import current_mode, print_result, show_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

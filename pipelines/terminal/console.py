@@ -1,4 +1,4 @@
-"""Output of commands (text or JSON), errors and exit codes."""
+"""Output of commands (text or JSON), errors and exit codes, and progress: bars or plain lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from compress.common.errors import CompressError, cause_lines, exits_refused
 from compress.common.printable import escape_warnings, printable
 from compress.common.process import gc_disabled
+from compress.core.progress import progress_bars
 from compress.pipelines.system import signals
+from compress.pipelines.system.signals import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -30,9 +33,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.common.config import Settings
+    from compress.core.progress import Progress
     from compress.pipelines.results.schema import Report
 
 RED, YELLOW = "\x1b[31m", "\x1b[33m"
+SECONDS_BETWEEN_LINES = 3.0
+"""Between progress lines where there is no terminal to draw bars on."""
 
 
 @dataclass
@@ -291,3 +297,83 @@ def print_report(report: Report, out: Path, error_follows: bool = False) -> None
         repeated = report.error if error_follows else ""
         lines = (line for line in closing_lines(report, out) if line.plain != f"✗ {repeated}")
         print_table(functools.partial(stage_table, report), lines)
+
+
+@contextmanager
+def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """Provide a progress function, and a function that prints one line per stage."""
+    from compress.pipelines.system.rich_output import PlainConsole
+
+    console = PlainConsole(stderr=True)
+    if quiet:
+        yield (
+            (lambda task, done, total, note="": raise_if_stopped()),
+            (lambda line: raise_if_stopped()),
+        )
+    elif console.is_terminal and not console.is_dumb_terminal:
+
+        def announce(line: str) -> None:
+            raise_if_stopped()
+            console.print(printable(line))
+
+        with progress_bars(console) as draw, _warnings(announce):
+
+            def progress(task: str, done: int, total: int, note: str = "") -> None:
+                raise_if_stopped()
+                draw(task, done, total, note)
+
+            yield progress, announce
+    else:
+        with _warnings(_say):
+            yield _lines(), _say
+
+
+class _Announcer(logging.Handler):
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.announce = announce
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.announce(f"warning: {record.getMessage()}")
+
+
+@contextmanager
+def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
+    """Print the toolkit's logged warnings during a block, unless `--debug` shows the log anyway."""
+    from compress.pipelines.system.jsonl_log import LOGGER
+
+    if logging.getLogger().isEnabledFor(logging.WARNING):
+        yield
+        return
+    handler, logger = _Announcer(announce), logging.getLogger(LOGGER)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def _lines() -> Progress:
+    """Return a progress function that writes a line per new note, or every few seconds."""
+    shown: dict[str, tuple[float, str]] = {}
+
+    def progress(task: str, done: int, total: int, note: str = "") -> None:
+        now = time.monotonic()
+        last_time, last_note = shown.setdefault(task, (now, ""))
+        if (note and note != last_note) or now - last_time > SECONDS_BETWEEN_LINES:
+            shown[task] = (now, note)
+            _say(f"  {task} {done}/{total}{f': {note}' if note else ''}")
+        if done >= total:
+            del shown[task]
+
+    return progress
+
+
+def _say(line: str) -> None:
+    raise_if_stopped()
+    print_to_stderr(line)
