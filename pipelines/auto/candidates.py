@@ -33,7 +33,6 @@ QUANTIZING: dict[Format, dict[str, Any]] = {
     "weights_8": {"stage": "quantize_weights", "bits": 8, "group_size": 16},
     "weights_4": {"stage": "quantize_weights", "bits": 4, "group_size": 16},
 }
-"""Format → its stage."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +118,15 @@ class Candidate:
 
 
 class CheckedModel(Settings):
-    """A candidate that was built, exported and measured."""
+    """A candidate that was built, exported and measured; its choice is as in `Candidate`."""
 
     name: str
     format: Format
     runtime: Runtime = "onnx"
     widths: dict[str, int]
-    """Group of coupled channels → how many stay, of groups that lose some."""
     float_layers: tuple[str, ...] = ()
-    """Layers that are left in float, in a quantized format."""
     removed_blocks: tuple[str, ...] = ()
-    """Names of the blocks that are removed."""
     trained: int = 0
-    """Epochs that it was trained for after it was cut."""
     predicted_ms: float | None
     """Median time of a call by the latency model, before it was measured."""
     latency_ms: float

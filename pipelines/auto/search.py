@@ -24,14 +24,7 @@ from compress.pipelines.auto.front import (
     write_points,
 )
 from compress.pipelines.auto.search_state import BlockVariant, SearchState
-from compress.pipelines.system.jsonl_log import (
-    LOG,
-    LOGGER,
-    LogFile,
-    RunEvent,
-    event_listener,
-    log_handler,
-)
+from compress.pipelines.system import jsonl_log
 from compress.pipelines.system.machine_info import machine, versions
 from compress.profiling.peak_memory import measurement_process
 from compress.pruning.depth import block_search
@@ -98,7 +91,7 @@ def search(
     start = time.monotonic()
     # Of all candidates in one process, which imports the libraries once.
     with search_log(out), measurement_process():
-        emit = event_listener(options.announce)
+        emit = jsonl_log.event_listener(options.announce)
         fields: dict[str, Any] = {
             "pipeline": pipeline.name,
             "versions": dict(versions()),
@@ -106,7 +99,7 @@ def search(
             "settings": settings.model_dump(mode="json", exclude_unset=True),
         }
         line = f"{pipeline.name}: search started"
-        emit(RunEvent("search_started", None, line, fields, is_announced=False))
+        emit(jsonl_log.RunEvent("search_started", None, line, fields, is_announced=False))
         evaluator = CandidateEvaluator.from_pipeline(pipeline, settings, out, options)
         if tables is not None:
             evaluator.tables, evaluator.base_ms = tables, tables.base_ms
@@ -114,7 +107,7 @@ def search(
         seconds = time.monotonic() - start
         fields = {"best": front.best, "points": front.points, "seconds": seconds}
         line = f"{len(front.checked)} models checked, best: {front.best or 'none'}"
-        emit(RunEvent("search_finished", None, line, fields, is_announced=False))
+        emit(jsonl_log.RunEvent("search_finished", None, line, fields, is_announced=False))
     return front
 
 
@@ -122,14 +115,14 @@ def search(
 def search_log(out: Path) -> Iterator[None]:
     """Append the events of a block to the log in a folder, without those of runs within it."""
     out.mkdir(parents=True, exist_ok=True)
-    log = LogFile(out / LOG, uuid.uuid4().hex[:12], lambda: "")
+    log = jsonl_log.LogFile(out / jsonl_log.LOG, uuid.uuid4().hex[:12], lambda: "")
 
     def is_innermost(_: object) -> bool:
-        handlers = logging.getLogger(LOGGER).handlers
-        return next((h for h in reversed(handlers) if isinstance(h, LogFile)), None) is log
+        handlers = logging.getLogger(jsonl_log.LOGGER).handlers
+        return [h for h in handlers if isinstance(h, jsonl_log.LogFile)][-1:] == [log]
 
     log.addFilter(is_innermost)
-    with log_handler(log):
+    with jsonl_log.log_handler(log):
         yield
 
 

@@ -128,7 +128,6 @@ class SearchState:
     not_searched: list[str] = field(default_factory=list)
     """What is left out, and why."""
     emit: EventListener = lambda event: None
-    """Receives the events."""
 
     def __post_init__(self) -> None:
         self.settings, self.out = self.evaluator.settings, self.evaluator.out

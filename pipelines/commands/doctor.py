@@ -41,7 +41,6 @@ class Findings(Settings):
     programs: dict[str, str | None]
     """Version line by program name; None where it was not found."""
     cuda: tuple[str, ...]
-    """CUDA devices that PyTorch sees."""
     broken: dict[str, str]
     """Optional libraries that are installed and cannot be imported: the error, and what to do."""
     stages: dict[str, tuple[str, ...]]

@@ -88,7 +88,6 @@ COMMENT_OF_SETTING = {
     "huggingface": "        # folder with config.json and weights",
     "checkpoint": "        # read without executing anything in it",
 }
-"""Comments behind the settings of a model."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,6 @@ class RunEnvironment:
     """Absolute path."""
     run_id: str | None
     folder: str
-    """The working directory."""
     versions: Mapping[str, str]
 
     @classmethod

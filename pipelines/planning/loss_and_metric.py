@@ -26,13 +26,7 @@ from compress.core.objectives.targets import (
     targets_split,
 )
 from compress.pipelines.config.pipeline import MetricSpec
-from compress.pipelines.planning.planner import (
-    check_conditions,
-    check_loss,
-    check_metric,
-    explained_task,
-    fit_to_task,
-)
+from compress.pipelines.planning import planner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +62,7 @@ def infer_loss_and_metric(
     plan: Plan, pipeline: PipelineConfig, data: Splits | None
 ) -> tuple[Plan, PipelineConfig]:
     """Return plan and pipeline with loss, metric and task that follow from the data's targets."""
-    check_conditions(pipeline, plan.stages, data)
+    planner.check_conditions(pipeline, plan.stages, data)
     compares_labels = any(
         isinstance(gate, LabelAgreement) for p in plan.stages for gate in p.stage.gates
     )
@@ -82,12 +76,12 @@ def infer_loss_and_metric(
     if loss.task is not None and not (plan.task_reason or pipeline.task):
         kind = loss.targets or ""
         plan = replace(plan, task_reason=f"as targets are {TARGET_WORDS.get(kind, kind)}")
-    with _located_errors(pipeline, "metric"), explained_task(loss.task, plan.task_reason):
+    with _located_errors(pipeline, "metric"), planner.explained_task(loss.task, plan.task_reason):
         metric.check()
     for stage in plan.stages:
-        check_metric(pipeline, stage, metric.name)
-    with explained_task(loss.task, plan.task_reason):
-        plan = replace(plan, stages=fit_to_task(pipeline, plan.stages, loss.task))
+        planner.check_metric(pipeline, stage, metric.name)
+    with planner.explained_task(loss.task, plan.task_reason):
+        plan = replace(plan, stages=planner.fit_to_task(pipeline, plan.stages, loss.task))
     if pipeline.metric is None:
         pipeline = pipeline.model_copy(update={"metric": MetricSpec(name=metric.name)})
     return plan, pipeline
@@ -206,7 +200,7 @@ def _fitting_loss(
             # Faults of samples beyond this batch, such as a label out of range.
             repeated = first[:1].expand(len(targets), *first.shape[1:])
             loss_kind(loss_name).match(*loss.align(repeated, targets))
-    check_loss(pipeline, plan.stages, replace(loss, name=loss_name))
+    planner.check_loss(pipeline, plan.stages, replace(loss, name=loss_name))
     forms = (
         f"targets are {describe_targets(batch_targets)} and outputs "
         f"{describe_outputs(output_argument(outputs, loss.outputs))}"

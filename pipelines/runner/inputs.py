@@ -24,13 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from compress.artifacts.hf_folder import (
-    OUTPUTS,
-    files_to_carry,
-    folder_digest,
-    read_architecture,
-    read_folder,
-)
+from compress.artifacts import hf_folder
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import checkpoint_digest
 from compress.common.config import Settings
@@ -169,8 +163,8 @@ def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
         return positional_parameters(_recipe(spec).build(pipeline.code_folder))
     folder = pipeline.folder / spec.huggingface
     if spec.stream:
-        return positional_parameters(read_architecture(folder, spec.task))
-    _, module = read_folder(folder, spec.task, untrained_head=True)
+        return positional_parameters(hf_folder.read_architecture(folder, spec.task))
+    _, module = hf_folder.read_folder(folder, spec.task, untrained_head=True)
     return positional_parameters(module)
 
 
@@ -184,7 +178,8 @@ def _declared_inputs(
 
     if isinstance(spec, HuggingFaceModel):
         folder = pipeline.folder / spec.huggingface
-        return declared_inputs.inputs_of_transformer(read_architecture(folder, spec.task), folder)
+        architecture = hf_folder.read_architecture(folder, spec.task)
+        return declared_inputs.inputs_of_transformer(architecture, folder)
     with torch.device("meta"):
         return declared_inputs.inputs_of_timm(_recipe(spec).build())
 
@@ -313,11 +308,11 @@ def _import_hugging_face(
     trains = pipeline.stages[0].stage == "train"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(pipeline.seed)  # of an untrained head
-        recipe, module = read_folder(folder, spec.task, untrained_head=trains)
-    if spec.outputs is None and spec.task in OUTPUTS:
-        outputs = tuple(OutputSpec(name=name) for name in OUTPUTS[spec.task])
+        recipe, module = hf_folder.read_folder(folder, spec.task, untrained_head=trains)
+    if spec.outputs is None and spec.task in hf_folder.OUTPUTS:
+        outputs = tuple(OutputSpec(name=name) for name in hf_folder.OUTPUTS[spec.task])
         signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)
-    carried = files_to_carry(folder, module)
+    carried = hf_folder.files_to_carry(folder, module)
     return import_module(path, recipe, module, signature, carried=carried)
 
 
@@ -329,7 +324,7 @@ def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
         return {
             **parts,
             "library": version_of("transformers"),
-            "checkpoint": folder_digest(pipeline.folder / spec.huggingface),
+            "checkpoint": hf_folder.folder_digest(pipeline.folder / spec.huggingface),
             "trains": pipeline.stages[0].stage == "train",
         }
     if isinstance(spec, ModelFile):

@@ -38,16 +38,8 @@ from compress.pipelines.runner.inputs import (
 )
 from compress.pipelines.runner.run_state import RunState
 from compress.pipelines.store.local import Store, note_samples
-from compress.pipelines.system import signals
+from compress.pipelines.system import jsonl_log, signals
 from compress.pipelines.system.error_context import readable_disk_errors
-from compress.pipelines.system.jsonl_log import (
-    LOG,
-    LogFile,
-    RunEvent,
-    event_listener,
-    log_event,
-    log_handler,
-)
 from compress.pipelines.system.machine_info import machine, versions
 from compress.pipelines.system.run_profile import Profiler
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
@@ -118,14 +110,14 @@ def run(
             note_samples(store.root, state.contents)
             inputs.keep(state.contents, state.data_warnings, store.surroundings)
         run_id = uuid.uuid4().hex[:12]
-        file = LogFile(out / LOG, run_id, lambda: state.outcome.current)
-        log_handlers.enter_context(log_handler(file))
+        file = jsonl_log.LogFile(out / jsonl_log.LOG, run_id, lambda: state.outcome.current)
+        log_handlers.enter_context(jsonl_log.log_handler(file))
         if pipeline.tracker is not None:
             # It imports torch, which a run of cached results does not need.
             from compress.pipelines.runner.trackers import TrackerHandler
 
             tracker = TrackerHandler(pipeline.tracker, out, f"{pipeline.name}-{run_id}", run_id)
-            log_handlers.enter_context(log_handler(tracker))
+            log_handlers.enter_context(jsonl_log.log_handler(tracker))
         return _execute(state, options, render)
 
 
@@ -146,7 +138,7 @@ def _open(pipeline: PipelineConfig, out: Path, options: RunOptions) -> tuple[Inp
     pipeline = inputs.pipeline
     if options.judge:
         pipeline = pipeline.model_copy(update={"judge": options.judge})
-    emit = event_listener(announce)
+    emit = jsonl_log.event_listener(announce)
     return inputs, RunState(pipeline, inputs.plan, out, store, inputs.data, options.progress, emit)
 
 
@@ -182,13 +174,13 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
         "settings": pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True),
     }
     line = f"{pipeline.name}: started"
-    state.emit(RunEvent("run_started", None, line, fields, is_announced=False))
+    state.emit(jsonl_log.RunEvent("run_started", None, line, fields, is_announced=False))
     if state.plan.task_line:
-        state.emit(RunEvent("task_known", None, state.plan.task_line))
+        state.emit(jsonl_log.RunEvent("task_known", None, state.plan.task_line))
     for warning in state.plan.warnings:  # announced before the log was there
-        log_event("message", warning, level="warning")
+        jsonl_log.log_event("message", warning, level="warning")
     for warning in state.data_warnings:
-        state.emit(RunEvent("message", None, f"warning: {warning}", level="warning"))
+        state.emit(jsonl_log.RunEvent("message", None, f"warning: {warning}", level="warning"))
     try:
         with readable_disk_errors(state.out):
             executor = PipelineExecutor(state)
@@ -225,7 +217,7 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
 def _log_end(state: RunState, report: Report, seconds: float) -> None:
     for warning in report.warnings:
         if warning not in state.data_warnings:  # those were logged at the start
-            log_event("message", warning, level="warning")
+            jsonl_log.log_event("message", warning, level="warning")
     fields = {
         "status": report.status,
         "error": report.error,
@@ -234,7 +226,7 @@ def _log_end(state: RunState, report: Report, seconds: float) -> None:
     }
     level: Level = "info" if report.status == "passed" else "error"
     line = f"{report.pipeline}: {report.status}"
-    state.emit(RunEvent("run_finished", None, line, fields, level, is_announced=False))
+    state.emit(jsonl_log.RunEvent("run_finished", None, line, fields, level, is_announced=False))
 
 
 def preview_run(

@@ -49,7 +49,6 @@ class OutputMode:
     quiet: bool = False
     """Print errors only; with `as_json` the JSON is printed all the same."""
     json_printed: bool = False
-    """Whether the command has printed its JSON."""
     json_stream: TextIO | None = None
     """The real standard output, while file descriptor 1 is redirected to standard error."""
 
