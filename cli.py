@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from contextlib import nullcontext
+import os
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +16,6 @@ from typer.core import TyperGroup
 from compress import __version__
 from compress.common.errors import PipelineInvalid
 from compress.common.malloc import keep_freed_memory
-from compress.pipelines.commands.completion import run_names, stage_names
 from compress.pipelines.terminal.console import (
     current_mode,
     fast_imports,
@@ -30,6 +30,8 @@ from compress.pipelines.terminal.console import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from compress.artifacts.artifact import Artifact
 
 
 class CommandGroup(TyperGroup):
@@ -70,6 +72,36 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
         return app.command(epilog=_examples(*examples))(wrap_command(function, COMMON_OPTIONS))
 
     return register
+
+
+def stage_names(ctx: Any, incomplete: str) -> list[str]:
+    """Complete a stage name of the command line's pipeline file, unvalidated, for speed."""
+    import yaml
+
+    from compress.pipelines.system import yaml_core
+
+    # An option that still lacks its value ends the parsing before the file is found.
+    words = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or "").split()
+    files = [ctx.params.get("file"), *(word for word in words if word.endswith((".yaml", ".yml")))]
+    file = next(Path(file) for file in (*files, "pipeline.yaml") if file)
+    try:
+        stages = yaml_core.load(file.read_text(encoding="utf-8"))["stages"]
+        names = [str(stage.get("name") or stage["stage"]) for stage in stages]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def run_names(incomplete: str) -> list[tuple[str, str]]:
+    """Complete the folder of a run below `runs/`, and show its status."""
+    found = []
+    for file in sorted(Path("runs").glob("*/report.json")):
+        if str(file.parent).startswith(incomplete):
+            status = ""
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                status = str(json.loads(file.read_text(encoding="utf-8"))["status"])
+            found.append((str(file.parent), status))
+    return found
 
 
 COMMON_OPTIONS = {
@@ -301,11 +333,27 @@ def diff(before: RunDirectory, after: RunDirectory) -> None:
     print_result(found, difference_lines(found), lambda _: difference_table(found))
 
 
+def describe_artifact(found: Artifact) -> list[str]:
+    """Return lines for the signature, recipe, lineage and files of an artifact's manifest."""
+    recipe, lineage, files = found.manifest.recipe, found.manifest.lineage, found.manifest.files
+    signature = found.manifest.signature.model_dump(mode="json")
+    lines = [f"{found.kind} artifact, digest {found.digest}"]
+    for label in ("inputs", "outputs"):
+        for spec in signature[label]:
+            shape = f" {spec['dtype']} {spec['shape']}" if "shape" in spec else ""
+            lines.append(f"  {label[:-1]} {spec['name']}{shape}")
+    if recipe:
+        lines.append(f"  built by {recipe.factory} {recipe.arguments}")
+    lines += [f"  after {s.stage} {json.dumps(s.settings, default=str)}" for s in lineage]
+    lines += [f"  file {n}  {f.bytes} bytes  sha256 {f.sha256}" for n, f in files.items()]
+    # A name from an untrusted manifest could forge another line.
+    return [line.replace("\n", r"\n") for line in lines]
+
+
 @command("compress inspect runs/pipeline/artifacts/export_onnx")
 def inspect(artifact: ArtifactPath) -> None:
     """Show an artifact's metadata."""
     from compress.artifacts.artifact import Artifact
-    from compress.pipelines.commands.inspect import describe_artifact
 
     found = Artifact.from_directory(artifact)
     print_result(
