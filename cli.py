@@ -512,10 +512,9 @@ def sensitivity(
 ) -> None:
     """Measure what pruning each group of channels costs."""
     from compress.pipelines.commands import sensitivity as analysis
-    from compress.pipelines.commands.model_to_prune import show
 
     keep_freed_memory()
-    show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
+    analysis.show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
 
 
 @command("compress latency pipeline.yaml --batch 8")
@@ -526,7 +525,7 @@ def latency(
 ) -> None:
     """Predict a model's latency at other widths, by its kernels."""
     from compress.pipelines.commands import latency as analysis
-    from compress.pipelines.commands.model_to_prune import show
+    from compress.pipelines.commands.sensitivity import show
 
     show(analysis, file, out, batch=batch)
 

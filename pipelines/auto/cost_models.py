@@ -1,6 +1,7 @@
 """What a candidate would take, in time and in bytes, before it is built.
 
-How both follow from widths and layers in float, for each format of numbers; also where a file holds
+How both follow from widths and layers in float, for each format of numbers. Few models are
+exported; those at all other widths are made from these files by resizing weights. Or a file holds
 the latencies of another machine.
 """
 

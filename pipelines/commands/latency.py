@@ -18,7 +18,7 @@ from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
 from compress.export.latency.served_latency import graph_to_serve
 from compress.export.latency.width_costs import KernelCost, LatencyModel, measure_files
 from compress.export.onnx.proto_io import write
-from compress.pipelines.commands.model_to_prune import model_to_prune
+from compress.pipelines.commands.sensitivity import model_to_prune
 from compress.pipelines.system.machine_info import machine
 from compress.pruning.latency.widths import WidthVariants
 
