@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from contextlib import nullcontext
+import os
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,8 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from compress import __version__
+from compress.common.errors import PipelineInvalid
 from compress.common.malloc import keep_freed_memory
-from compress.pipelines.commands.completion import run_names, stage_names
 from compress.pipelines.terminal.console import (
     current_mode,
     fast_imports,
@@ -23,11 +24,14 @@ from compress.pipelines.terminal.console import (
     print_report,
     print_result,
     run_app,
+    show_progress,
     wrap_command,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from compress.artifacts.artifact import Artifact
 
 
 class CommandGroup(TyperGroup):
@@ -68,6 +72,36 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
         return app.command(epilog=_examples(*examples))(wrap_command(function, COMMON_OPTIONS))
 
     return register
+
+
+def stage_names(ctx: Any, incomplete: str) -> list[str]:
+    """Complete a stage name of the command line's pipeline file, unvalidated, for speed."""
+    import yaml
+
+    from compress.pipelines.system import yaml_core
+
+    # An option that still lacks its value ends the parsing before the file is found.
+    words = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or "").split()
+    files = [ctx.params.get("file"), *(word for word in words if word.endswith((".yaml", ".yml")))]
+    file = next(Path(file) for file in (*files, "pipeline.yaml") if file)
+    try:
+        stages = yaml_core.load(file.read_text(encoding="utf-8"))["stages"]
+        names = [str(stage.get("name") or stage["stage"]) for stage in stages]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def run_names(incomplete: str) -> list[tuple[str, str]]:
+    """Complete the folder of a run below `runs/`, and show its status."""
+    found = []
+    for file in sorted(Path("runs").glob("*/report.json")):
+        if str(file.parent).startswith(incomplete):
+            status = ""
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                status = str(json.loads(file.read_text(encoding="utf-8"))["status"])
+            found.append((str(file.parent), status))
+    return found
 
 
 COMMON_OPTIONS = {
@@ -150,11 +184,13 @@ def init(
     script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
 ) -> None:
     """Write a pipeline file for your model."""
-    from compress.pipelines.commands.init_options import InitOptions, model_and_file
-
-    model, file = model_and_file(what, file, model)
+    if what is not None and file is None and what.endswith((".yaml", ".yml")):
+        file, what = Path(what), None
+    if what is not None and model is not None:
+        raise PipelineInvalid(f"the model is given twice: {what} and --model {model}")
+    model, file = model or what, file or Path("pipeline.yaml")
     if not slurm:
-        from compress.pipelines.commands.init import write_draft
+        from compress.pipelines.commands.init import InitOptions, write_draft
 
         options = InitOptions(model, argument, checkpoint, inputs, data, target, goal, task)
         draft = write_draft(file, options, force, get_prompter())
@@ -211,7 +247,6 @@ def run(
             from compress.pipelines.config.run_options import RunOptions
             from compress.pipelines.explain.command import repaired_on_refusal
             from compress.pipelines.runner.run import forked_measurement_process, preview_run
-            from compress.pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
         judge: Any = "quick" if quick else None
         options = RunOptions(start, until, force, jobs, engine, store, judge=judge, profile=profile)
@@ -298,11 +333,27 @@ def diff(before: RunDirectory, after: RunDirectory) -> None:
     print_result(found, difference_lines(found), lambda _: difference_table(found))
 
 
+def describe_artifact(found: Artifact) -> list[str]:
+    """Return lines for the signature, recipe, lineage and files of an artifact's manifest."""
+    recipe, lineage, files = found.manifest.recipe, found.manifest.lineage, found.manifest.files
+    signature = found.manifest.signature.model_dump(mode="json")
+    lines = [f"{found.kind} artifact, digest {found.digest}"]
+    for label in ("inputs", "outputs"):
+        for spec in signature[label]:
+            shape = f" {spec['dtype']} {spec['shape']}" if "shape" in spec else ""
+            lines.append(f"  {label[:-1]} {spec['name']}{shape}")
+    if recipe:
+        lines.append(f"  built by {recipe.factory} {recipe.arguments}")
+    lines += [f"  after {s.stage} {json.dumps(s.settings, default=str)}" for s in lineage]
+    lines += [f"  file {n}  {f.bytes} bytes  sha256 {f.sha256}" for n, f in files.items()]
+    # A name from an untrusted manifest could forge another line.
+    return [line.replace("\n", r"\n") for line in lines]
+
+
 @command("compress inspect runs/pipeline/artifacts/export_onnx")
 def inspect(artifact: ArtifactPath) -> None:
     """Show an artifact's metadata."""
     from compress.artifacts.artifact import Artifact
-    from compress.pipelines.commands.inspect import describe_artifact
 
     found = Artifact.from_directory(artifact)
     print_result(
@@ -428,8 +479,26 @@ def package(
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
-        from compress.pipelines.commands.package import write_package
-    packaged = write_package(artifact, image, transformers, base, sign_key)
+        from compress.pipelines.commands.verify import verify_command
+        from compress.serve.image.container_image import write_build_folder, write_image_layout
+
+    def attest(file: Path) -> None:
+        verify_command(artifact, attest=file, sign_key=sign_key)
+
+    packaged: Any
+    if image is not None and transformers is None:
+        if base is None:
+            packaged = write_build_folder(artifact, image, attest)
+        else:
+            packaged = write_image_layout(artifact, image, base, attest)
+    elif transformers is None or image is not None:
+        raise PipelineInvalid("name one folder to write: --image DIR or --transformers DIR")
+    elif base or sign_key:
+        raise PipelineInvalid("--base and --sign-key are for --image")
+    else:
+        from compress.artifacts.libraries.transformers_folder import write_transformers_folder
+
+        packaged = write_transformers_folder(artifact, transformers)
     print_result(asdict(packaged), packaged.lines())
 
 
@@ -443,10 +512,9 @@ def sensitivity(
 ) -> None:
     """Measure what pruning each group of channels costs."""
     from compress.pipelines.commands import sensitivity as analysis
-    from compress.pipelines.commands.model_to_prune import show
 
     keep_freed_memory()
-    show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
+    analysis.show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
 
 
 @command("compress latency pipeline.yaml --batch 8")
@@ -457,7 +525,7 @@ def latency(
 ) -> None:
     """Predict a model's latency at other widths, by its kernels."""
     from compress.pipelines.commands import latency as analysis
-    from compress.pipelines.commands.model_to_prune import show
+    from compress.pipelines.commands.sensitivity import show
 
     show(analysis, file, out, batch=batch)
 

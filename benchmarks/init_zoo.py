@@ -16,8 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from compress.pipelines import Pipeline  # noqa: E402
 from compress.pipelines.commands.check import check_pipeline  # noqa: E402
-from compress.pipelines.commands.init import write_draft  # noqa: E402
-from compress.pipelines.commands.init_options import InitOptions  # noqa: E402
+from compress.pipelines.commands.init import InitOptions, write_draft  # noqa: E402
 
 SHOW = "SHOW" in os.environ
 """Whether the drafts are printed, too."""

@@ -65,10 +65,10 @@ def bench(
     """
     if web is not None:
         ONNXRUNTIME_WEB.need_folder()
-    unknown = [name for name in runtimes if name not in get_args(Runtime)]
-    if unknown:
-        expected = ", ".join(get_args(Runtime))
-        raise PipelineInvalid(f"runtimes: {unknown[0]!r} is unknown; expected some of {expected}")
+    for name in runtimes:
+        if name not in get_args(Runtime):
+            expected = ", ".join(get_args(Runtime))
+            raise PipelineInvalid(f"runtimes: {name!r} is unknown; expected some of {expected}")
     if not models:
         raise PipelineInvalid("models: found none, expected an artifact or a module")
     if runtimes and len(models) > 1:
@@ -110,16 +110,14 @@ def _web_page(
             f"web: expected one ONNX file, found {', '.join(names) or 'none'}; name one artifact "
             "of export_onnx, or add `onnx` to the runtimes"
         )
-    (name,) = names
-    artifact = artifacts[name]
+    name, artifact = names[0], artifacts[names[0]]
     baseline = {
         cell.batch: row.latency.p50
         for cell in cells
         for row in cell.rows
         if row.model == name and cell.threads == 1 and not row.unreliable_reason
     }
-    sizes = dict.fromkeys(cell.batch for cell in cells)
-    batches = {rows: context.measured_batches(artifact.signature, rows) for rows in sizes}
+    batches = {c.batch: context.measured_batches(artifact.signature, c.batch) for c in cells}
     facts = {"ONNX Runtime": f"{version('onnxruntime')}, {machine()['processor']}"}
     return web_page(name, artifact, batches, seconds=seconds, baseline=baseline, facts=facts)
 
@@ -199,18 +197,8 @@ def cells_of(row: BenchRow) -> tuple[str, ...]:
 
 
 def bench_page(found: Bench) -> str:
-    """Render the page: verdicts, a plot for each number of threads, all figures."""
-    return render_template(
-        "bench.html.jinja",
-        found=found,
-        plots=list(_plots(found)),
-        columns=COLUMNS,
-        cells_of=cells_of,
-    )
-
-
-def _plots(found: Bench) -> Iterator[Plot]:
-    """Yield a plot of throughput against latency for each number of threads."""
+    """Render the page: verdicts, a plot of throughput for each number of threads, all figures."""
+    plots: list[Plot] = []
     for threads in dict.fromkeys(cell.threads for cell in found.cells):
         points = [
             Point(
@@ -225,10 +213,13 @@ def _plots(found: Bench) -> Iterator[Plot]:
             if cell.threads == threads and not row.unreliable_reason
         ]
         if points:
-            yield scatter_plot(
+            plot = scatter_plot(
                 points,
                 pareto_indices(points, higher_is_better=True),
                 title=f"Throughput against latency, {threads} thread{'s' * (threads > 1)}",
                 names=("ms a call", "rows/s"),
                 shown="{:g}".format,
             )
+            plots.append(plot)
+    shown: dict[str, Any] = {"found": found, "columns": COLUMNS, "cells_of": cells_of}
+    return render_template("bench.html.jinja", plots=plots, **shown)

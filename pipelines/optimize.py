@@ -16,8 +16,7 @@ from compress.core.objectives.task import task_named
 from compress.core.progress import show_bars
 from compress.functional.in_memory import as_artifact, forward_names, make_splits
 from compress.pipelines.api import Pipeline
-from compress.pipelines.commands.init import inspect_model, render_and_plan
-from compress.pipelines.commands.init_options import InitOptions, dump_input
+from compress.pipelines.commands.init import InitOptions, dump_input, inspect_model, render_and_plan
 from compress.pipelines.system import yaml_core
 
 if TYPE_CHECKING:
@@ -37,19 +36,14 @@ def in_memory(
         raise PipelineInvalid(f"{function} decides by data; pass val=, and train= to calibrate")
     source = as_artifact(model, made, reads=EagerModel)
     loaded = source.load()
-    content: dict[str, Any] = {
-        "version": 1,
-        "model": {
-            "factory": register_module(loaded),
-            "inputs": [dump_input(spec) for spec in source.signature.inputs],
-        },
-        "data": {
-            "factory": register(lambda: dict(made.datasets), "data"),
-            "batch_size": made.batch_size,
-            "loader": made.loading.model_dump(mode="json", exclude_defaults=True),
-        },
+    inputs = [dump_input(spec) for spec in source.signature.inputs]
+    data_section = {
+        "factory": register(lambda: dict(made.datasets), "data"),
+        "batch_size": made.batch_size,
+        "loader": made.loading.model_dump(mode="json", exclude_defaults=True),
     }
-    return loaded, made, content
+    model_section = {"factory": register_module(loaded), "inputs": inputs}
+    return loaded, made, {"version": 1, "model": model_section, "data": data_section}
 
 
 @dataclass(frozen=True)

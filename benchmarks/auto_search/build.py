@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from auto_search import latencies, losses
 from auto_search.spaces import Built
-from compress.pipelines.auto.cost_models.latency_models import QUANTIZED
+from compress.pipelines.auto.cost_models import QUANTIZED
 from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:

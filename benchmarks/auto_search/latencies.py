@@ -17,15 +17,15 @@ from compress.export.latency.resizing import MixedModel, ResizableModel, weighte
 from compress.export.onnx.lowering import translate
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import opened_session, session_predictor
-from compress.pipelines.auto.cost_models import latency_models
-from compress.pipelines.auto.cost_models.latency_models import LayerSensitivity, decision_of
+from compress.pipelines.auto import cost_models
+from compress.pipelines.auto.cost_models import LayerSensitivity, decision_of
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.depth.block_search import OutputErrorMeter
 
 if TYPE_CHECKING:
     from auto_search.spaces import Built
-    from compress.pipelines.auto.cost_models.latency_models import FormatModel
+    from compress.pipelines.auto.cost_models import FormatModel
     from compress.pipelines.config.auto_settings import Format
 
 SECONDS = 0.08
@@ -79,7 +79,7 @@ def prepare_files(built: Built, name: str, format: Format) -> None:
     if file.exists():
         return
     with TemporaryDirectory(prefix="compress-space-") as folder:
-        whole, exports = latency_models.export_at_random_widths(
+        whole, exports = cost_models.export_at_random_widths(
             format, built.models[name], built.context, built.settings, Path(folder)
         )
         model: Any = ResizableModel.fit(exports)
@@ -119,7 +119,7 @@ def measure_models(built: Built, deadline: float) -> bool:
                 continue
             if time.monotonic() > deadline:
                 return False
-            (found,) = latency_models.build_format_models(
+            (found,) = cost_models.build_format_models(
                 format,
                 ["onnx"],
                 grid=built.widths[name].grid,

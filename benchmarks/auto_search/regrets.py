@@ -12,13 +12,13 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from compress.pipelines.auto.cost_models.latency_models import (
+from compress.pipelines.auto.cost_models import (
     FLOAT,
     QUANTIZED,
     FormatModel,
     decision_of,
 )
-from compress.pipelines.auto.strategy.recovery import AIMED_SHARE
+from compress.pipelines.auto.search import AIMED_SHARE
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.latency.solver import Limit, Programme
 

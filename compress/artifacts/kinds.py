@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
-from compress.common.requirements import load_entry_point
+from compress.common.requirements import is_foreign, load_entry_point
 
 ENTRY_POINT_GROUP = "compress.artifacts"
 """Group in which packages, this one included, announce artifacts: `kind = "module:Class"`."""
@@ -19,7 +19,7 @@ def artifact_class(kind: str) -> type[Any] | None:
         for entry in entry_points(group=ENTRY_POINT_GROUP, name=kind):
             load_entry_point(entry, "artifact")
     if kind not in LOADED:  # of a package that announces a stage alone, which defines its artifact
-        for entry in entry_points(group="compress.stages"):
+        for entry in filter(is_foreign, entry_points(group="compress.stages")):
             load_entry_point(entry, "stage")
     return LOADED.get(kind)
 

@@ -15,7 +15,7 @@ from compress.common.errors import Unavailable, exits_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import Distribution, EntryPoint
 
 
 DISTRIBUTION = "compress-pipeline"
@@ -156,7 +156,12 @@ def announcing_package(group: str, name: str) -> str:
 
 def is_foreign(entry: EntryPoint) -> bool:
     """Whether another package than this toolkit announces it."""
-    return entry.dist is None or entry.dist.name != DISTRIBUTION
+    return entry.dist is None or _name_of(entry.dist) != DISTRIBUTION
+
+
+@cache  # milliseconds each time: it parses all metadata, which the entry points of a package share
+def _name_of(package: Distribution) -> str:
+    return package.name
 
 
 def load_entry_point(entry: EntryPoint, kind: str) -> Any:

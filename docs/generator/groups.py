@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from setting_text import definitions, joined, prose
 
 from compress.pipelines.config.pipeline import json_schema
-from compress.pipelines.config.registry import OURS, stages
+from compress.pipelines.config.registry import stages
 from compress.training.config.training import Training
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ TRAIN: dict[str, Any] = {name: DEFS["Train"]["properties"][name] for name in Tra
 """Settings shared by every stage that trains, by name."""
 
 
-def stages_of(page: str) -> list[AnyStage]:
-    """Return the stages on a page."""
+def stages_of(page: str) -> dict[str, AnyStage]:
+    """Return the stages on a page by name."""
     package = STAGE_PAGES[page][1]
-    return [stage for stage in OURS if stage.__module__.startswith(f"{package}.")]
+    return {n: stage for n, stage in stages().items() if stage.__module__.startswith(f"{package}.")}
 
 
 @cache
@@ -50,7 +50,7 @@ def group_pages() -> dict[str, str]:
     others = {name: key for name, key in SCHEMA["properties"].items() if name not in auto}
     pages = dict.fromkeys(_groups_in(others), "pipeline")
     for page in STAGE_PAGES:
-        for stage in stages_of(page):
+        for stage in stages_of(page).values():
             for group in _groups_in(DEFS[stage.__name__]["properties"]):
                 pages.setdefault(group, page)
     for group in _groups_in(auto):

@@ -19,7 +19,6 @@ from setting_text import definitions, paragraphs, prose
 
 from compress.artifacts.kinds import LOADED
 from compress.core.stage import Stage, members_of
-from compress.pipelines.config.registry import stage_type
 from compress.training.config.training import Training
 
 if TYPE_CHECKING:
@@ -63,10 +62,10 @@ def stage_pages() -> dict[str, str]:
 
 def _overview() -> str:
     stages = [
-        f"- [`{stage_type(stage)}`]({page}.md#{stage_type(stage)}) "
+        f"- [`{name}`]({page}.md#{name}) "
         f'<span class="kind">{_kinds(stage)}</span><br>\n  {next(paragraphs(stage))}'
         for page in STAGE_PAGES
-        for stage in stages_of(page)
+        for name, stage in stages_of(page).items()
     ]
     kinds = [
         f"| `{name}` | {next(paragraphs(kind))} |"  # type: ignore[arg-type]
@@ -91,7 +90,7 @@ def _overview() -> str:
 
 
 def _stage_page(page: str, title: str, _package: str, guide: str) -> str:
-    sections = [part for stage in stages_of(page) for part in _stage(page, stage)]
+    sections = [part for item in stages_of(page).items() for part in _stage(page, *item)]
     groups = group_sections(page)
     return "\n\n".join(
         [
@@ -105,8 +104,7 @@ def _stage_page(page: str, title: str, _package: str, guide: str) -> str:
     )
 
 
-def _stage(page: str, stage: AnyStage) -> Iterator[str]:
-    name = stage_type(stage)
+def _stage(page: str, name: str, stage: AnyStage) -> Iterator[str]:
     example = {"stage": name, **EXAMPLES.get(name, {})}
     usual = stage.model_validate(example)
     yield f"## {name}"

@@ -34,7 +34,7 @@ from compress.pipelines.auto.candidates import (
     after_stages,
     last_stage,
 )
-from compress.pipelines.auto.cost_models.latency_models import LayerSensitivity
+from compress.pipelines.auto.cost_models import LayerSensitivity
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
@@ -49,28 +49,20 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.pipelines.auto.cost_models.tables import LatencyTables
+    from compress.pipelines.auto.cost_models import LatencyTables
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.config.run_options import RunOptions
     from compress.pipelines.results.schema import Report
     from compress.profiling.benchmark import Comparison, Opener
 
-LAYERS_FILE = "layers.json"
-"""In the results' folder: what quantizing single layers loses."""
 LAYERS_COMPARED_ON = 64
 """Samples on which the outputs of a model with one quantized layer are compared; `quantize_mixed`
 ranks layers by as many."""
 
 
 def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
-    """Refuse what a search cannot start from.
-
-    Raises:
-        PipelineInvalid: stages do not leave an eager model, or those of `auto.after` cannot follow
-            an export, or there is no data.
-        Unavailable: a runtime is not installed here.
-    """
+    """Refuse stages that leave no eager model, or cannot follow an export; no data; no runtime."""
     for index, stage in enumerate(base.stages):
         if "eager" not in {kind.kind for kind in members_of(stage.writes())}:
             raise PipelineInvalid(
@@ -82,12 +74,10 @@ def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
             f"{base.file}: `compress auto` decides by `val`; add a `data:` section"
         )
     for runtime in settings.space.runtimes:
+        where = f"{base.place('auto', 'space', 'runtimes')}: {runtime}"
         for need in RUNTIMES[runtime]().all_requirements():
             if need.missing():
-                raise Unavailable(
-                    f"{base.place('auto', 'space', 'runtimes')}: {runtime} needs {need.what}, "
-                    f"which is not installed; {need.install}"
-                )
+                raise Unavailable(f"{where} {need.problem}")
     for runtime in settings.space.runtimes if settings.after else ():
         content = Candidate("float", runtime=runtime).content(base, settings)
         stages = [*content["stages"], *after_stages(settings)]
@@ -129,20 +119,13 @@ class CandidateEvaluator:
     def from_pipeline(
         cls, base: PipelineConfig, settings: AutoSettings, out: Path, options: RunOptions
     ) -> Self:
-        """Run a pipeline's own stages, and measure the float model that they make.
-
-        Raises:
-            PipelineInvalid: the pipeline has stages that the search itself adds, or no data.
-            StageFailed: they make no eager model, or the machine is too busy to measure it.
-            Unavailable: a runtime is not installed.
-        """
+        """Run a pipeline's own stages, and measure the float model that they make."""
         refuse_unfit_pipeline(base, settings)
-        whole = Candidate("float")
+        whole, last = Candidate("float"), last_stage(base)
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)
         _, _, context = measuring_context(pipeline, out / "work", options.progress)
-        last = last_stage(base)
-        model = Artifact.from_directory(out / CANDIDATES / whole.name / "artifacts" / last)
+        model = Artifact.from_directory(whole.artifacts(out) / last)
         if not isinstance(model, EagerModel):
             raise StageFailed(f"{last!r} is a {model.kind!r} artifact, expected an eager model")
         context = replace(context, artifacts={"source": model})
@@ -170,11 +153,7 @@ class CandidateEvaluator:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def evaluate(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
-        """Build, export and measure a candidate by an ordinary run, which the store remembers.
-
-        Raises:
-            StageFailed: it cannot be built, or the machine is too busy to measure it.
-        """
+        """Build, export and measure a candidate by an ordinary run, which the store remembers."""
         report = _run(candidate, self.base, self.settings, self.out, self.options)
         with self._opened(candidate) as predict:
             drop = self.decided_on.drop_points(predict)
@@ -227,35 +206,23 @@ class CandidateEvaluator:
         return median_ms, upper_ms, median_ms * after.p95 / after.p50
 
     def measure_latency_ms(self, file: Opener) -> float:
-        """Measure the median latency of a file in turn with the float ONNX file.
-
-        Raises:
-            StageFailed: the machine is too busy.
-        """
-        compared = self._compared_with_float(file)
-        return self.base_ms / compared.speedup
+        """Measure the median latency of a file in turn with the float ONNX file."""
+        speedup = self._compared_with_float(file).speedup  # it sets `base_ms`
+        return self.base_ms / speedup
 
     def layer_sensitivity(self, whole: CheckedModel, deadline: float) -> LayerSensitivity:
         """Measure what quantizing each layer alone loses; what is known already is read.
 
         The file of the whole quantized model is taken with all other layers put back to float, so
         that no model is quantized or exported for it. Losses are scaled such that their sum is that
-        of the whole model.
-
-        Args:
-            whole: the model with all layers quantized, in any runtime.
-            deadline: on the clock of :func:`time.monotonic`; layers that were not measured by then
-                are left out.
-
-        Raises:
-            StageFailed: its ONNX file has other layers than the model.
+        of the whole model. Layers that are not measured by `deadline`, on the clock of
+        :func:`time.monotonic`, are left out.
         """
-        state_file, digest = self.out / LAYERS_FILE, self.model.digest
+        state_file, digest = self.out / "layers.json", self.model.digest
         known = read_state(state_file, digest, dict[str, float]) or {}
         model, format, context = self.model, whole.format, self.context
         artifact = self.artifact(Candidate(format))
-        file = artifact.payload_path
-        quantized = read(file, weights=True)
+        quantized = read(artifact.payload_path, weights=True)
         nodes, layers = weighted_layers(quantized), layers_of_module(model.load(), model.signature)
         if len(nodes) != len(layers):
             raise StageFailed(f"the file has {len(nodes)} layers with weights, not {len(layers)}")
@@ -265,8 +232,7 @@ class CandidateEvaluator:
             if (name := layers[number].name) is not None:
                 numbers[name] = (*numbers.get(name, ()), number)
         weights = {number: layers[number].weight.float().numpy() for number in integers}
-        half = replace(context, data=self.decided_on.data)
-        signature = model.signature
+        half, signature = replace(context, data=self.decided_on.data), model.signature
         meter = OutputErrorMeter(model.load(), signature, half, "outputs", LAYERS_COMPARED_ON)
         size = context.judged_batch_size(artifact)
         with TemporaryDirectory(prefix="compress-layers-") as folder:
@@ -289,7 +255,7 @@ class CandidateEvaluator:
         is_complete = len(losses) == len(numbers)
         scale = whole.loss / total if total and (is_complete or total > whole.loss) else 1.0
         return LayerSensitivity(
-            file,
+            artifact.payload_path,
             {name: numbers[name] for name in losses},
             {name: scale * loss for name, loss in losses.items()},
         )
@@ -308,15 +274,9 @@ class CandidateEvaluator:
         self.base_ms = self.base_ms or compared.before.p50
         return compared
 
-    def pruned_model(self, candidate: Candidate) -> EagerModel:
-        """Return a candidate that was built as it is once its blocks are removed."""
-        folder = self.out / CANDIDATES / candidate.name / "artifacts" / "prune_layers"
-        return EagerModel.from_directory(folder)
-
     def artifact(self, candidate: Candidate) -> Artifact:
         """Return the file of a candidate that was built."""
-        folder = self.out / CANDIDATES / candidate.name / "artifacts" / candidate.export
-        return Artifact.from_directory(folder)
+        return Artifact.from_directory(candidate.artifacts(self.out) / candidate.export)
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Predictor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
@@ -14,6 +14,8 @@ from compress.pipelines.api import Pipeline
 from compress.pipelines.config.auto_settings import Format, Runtime
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pruning.pruning_stage import Finetune
@@ -31,7 +33,6 @@ QUANTIZING: dict[Format, dict[str, Any]] = {
     "weights_8": {"stage": "quantize_weights", "bits": 8, "group_size": 16},
     "weights_4": {"stage": "quantize_weights", "bits": 4, "group_size": 16},
 }
-"""Format → its stage."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class Candidate:
         trained = f"-{self.trained}-epochs" if self.trained else ""
         return f"{kind}-{digest[:8]}{trained}"
 
+    def artifacts(self, out: Path) -> Path:
+        """Return the folder of its stages' artifacts in the results' folder."""
+        return out / CANDIDATES / self.name / "artifacts"
+
     def settings(self) -> dict[str, Any]:
         """Return what is chosen, as `front.json` and the log have it."""
         return {**asdict(self), "widths": dict(self.widths)}
@@ -88,15 +93,10 @@ class Candidate:
             made.append(removal | ({"calibration_samples": samples} if samples else {}))
         space = settings.without_blocks(self.removed_blocks).space
         if self.widths and space.widths is not None:
-            kept = space.widths.model_dump(
-                mode="json",
-                exclude_defaults=True,
-                exclude={"values", "round_to", "importance"},
-            )
-            importance = space.widths.importance
-            widths = dict(self.widths)
-            stage = {"stage": "prune_channels", "widths": widths, "importance": importance, **kept}
-            made.append(stage)
+            own = {"values", "round_to", "importance"}
+            kept = space.widths.model_dump(mode="json", exclude_defaults=True, exclude=own)
+            chosen = {"widths": dict(self.widths), "importance": space.widths.importance}
+            made.append({"stage": "prune_channels", **chosen, **kept})
         if self.trained and space.recovery is not None:
             made += _training_stages(space.recovery, self.trained, last_stage(base))
         if self.format != "float":
@@ -118,19 +118,15 @@ class Candidate:
 
 
 class CheckedModel(Settings):
-    """A candidate that was built, exported and measured."""
+    """A candidate that was built, exported and measured; its choice is as in `Candidate`."""
 
     name: str
     format: Format
     runtime: Runtime = "onnx"
     widths: dict[str, int]
-    """Group of coupled channels → how many stay, of groups that lose some."""
     float_layers: tuple[str, ...] = ()
-    """Layers that are left in float, in a quantized format."""
     removed_blocks: tuple[str, ...] = ()
-    """Names of the blocks that are removed."""
     trained: int = 0
-    """Epochs that it was trained for after it was cut."""
     predicted_ms: float | None
     """Median time of a call by the latency model, before it was measured."""
     latency_ms: float
@@ -175,14 +171,8 @@ class CheckedModel(Settings):
     @property
     def candidate(self) -> Candidate:
         """The choice itself."""
-        return Candidate(
-            format=self.format,
-            widths=tuple(sorted(self.widths.items())),
-            float_layers=self.float_layers,
-            trained=self.trained,
-            runtime=self.runtime,
-            removed_blocks=self.removed_blocks,
-        )
+        chosen: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(Candidate)}
+        return Candidate(**chosen | {"widths": tuple(sorted(self.widths.items()))})
 
 
 def after_stages(settings: AutoSettings) -> list[dict[str, Any]]:

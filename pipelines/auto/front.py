@@ -23,8 +23,8 @@ from compress.pipelines.auto.candidates import (
     last_stage,
 )
 from compress.pipelines.config.auto_settings import AutoLimits, LatencyLimit
-from compress.pipelines.config.relative_paths import relocated
-from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
+from compress.pipelines.config.pipeline import relocated
+from compress.pipelines.reporting.svg_plots import Point, scatter_plot
 from compress.pipelines.system import yaml_core
 from compress.pipelines.system.templates import render_template
 
@@ -48,12 +48,8 @@ PREDICTED_WITHIN = 1.1
 
 
 def missed_limits(limits: AutoLimits, model: CheckedModel, but: str = "") -> tuple[str, ...]:
-    """Return the limits that a model misses, of `max_drop`, `latency`, `size`, `memory`, but one.
-
-    One whose figure could not be measured is missed.
-    """
-    drops = (model.drop, model.confirmed_drop or 0.0)
-    lost = max(drop or 0.0 for drop in drops)
+    """Return the limits that a model misses or has no figure for, without `but`."""
+    lost = max(model.drop or 0.0, model.confirmed_drop or 0.0)
     is_lost = model.drop is None or (limits.max_drop is not None and lost > limits.max_drop)
     missed = ["max_drop"] if is_lost else []
     missed += [name for name, share in shares_of_limits(limits, model).items() if share > 1]
@@ -114,18 +110,16 @@ class Front(Settings):
         """Return the models that no other one beats in latency, drop and size."""
 
         def figures(model: CheckedModel) -> tuple[float, float, float]:
-            drop = float("inf") if model.drop is None else model.drop
+            drop = math.inf if model.drop is None else model.drop
             return model.latency_ms, drop, model.bytes
 
-        def beaten(model: CheckedModel) -> bool:
-            own = figures(model)
-            return any(
-                figures(other) != own
-                and all(a <= b for a, b in zip(figures(other), own, strict=True))
-                for other in models
-            )
-
-        return sorted((m for m in models if not beaten(m)), key=lambda model: model.latency_ms)
+        known = {figures(model) for model in models}
+        unbeaten = {
+            own
+            for own in known
+            if not any(o != own and all(a <= b for a, b in zip(o, own, strict=True)) for o in known)
+        }
+        return sorted((m for m in models if figures(m) in unbeaten), key=lambda m: m.latency_ms)
 
     @staticmethod
     def line(model: CheckedModel, limits: AutoLimits | None = None) -> str:
@@ -140,9 +134,9 @@ class Front(Settings):
         predicted = f" (predicted {model.predicted_ms:.3g})" if is_beside else ""
         size = f"{model.bytes / 1e6:.3g} MB"
         if limits is not None and limits.latency is not None and limits.latency.p95_ms is not None:
-            predicted += f", p95 {_figure(model.p95_ms)} ms"
+            predicted += f", p95 {_text(model.p95_ms, 'unknown')} ms"
         if limits is not None and limits.memory is not None:
-            size += f", {_figure(model.peak_mebibytes)} MiB of memory"
+            size += f", {_text(model.peak_mebibytes, 'unknown')} MiB of memory"
         kind = model.format if model.runtime == "onnx" else f"{model.format} in {model.runtime}"
         return f"{kind}{cut}{trained}: {model.latency}{predicted}, {size}, {drop}"
 
@@ -156,8 +150,8 @@ class Front(Settings):
         write_sealed(out / FRONT_FILE, self)
 
 
-def _figure(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3g}"
+def _text(value: float | None, unknown: str = "") -> str:
+    return unknown if value is None else f"{value:.3g}"
 
 
 def front_table(front: Front) -> Table:
@@ -172,8 +166,7 @@ def front_table(front: Front) -> Table:
     for name in cells[0] if cells else ():
         rows.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
     for number, own in enumerate(cells, 1):
-        mark = " *" if own["model"] == front.best else ""
-        rows.add_row(f"{number}{mark}", *own.values())
+        rows.add_row(f"{number}{' *' * (own['model'] == front.best)}", *own.values())
     return rows
 
 
@@ -201,10 +194,6 @@ def cells_of(front: Front, model: CheckedModel) -> dict[str, str]:
     }
 
 
-def _text(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
 def lines_below(front: Front, out: Path) -> Iterator[str]:
     """Yield what was found, and where it is."""
     if front.best is not None:
@@ -220,37 +209,51 @@ def lines_below(front: Front, out: Path) -> Iterator[str]:
     yield f"page: {out / FRONT_PAGE}; figures: {out / FRONT_FILE}; pipelines: {out / POINTS_FOLDER}"
 
 
+def nothing_found(front: Front) -> str:
+    """Say what comes nearest to the limits, and what would help."""
+    limits = front.limits
+
+    def distance(model: CheckedModel) -> tuple[float, float]:
+        return max(shares_of_limits(limits, model).values(), default=0.0), model.latency_ms
+
+    if front.is_infeasible:
+        nearest = min(front.checked, key=distance)
+        missed = missed_limits(limits, nearest, but="max_drop")
+        return (
+            f"no model can be within {limits.described}: the nearest is "
+            f"{front.line(nearest, limits)}; allow more {' and '.join(missed)}"
+        )
+    kept = [
+        model
+        for model in front.checked
+        if model.drop is not None and (limits.max_drop is None or model.drop <= limits.max_drop)
+    ]
+    if not kept:
+        return (
+            f"no model keeps the metric within {limits.max_drop:g} points, not even the float one; "
+            "allow more"
+        )
+    nearest = min(kept, key=distance)
+    missed = missed_limits(limits, nearest)
+    confirmed = ""
+    if "max_drop" in missed:
+        confirmed = f", and {nearest.confirmed_drop:.3g} points on samples not decided by"
+    wanted = f"more {' and '.join(missed)}" if missed else "more"
+    return (
+        f"no model within {limits.described} was found and confirmed; the nearest is "
+        f"{front.line(nearest, limits)}{confirmed}; allow {wanted}, or more --time"
+    )
+
+
 def front_page(front: Front) -> str:
     """Render the page: what was found, a plot of drop against latency, and all figures."""
-    known = front.by_name
-    return render_template(
-        "front.html.jinja",
-        front=front,
-        known=known,
-        best=None if front.best is None else known[front.best],
-        compared=_compared_with_float(front),
-        plot=_plot(front),
-        shares=lambda model: ", ".join(
-            f"{100 * share:.0f} % of {name}" if share < 2 else f"{share:.3g} times the {name}"
-            for name, share in shares_of_limits(front.limits, model).items()
-        ),
-        cells_of=cells_of,
-    )
-
-
-def _compared_with_float(front: Front) -> str:
-    """Say how much faster and smaller the best model is than the float one."""
-    known = front.by_name
-    if front.best is None or FLOAT_WHOLE not in known or front.best == FLOAT_WHOLE:
-        return ""
-    best, whole = known[front.best], known[FLOAT_WHOLE]
-    return (
-        f"The float ONNX file takes {front.base_ms / best.latency_ms:.3g} times as long, and "
-        f"{whole.bytes / best.bytes:.3g} times as many bytes."
-    )
-
-
-def _plot(front: Front) -> Plot | None:
+    known, compared = front.by_name, ""
+    best, whole = known.get(front.best or ""), known.get(FLOAT_WHOLE)
+    if best is not None and whole is not None and best is not whole:
+        compared = (
+            f"The float ONNX file takes {front.base_ms / best.latency_ms:.3g} times as long, and "
+            f"{whole.bytes / best.bytes:.3g} times as many bytes."
+        )
     models = [model for model in front.checked if model.drop is not None]
     numbers = {name: str(number) for number, name in enumerate(front.points, 1)}
     points = [
@@ -263,14 +266,25 @@ def _plot(front: Front) -> Plot | None:
         )
         for model in models
     ]
-    if not points:
-        return None
-    return scatter_plot(
+    plot = points and scatter_plot(
         points,
         {i for i, model in enumerate(models) if model.name in front.points},
         title="Drop of the metric against latency",
         names=("predicted ms a call" if front.predicted_for else "ms a call", "drop, in points"),
         shown="{:g}".format,
+    )
+    return render_template(
+        "front.html.jinja",
+        front=front,
+        known=known,
+        best=best,
+        compared=compared,
+        plot=plot,
+        shares=lambda model: ", ".join(
+            f"{100 * share:.0f} % of {name}" if share < 2 else f"{share:.3g} times the {name}"
+            for name, share in shares_of_limits(front.limits, model).items()
+        ),
+        cells_of=cells_of,
     )
 
 
@@ -322,12 +336,9 @@ def write_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel
 
 
 def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> bool:
-    """Run a point's pipeline, except for what the search has made; return whether it passed.
-
-    That of a point whose latency is predicted is for the machine that it is predicted for.
-    """
+    """Run a point's pipeline, except for what the search has made; return whether it passed."""
     if evaluator.tables is not None:
-        return True
+        return True  # it is for the machine that its latency is predicted for
     folder = evaluator.out / folder_of(front, model.name)
     pipeline = Pipeline.model_validate(_content(evaluator, model))
     # The search's store names the files that user code reads relative to that file.
@@ -352,27 +363,14 @@ def _content(evaluator: CandidateEvaluator, model: CheckedModel) -> dict[str, An
     base, settings = evaluator.base, evaluator.settings
     content = model.candidate.content(base, settings)
     *before, export = content["stages"]
-    gates = _gates(evaluator, model)
-    if any(gate.get("against") == FLOAT_EXPORT for gate in gates):
-        last = before[-1].get("name", before[-1]["stage"]) if before else "source"
-        before.append({"name": FLOAT_EXPORT, "stage": "export_onnx", "input": last_stage(base)})
-        export = {**export, "input": last}
-    if gates:
-        export = {**export, "gates": gates}
-    return {**content, "stages": [*before, export, *after_stages(settings)]}
-
-
-def _gates(evaluator: CandidateEvaluator, model: CheckedModel) -> list[dict[str, Any]]:
-    """Return the gates that evaluator a point by the limits."""
-    limits, batch = evaluator.settings.limits, evaluator.batch
+    limits, batch = settings.limits, evaluator.batch
     latency = limits.latency or LatencyLimit.model_construct()
     p50_ms, p95_ms = latency.p50_ms, latency.p95_ms
     if p50_ms is None and evaluator.tables is not None:
         p50_ms = PREDICTED_WITHIN * model.latency_ms
     gates: list[dict[str, Any]] = []
     if limits.max_drop is not None:
-        against = last_stage(evaluator.base)
-        gates.append({"gate": "max_drop", "against": against, "points": limits.max_drop})
+        gates.append({"gate": "max_drop", "against": last_stage(base), "points": limits.max_drop})
     if limits.size is not None:
         gates.append({"gate": "max_file_size", "mebibytes": limits.size / 2**20})
     if limits.memory is not None:
@@ -384,4 +382,9 @@ def _gates(evaluator: CandidateEvaluator, model: CheckedModel) -> list[dict[str,
         ratio = float(f"{evaluator.base_ms / p50_ms:.4g}")
         speedup = {"gate": "min_speedup", "ratio": ratio, "batch": batch, "against": FLOAT_EXPORT}
         gates.append(speedup)
-    return gates
+        last = before[-1].get("name", before[-1]["stage"]) if before else "source"
+        before.append({"name": FLOAT_EXPORT, "stage": "export_onnx", "input": last_stage(base)})
+        export = {**export, "input": last}
+    if gates:
+        export = {**export, "gates": gates}
+    return {**content, "stages": [*before, export, *after_stages(settings)]}

@@ -14,7 +14,7 @@ from compress.common.errors import GateRefused, PipelineInvalid
 from compress.core.progress import show_bars
 from compress.core.validation_errors import dotted, explain
 from compress.pipelines.auto.candidates import CANDIDATES
-from compress.pipelines.auto.command import nothing_found
+from compress.pipelines.auto.front import nothing_found
 from compress.pipelines.auto.search import search
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig

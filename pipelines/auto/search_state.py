@@ -15,7 +15,7 @@ from compress.common.errors import StageFailed
 from compress.common.sealed_json import read_state, write_state
 from compress.export.latency.kernels import TABLES, KernelTable
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
-from compress.pipelines.auto.cost_models.latency_models import (
+from compress.pipelines.auto.cost_models import (
     DeeperModels,
     FormatModel,
     WholeModels,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
-    from compress.pipelines.auto.cost_models.latency_models import LayerSensitivity
+    from compress.pipelines.auto.cost_models import LayerSensitivity
     from compress.pipelines.config.auto_settings import Format, Runtime
     from compress.pipelines.system.jsonl_log import EventListener, EventName
     from compress.pruning.latency.solver import Programme
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     Programmes = Mapping[tuple[str, ...], Programme]
     """Removed blocks → the widths to choose without them."""
 
-WHOLE_MODELS_FILE = "whole_models.json"
-"""In the results' folder: models that latencies are fitted to."""
 FLOAT_LAYERS_SHARE = 0.15
 """Share of the search's time for the layers of one format that may stay in float."""
 
@@ -94,11 +92,8 @@ class BlockVariant:
     ) -> LossIncreases:
         """Measure what each single cut loses beyond the blocks; what is known already is read.
 
-        Args:
-            evaluator: the model before the search, and its data.
-            deadline: on the clock of :func:`time.monotonic`.
-            deeper: what cuts lose in the model with all blocks, as is assumed of a group until one
-                of its widths is measured.
+        Until one of a group's widths is measured, `deeper` is assumed: what cuts lose in the model
+        with all blocks.
         """
         removed = len(self.removed_blocks)
         # The names and keys of earlier versions, whose searches go on.
@@ -133,7 +128,6 @@ class SearchState:
     not_searched: list[str] = field(default_factory=list)
     """What is left out, and why."""
     emit: EventListener = lambda event: None
-    """Receives the events."""
 
     def __post_init__(self) -> None:
         self.settings, self.out = self.evaluator.settings, self.evaluator.out
@@ -213,14 +207,10 @@ class SearchState:
     def asked_ms(self) -> float | None:
         """The median latency that keeps to the limits; None without any of latency."""
         limit = self.settings.limits.latency or LatencyLimit.model_construct()
-        asked = list[float]()
-        models = self.offered()
-        for most, figures in (
-            (limit.p50_ms, [m.surely_ms for m in models]),
-            (limit.p95_ms, [m.p95_ms for m in models]),
-        ):
-            pairs = zip(figures, models, strict=True)
-            ratios = [figure / m.latency_ms for figure, m in pairs if figure is not None]
+        asked, models = list[float](), self.offered()
+        for most, figure in ((limit.p50_ms, "surely_ms"), (limit.p95_ms, "p95_ms")):
+            figures = [(getattr(m, figure), m.latency_ms) for m in models]
+            ratios = [value / median_ms for value, median_ms in figures if value is not None]
             if most is not None:
                 asked.append(most / (median(ratios) if ratios else 1.0))
         return min(asked, default=None)
@@ -240,12 +230,11 @@ class SearchState:
             most_bytes = self._most_bytes(format, runtime)
             if most_bytes is not None:
                 limits.append(Limit(model.bytes, most_bytes))
-            same = (c for c in known if (c.format, c.runtime) == (format, runtime))
-            choices = map(model.choice_of, same)
-            mixed = programmes[removed_blocks].extended(
-                model.layers.grid, model.layers.loss_increase
-            )
-            choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
+            same = [c for c in known if (c.format, c.runtime) == (format, runtime)]
+            tried = [choice for c in same if (choice := model.choice_of(c)) is not None]
+            layers = model.layers
+            mixed = programmes[removed_blocks].extended(layers.grid, layers.loss_increase)
+            choice = mixed.solve(limits, tried)
             if choice is None:
                 continue
             loss = mixed.total_loss_increase(choice) + model.loss_increase
@@ -274,15 +263,13 @@ class SearchState:
     def measure_kernels(self, variant: BlockVariant, deadline: float | None = None) -> None:
         """Measure kernels over the grid of widths, in each format and runtime.
 
-        Without a deadline, on the clock of :func:`time.monotonic`, or without some blocks, no layer
-        is left in float.
+        Without a deadline, or without some blocks, no layer is left in float.
         """
         evaluator, removed_blocks = self.evaluator, variant.removed_blocks
         table = KernelTable(self.out / TABLES, machine(), evaluator.context.threads)
         # Relative to that of the float file, which is measured once.
         key = f"{evaluator.conditions} {evaluator.base_ms!r}"
-        file = self.out / WHOLE_MODELS_FILE
-        fitted = None if removed_blocks else WholeModels.read(file, key)
+        fitted = None if removed_blocks else WholeModels.read(self.out / "whole_models.json", key)
         for format in self.settings.space.formats:
             same = [m for m in self.whole_models(removed_blocks) if m.format == format]
             # ONNX Runtime first, whose file those with layers in float are made from.
@@ -301,6 +288,7 @@ class SearchState:
                     built = evaluator.tables.format_models(format, [*whole])
                 else:
                     known = {r: m for r in whole if (m := self.models.get((format, r, ())))}
+                    deeper = DeeperModels(known, variant.names_before) if removed_blocks else None
                     built = build_format_models(
                         format,
                         [*whole],
@@ -312,18 +300,14 @@ class SearchState:
                         measure_ms=evaluator.measure_latency_ms,
                         layers=layers,
                         deadline=until,
-                        deeper=DeeperModels(known, variant.names_before)
-                        if removed_blocks
-                        else None,
+                        deeper=deeper,
                         whole_models=fitted,
                     )
             except StageFailed as error:  # the other formats may do
                 self._leave_out(f"{format} is not cut: {error}")
                 continue
-            if layers is not None and built[0].layers.unsuitable:
-                self._leave_out(
-                    f"no layer of {format} is left in float: {built[0].layers.unsuitable}"
-                )
+            if layers is not None and (why := built[0].layers.unsuitable):
+                self._leave_out(f"no layer of {format} is left in float: {why}")
             for model in built:
                 own_loss = whole[model.runtime].loss
                 model.loss_increase = own_loss - model.layers.total_loss_increase
@@ -349,21 +333,16 @@ class SearchState:
 
     def _correct(self, checked: CheckedModel) -> None:
         """Take a measured latency into account in the model of its format, runtime and blocks."""
-        model = self.models.get((checked.format, checked.runtime, checked.removed_blocks))
+        format, runtime = checked.format, checked.runtime
+        model = self.models.get((format, runtime, checked.removed_blocks))
         choice = None if model is None else model.choice_of(checked.candidate)
         if model is not None and choice is not None:
-            uncorrected_ms = model.latency_ms(choice)
-            model.correct(uncorrected_ms, checked.latency_ms)
-            fields = {
-                "candidate": checked.name,
-                "format": checked.format,
-                "runtime": checked.runtime,
-                "uncorrected_ms": uncorrected_ms,
-                "measured_ms": checked.latency_ms,
-                "factor": model.correction,
-            }
-            where = f"latency of {checked.format} in {checked.runtime}"
-            self._log("model_corrected", f"{where}: corrected by {model.correction:.3g}", fields)
+            fields = {"candidate": checked.name, "format": format, "runtime": runtime}
+            uncorrected_ms, measured_ms = model.latency_ms(choice), checked.latency_ms
+            model.correct(uncorrected_ms, measured_ms)
+            figures = {"uncorrected_ms": uncorrected_ms, "measured_ms": measured_ms}
+            line = f"latency of {format} in {runtime}: corrected by {model.correction:.3g}"
+            self._log("model_corrected", line, fields | figures | {"factor": model.correction})
 
     def _log(self, event: EventName, line: str, fields: dict[str, Any]) -> None:
         self.emit(RunEvent(event, None, line, fields, is_announced=False))

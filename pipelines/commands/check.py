@@ -28,7 +28,7 @@ def check_pipeline(file: Path, models: bool) -> CheckResult:
     plan = build_plan(pipeline)
     signature, summary, warnings = None, "", plan.warnings
     if models:
-        from compress.pipelines.runner.remembered import checked_model
+        from compress.pipelines.runner.inputs import checked_model
 
         found = checked_model(pipeline)
         signature, summary = found.signature.model_dump(mode="json"), found.summary

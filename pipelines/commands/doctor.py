@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, distributions, metadata
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 INSTALL_OF_EXTRA = {"timm": TIMM.install}
 """How to install an extra, where the extra itself would install more than is good."""
-VERSION_OPTION_OF_PROGRAM = {JAVA: "-version", COMPILER: "--version"}
 PROGRAM_TIMEOUT_S = 10
 
 
@@ -42,7 +41,6 @@ class Findings(Settings):
     programs: dict[str, str | None]
     """Version line by program name; None where it was not found."""
     cuda: tuple[str, ...]
-    """CUDA devices that PyTorch sees."""
     broken: dict[str, str]
     """Optional libraries that are installed and cannot be imported: the error, and what to do."""
     stages: dict[str, tuple[str, ...]]
@@ -80,8 +78,7 @@ def examine() -> Findings:
         required = [key for key, field in stage.model_fields.items() if field.is_required()]
         unset: dict[str, Any] = dict.fromkeys(required)
         # Not validated: what must be set has no value here.
-        needs = stage.model_construct(**unset).all_requirements()
-        missing[name] = _lacking(needs)
+        missing[name] = _lacking(stage.model_construct(**unset).all_requirements())
     for name, gate in gate_classes().items():
         if needs := gate.model_construct(gate=name).requirements:
             missing[f"gate {name}"] = _lacking(needs)
@@ -109,8 +106,8 @@ def examine() -> Findings:
             "system": platform.platform(),
         },
         programs={
-            p.what: _version_of_program(p, option)
-            for p, option in VERSION_OPTION_OF_PROGRAM.items()
+            program.what: _version_of_program(program, option)
+            for program, option in ((JAVA, "-version"), (COMPILER, "--version"))
         },
         cuda=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
         broken=broken,
@@ -123,22 +120,15 @@ def _lacking(needs: Iterable[Requirement]) -> tuple[str, ...]:
 
 
 def _extras() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each optional extra with its packages that are not installed."""
     try:
         own = metadata(DISTRIBUTION)
     except PackageNotFoundError:  # a source tree on the path
         return
     needed = own.get_all("Requires-Dist") or []
     for extra in own.get_all("Provides-Extra") or []:
-        lacking: dict[str, None] = {}
-        for need in needed:
-            if re.search(rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]", need):
-                package = re.split(r"[^\w.-]", need, maxsplit=1)[0]
-                try:
-                    version(package)
-                except PackageNotFoundError:
-                    lacking[package] = None
-        yield extra, tuple(lacking)
+        of_extra = re.compile(rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]")
+        packages = [re.split(r"[^\w.-]", n, maxsplit=1)[0] for n in needed if of_extra.search(n)]
+        yield extra, tuple(p for p in dict.fromkeys(packages) if not any(distributions(name=p)))
 
 
 def _version_of_program(program: Requirement, option: str) -> str | None:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.progress import silent
-from compress.export.latency.served_latency import LatencyModel
-from compress.pipelines.commands.model_to_prune import model_to_prune
+from compress.export.latency.kernels import TABLES, KernelTable, kernels_of
+from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
+from compress.export.latency.served_latency import (
+    KernelCost,
+    LatencyModel,
+    graph_to_serve,
+    measure_files,
+)
+from compress.export.onnx.proto_io import write
+from compress.pipelines.commands.sensitivity import model_to_prune
 from compress.pipelines.system.machine_info import machine
+from compress.pruning.latency.widths import WidthVariants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from rich.table import Table
 
     from compress.core.progress import Progress
     from compress.export.latency.kernels import Kernel
@@ -84,10 +94,7 @@ class PredictedLatency(Settings):
 
 
 def measure_and_write(
-    pipeline: PipelineConfig,
-    out: Path,
-    batch: int = 1,
-    progress: Progress = silent,
+    pipeline: PipelineConfig, out: Path, batch: int = 1, progress: Progress = silent
 ) -> PredictedLatency:
     """Measure a model's kernels, predict the latency of variants, and measure these.
 
@@ -95,17 +102,6 @@ def measure_and_write(
     stage. Variants have random widths; their files are made from few exports. `latency.json` goes
     to the results' directory, and measured kernels to its store.
     """
-    from compress.export.latency.kernels import TABLES, KernelTable, kernels_of
-    from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-    from compress.export.latency.served_latency import (
-        KernelCost,
-        LatencyModel,
-        graph_to_serve,
-        measure_files,
-    )
-    from compress.export.onnx.proto_io import write
-    from compress.pruning.latency.widths import WidthVariants
-
     with (
         model_to_prune(pipeline, out, progress) as (source, stage, context),
         TemporaryDirectory(prefix="compress-latency-") as name,
@@ -116,11 +112,8 @@ def measure_and_write(
         progress("latency", 0, 1, "export")
         built = variants.build_some(MOST_EXPORTS, folder)
         model = ResizableModel.fit((own, graph_to_serve(one, "latency")) for own, one in built)
-        inputs = context.measured_batches(source.signature, batch)
-        arrays = {
-            spec.name: tensor.numpy()
-            for spec, tensor in zip(source.signature.inputs, inputs[0], strict=True)
-        }
+        specs, inputs = source.signature.inputs, context.measured_batches(source.signature, batch)
+        arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
         kernel_table = KernelTable(out / TABLES, machine(), context.threads)
         widths = [variants.whole, *variants.draw(FITTED_VARIANTS + TESTED_VARIANTS - 1, round_to)]
         files: list[Path] = []
@@ -139,17 +132,15 @@ def measure_and_write(
     costs = [KernelCost.of_kernels(own, kernel_table) for own in kernels]
     # The whole model and the seven after it; widths are random, so these are like the others.
     fitted = LatencyModel.fit(costs[:FITTED_VARIANTS], measured[:FITTED_VARIANTS])
-    by_key: dict[str, list[Kernel]] = {}
-    for kernel in kernels[0]:
-        by_key.setdefault(kernel.key, []).append(kernel)
+    by_key, calls = {k.key: k for k in kernels[0]}, Counter(k.key for k in kernels[0])
     shares = [
         KernelShare(
-            operator=same[0].operator,
-            sizes=same[0].sizes,
-            calls=len(same),
-            ms=1e3 * kernel_table.seconds(same[0]) * len(same),
+            operator=kernel.operator,
+            sizes=kernel.sizes,
+            calls=calls[key],
+            ms=1e3 * kernel_table.seconds(kernel) * calls[key],
         )
-        for same in by_key.values()
+        for key, kernel in by_key.items()
     ]
     found = PredictedLatency(
         machine=kernel_table.setup,
@@ -175,8 +166,6 @@ def measure_and_write(
 
 def table(found: PredictedLatency) -> Table:
     """Build a table of the kernels that take longest."""
-    from rich.table import Table
-
     total = sum(kernel.ms for kernel in found.kernels)
     rows = Table(title=f"kernels of the whole model, each alone, batch {found.batch}")
     rows.add_column("operator")

@@ -1,28 +1,81 @@
-"""`compress sensitivity`: accuracy loss by channel family and ratio, as a table and a page."""
+"""`compress sensitivity`: accuracy loss by channel family and ratio, as a table and a page.
+
+Also the model that this analysis, and that of `compress latency`, are of.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.artifacts.eager_model import EagerModel
 from compress.common.atomic_files import write_atomically
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.progress import silent
-from compress.pipelines.commands.model_to_prune import model_to_prune
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.runner.inputs import import_source, measuring_context
+from compress.pipelines.runner.run import preview_state
+from compress.pipelines.system.temp_files import temporary_files
 from compress.pipelines.system.templates import render_template
+from compress.pipelines.terminal.console import current_mode, print_result, show_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from rich.table import Table
 
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
     from compress.core.progress import Progress
-    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pruning.prune_channels import PruneChannels
     from compress.pruning.sensitivity_analysis import Sensitivity
 
 SENSITIVITY_PAGE = "sensitivity.html"
 PLOT_WIDTH, PLOT_HEIGHT, PLOT_MARGIN = 880, 420, 56
 """Size of the plot, in view-box units."""
+
+
+@contextmanager
+def model_to_prune(
+    pipeline: PipelineConfig, out: Path, progress: Progress
+) -> Iterator[tuple[EagerModel, PruneChannels | None, Context]]:
+    """Provide the input of the first `prune_channels`, that stage, and a context to measure in.
+
+    Without such a stage it is the imported model, and None. Earlier models are in the results'
+    directory `out`.
+    """
+    plan, pipeline, context = measuring_context(pipeline, out / "variants", progress)
+    planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
+    name = planned.input if planned else SOURCE
+    with temporary_files(), tempfile.TemporaryDirectory() as folder:
+        model: Artifact
+        if planned is None or name == SOURCE:
+            model = import_source(pipeline, Path(folder) / SOURCE)
+        else:
+            actions, state = preview_state(pipeline, out, RunOptions(until=name))
+            if name not in state.artifacts:
+                raise StageFailed(
+                    f"{planned.name} reads {name!r}, which is not made yet ({actions[name]}); "
+                    f"first: compress run {pipeline.file} --out {out} --until {name}"
+                )
+            model = state.artifacts[name]
+        if not isinstance(model, EagerModel):
+            raise StageFailed(f"{name!r} is a {model.kind!r} artifact, expected an eager model")
+        context = context.with_root(model.path.with_name("variants"))
+        yield model, planned.stage if planned else None, context  # type: ignore[misc]
+
+
+def show(analysis: Any, file: Path, out: Path | None, **options: Any) -> None:
+    """Call `measure_and_write` of an analysis, a module of this package, and print its result."""
+    pipeline = PipelineConfig.from_yaml(file)
+    directory = out or pipeline.default_out
+    with show_progress(quiet=current_mode().silent) as (progress, _):
+        found = analysis.measure_and_write(pipeline, directory, progress=progress, **options)
+    print_result(found, analysis.lines_below(found, directory), lambda _: analysis.table(found))
 
 
 def measure_and_write(
@@ -45,12 +98,7 @@ def measure_and_write(
         raise PipelineInvalid(f"--ratio {invalid[0]:g}: expected a fraction between 0 and 1")
     with model_to_prune(pipeline, out, progress) as (model, stage, context):
         found = measure_sensitivity(
-            model,
-            context,
-            stage,
-            ratios=sorted(set(ratios)),
-            samples=samples,
-            latency=latency,
+            model, context, stage, ratios=sorted(set(ratios)), samples=samples, latency=latency
         )
     write_page(out, pipeline.name, found)
     return found
@@ -96,13 +144,10 @@ def lines_below(found: Sensitivity, out: Path) -> Iterator[str]:
 
 def write_page(out: Path, name: str, found: Sensitivity) -> None:
     """Write sensitivity.html and sensitivity.json."""
-    words = _loss_label(found)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "sensitivity.json", found.model_dump_json(indent=1) + "\n")
-    page = render_template(
-        "sensitivity.html.jinja", name=name, found=found, loss=words, plot=plot(found)
-    )
-    write_atomically(out / SENSITIVITY_PAGE, page)
+    shown = {"name": name, "found": found, "loss": _loss_label(found), "plot": plot(found)}
+    write_atomically(out / SENSITIVITY_PAGE, render_template("sensitivity.html.jinja", **shown))
 
 
 def plot(found: Sensitivity) -> dict[str, Any]:
@@ -114,12 +159,8 @@ def plot(found: Sensitivity) -> dict[str, Any]:
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = PLOT_MARGIN + x / right * (PLOT_WIDTH - 3.5 * PLOT_MARGIN)
-        up = (
-            PLOT_HEIGHT
-            - PLOT_MARGIN
-            - (y - bottom) / (top - bottom) * (PLOT_HEIGHT - 2 * PLOT_MARGIN)
-        )
-        return round(across, 1), round(up, 1)
+        up = (y - bottom) / (top - bottom) * (PLOT_HEIGHT - 2 * PLOT_MARGIN)
+        return round(across, 1), round(PLOT_HEIGHT - PLOT_MARGIN - up, 1)
 
     lines = []
     for number, family in enumerate(found.families):
@@ -128,20 +169,13 @@ def plot(found: Sensitivity) -> dict[str, Any]:
     xs = [(place(right * i / 4, bottom)[0], f"{100 * right * i / 4:.1f}") for i in range(5)]
     steps = [bottom + (top - bottom) * i / 4 for i in range(5)]
     ys = [(place(0, value)[1], f"{value:.3g}") for value in steps]
-    return {
-        "width": PLOT_WIDTH,
-        "height": PLOT_HEIGHT,
-        "margin": PLOT_MARGIN,
-        "lines": lines,
-        "xs": xs,
-        "ys": ys,
-    }
+    sizes = {"width": PLOT_WIDTH, "height": PLOT_HEIGHT, "margin": PLOT_MARGIN}
+    return {**sizes, "lines": lines, "xs": xs, "ys": ys}
 
 
 def _loss_label(found: Sensitivity) -> str:
-    if found.judged_by == "metric":
-        return f"points of {found.metric} lost"
-    return "relative distance of the outputs"
+    by_metric = found.judged_by == "metric"
+    return f"points of {found.metric} lost" if by_metric else "relative distance of the outputs"
 
 
 def _loss(point: Any, found: Sensitivity) -> float:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from compress.data.splits import Splits
     from compress.serve.attestation import Attestation
-    from compress.serve.verify import Proof
 
 NO_REPLAY = (
     "not asked again, nor are the source's files hashed; --replay does both, and runs the code of "
@@ -84,7 +83,6 @@ class EnclosingRun:
     inputs: Mapping[str, str]
     """Stage → the stage whose artifact it read."""
     lock: Mapping[str, Any]
-    """`lock.json`."""
 
     @property
     def artifacts(self) -> dict[str, Artifact]:
@@ -97,11 +95,11 @@ class EnclosingRun:
 
     def refuse_damaged_ancestors(self) -> None:
         """Raise ArtifactInvalid if what the artifact was made from is here, and not as sealed."""
-        stage: str | None = self.name
+        stage, folder = self.name, self.folder / ARTIFACTS_FOLDER
         for _ in self.inputs:  # a report may say that stages read each other's results in a circle
-            stage = self.inputs.get(stage) if stage is not None else None
-            if stage is not None and (self.folder / ARTIFACTS_FOLDER / stage / MANIFEST).exists():
-                Artifact.read_manifest(self.folder / ARTIFACTS_FOLDER / stage)
+            stage = self.inputs.get(stage, "")
+            if stage and (folder / stage / MANIFEST).exists():
+                Artifact.read_manifest(folder / stage)
 
 
 def find_enclosing_run(path: Path) -> EnclosingRun | None:
@@ -198,10 +196,7 @@ def check_file_anchors(file: Path, sha256: str, given: VerifierInputs) -> Anchor
 
 
 def _read_attestation(anchors: Anchors, file: Path, key: Path | None) -> Attestation:
-    """Read the attestation that the user gives, and add it to the anchors' names.
-
-    One whose signature is not checked adds a line to `anchors.unproven`.
-    """
+    """Read the attestation that the user gives, and add what it is to the anchors."""
     found = read_attestation(file, key)
     signed = f"signed by key {found.signed_by[:16]}" if found.signed_by else "unsigned"
     if not found.signed_by:
@@ -263,14 +258,14 @@ def verify_command(
     sign_key: Path | None = None,
     replay: bool = False,
 ) -> Proof:
-    """Verify an artifact or archive; write the proof and an attestation if files are given.
+    """Verify an artifact or a bare archive, by what the user expects of it; write files if given.
 
     Args:
-        path: the artifact's directory, or a bare archive.
+        path: the artifact's directory, or an archive.
         given: hash, attestation and key from the user.
-        report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
-        attest: file to write an in-toto attestation of the proof to.
-        model_signature: file to write a signature to that OpenSSF's `model_signing` verifies.
+        report: file of the proof: a page where it ends in `.html`, text where in `.md`, else JSON.
+        attest: file of an in-toto attestation of the proof.
+        model_signature: file of a signature that OpenSSF's `model_signing` verifies.
         sign_key: private key that signs both.
         replay: whether the pipeline's code runs, to hash the model's sources and ask an archive for
             the validation split, and native code is started whose hash was not given.
@@ -307,9 +302,8 @@ def verify_command(
         proof = verify(path, sha256=given.sha256, evidence=around, trusted=replay)
     if (proof.digest, proof.sha256) != (artifact.digest if artifact else None, sha256):
         raise ArtifactInvalid(f"{path}: was changed while it was verified")
-    proof = proof.with_lines(*anchors.proven, anchors=tuple(anchors.names))
-    for line in anchors.unproven:
-        proof = proof.lacking(line)
+    unproven = (*proof.unproven, *anchors.unproven)
+    proof = proof.with_lines(*anchors.proven, anchors=tuple(anchors.names), unproven=unproven)
     subjects = subjects_of(artifact) if artifact else {path.name: proof.sha256}
     contents: dict[Path, bytes | str] = {}
     if attest is not None:
@@ -347,11 +341,9 @@ def load_evidence(path: Path, replay: bool) -> Evidence | None:
     With `replay` the pipeline file that `lock.json` names is loaded: its own code runs.
     """
     run = find_enclosing_run(path)
-    if (
-        run is None
-        or not run.lock
-        or not isinstance(Artifact.from_directory(path), TorchServeArchive)
-    ):
+    if run is None or not run.lock:
+        return None
+    if not isinstance(Artifact.from_directory(path), TorchServeArchive):
         return None
     artifacts = {artifact.digest: artifact for artifact in run.artifacts.values()}
     if not replay:

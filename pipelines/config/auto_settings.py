@@ -47,7 +47,6 @@ def _in_units(units: dict[str, float], example: str) -> BeforeValidator:
 
 
 def _with_unit(unit: str) -> PlainSerializer:
-    """Write a number with its unit, as it is read."""
     return PlainSerializer(lambda value: f"{value!r}{unit}", return_type=str)
 
 
@@ -186,11 +185,8 @@ class AutoSettings(Settings):
         if widths is None or not removed:
             return self
         include, exclude = (
-            tuple(name for name in names if name is not None)
-            for names in (
-                [name_without_blocks(pattern, removed) for pattern in patterns]
-                for patterns in (widths.include, widths.exclude)
-            )
+            tuple(name for p in patterns if (name := name_without_blocks(p, removed)) is not None)
+            for patterns in (widths.include, widths.exclude)
         )
         # Without a pattern all groups would be included, and here none is left.
         is_empty = widths.include and not include

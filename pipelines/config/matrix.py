@@ -45,14 +45,6 @@ class Branch(NamedTuple):
     """Index in the file and number of the combination, for each matrix of it and its ancestors."""
 
 
-class Combination(NamedTuple):
-    """One value for each setting of a matrix."""
-
-    values: dict[str, Any]
-    numbers: dict[str, int]
-    suffix: str
-
-
 def expand_matrices(source: Source) -> Source:
     """Replace each stage that has a matrix, and those that follow it, by their branches."""
     written = source.content.get("stages")
@@ -62,12 +54,9 @@ def expand_matrices(source: Source) -> Source:
         return source
     expansion = _Expansion(source)
     branches = [pair for i, stage in enumerate(written) for pair in expansion.branches(i, stage)]
-    return replace(
-        source,
-        content={**source.content, "stages": [stage for stage, _ in branches]},
-        origins=tuple(origin for _, origin in branches),
-        unexpanded=source.content,
-    )
+    contents, origins = zip(*branches, strict=True)
+    content = {**source.content, "stages": [*contents]}
+    return replace(source, content=content, origins=origins, unexpanded=source.content)
 
 
 def refuse_duplicate_branches(branches: Sequence[Stage[Any, Any]], source: Source) -> None:
@@ -87,14 +76,8 @@ def refuse_duplicate_branches(branches: Sequence[Stage[Any, Any]], source: Sourc
 def allow_matrix_(definition: dict[str, Any], name: str) -> None:
     """Add `matrix` to the JSON Schema of a stage, in place."""
     varied = [key for key in definition["properties"] if key not in FIXED]
-    lists = {
-        key: {
-            "type": "array",
-            "minItems": 1,
-            "items": {"$ref": f"#/$defs/{name}/properties/{key}"},
-        }
-        for key in varied
-    }
+    items = {key: {"$ref": f"#/$defs/{name}/properties/{key}"} for key in varied}
+    lists = {k: {"type": "array", "minItems": 1, "items": item} for k, item in items.items()}
     definition["properties"][MATRIX] = {
         "type": "object",
         "description": "Values of settings to try: each combination is a branch of its own.",
@@ -132,24 +115,21 @@ class _Expansion:
             every = (branch for branches in self.known.values() for branch in branches)
             choices = next((b.choices for b in every if b.name == name), frozenset())
             inputs = [Branch(name, "", choices)]
-        combinations = [Combination({}, {}, "")]
-        if MATRIX in stage:
-            combinations = list(self._combinations(index, stage))
+        combinations = list(self._combinations(index, stage)) if MATRIX in stage else [({}, "")]
         count = len(inputs) * len(combinations)
         if count > MOST_BRANCHES:
-            raise self._refusal(
-                ("stages", index),
-                f"has {count} branches, expected at most {MOST_BRANCHES}",
-            )
+            problem = f"has {count} branches, expected at most {MOST_BRANCHES}"
+            raise self._refusal(("stages", index), problem)
         branches: list[Branch] = []
-        for before, (number, combination) in product(inputs, enumerate(combinations)):
-            suffix = before.suffix + combination.suffix
-            chosen = {(index, number)} if combination.suffix else set()
-            branch = Branch(title + suffix, suffix, before.choices | chosen)
+        for before, (number, (chosen, label)) in product(inputs, enumerate(combinations)):
+            suffix = before.suffix + label
+            choices = before.choices | ({(index, number)} if label else set())
+            branch = Branch(title + suffix, suffix, choices)
             branches.append(branch)
             content = {key: value for key, value in stage.items() if key != MATRIX}
-            content |= combination.values | {"input": before.name}
-            yield self._renamed(index, content, branch), Origin(index, combination.numbers)
+            content |= {key: stage[MATRIX][key][i] for key, i in chosen.items()}
+            content["input"] = before.name
+            yield self._renamed(index, content, branch), Origin(index, chosen)
         self.known[title], self.previous = branches, title
 
     def _renamed(self, index: int, written: dict[str, Any], branch: Branch) -> dict[str, Any]:
@@ -181,7 +161,10 @@ class _Expansion:
             raise self._refusal(place, f"{name!r} is several branches; name one of {names}")
         return ancestors[0] if ancestors else name
 
-    def _combinations(self, index: int, stage: dict[str, Any]) -> Iterator[Combination]:
+    def _combinations(
+        self, index: int, stage: dict[str, Any]
+    ) -> Iterator[tuple[dict[str, int], str]]:
+        """Yield the number of one value for each setting, and what it adds to names."""
         place: Location = ("stages", index, MATRIX)
         matrix = stage[MATRIX]
         if not isinstance(matrix, dict) or not matrix:
@@ -190,13 +173,9 @@ class _Expansion:
             self._check(stage, key, values, (*place, key))
         labels = [_labels(values) for values in matrix.values()]
         for numbers in product(*(range(len(values)) for values in matrix.values())):
-            chosen = dict(zip(matrix, numbers, strict=True))
             parts = zip(matrix, labels, numbers, strict=True)
-            yield Combination(
-                {key: matrix[key][number] for key, number in chosen.items()},
-                chosen,
-                "".join(f"-{key}={label[number]}" for key, label, number in parts),
-            )
+            suffix = "".join(f"-{key}={label[number]}" for key, label, number in parts)
+            yield dict(zip(matrix, numbers, strict=True)), suffix
 
     def _check(self, stage: dict[str, Any], key: str, values: Any, place: Location) -> None:
         if key in FIXED:

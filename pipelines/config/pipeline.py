@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -204,12 +205,6 @@ class PipelineConfig(Settings):
         """The folder of the user's modules."""
         return (self.folder / self.code).resolve()
 
-    def with_metric(self, name: str) -> Self:
-        """Return the pipeline with this metric, unless the file names one."""
-        if self.metric is not None:
-            return self
-        return self.model_copy(update={"metric": MetricSpec(name=name)})
-
     def name_in_file(self, index: int) -> str:
         """Return the name that the file gives a stage; branches of one stage have the same."""
         return self._source.name_of(index) if self._source else self.stages[index].title
@@ -219,6 +214,21 @@ class PipelineConfig(Settings):
         if self._source is None:
             return dotted(location)
         return f"{self._source.place(location)}: {dotted(self._source.written(location))}"
+
+
+def relocated(content: dict[str, Any], folder: Path, to: Path) -> dict[str, Any]:
+    """Return a pipeline file's content with paths relative to another folder."""
+
+    def relative(path: str) -> str:
+        return os.path.relpath((folder / path).resolve(), to.resolve())
+
+    found = {**content, "code": relative(content.get("code", ".")), "model": {**content["model"]}}
+    for name in ("checkpoint", "huggingface", "file"):
+        if path := found["model"].get(name):
+            found["model"][name] = relative(path)
+    if depends := content.get("depends"):
+        found["depends"] = {**depends, "files": [*map(relative, depends.get("files", ()))]}
+    return found
 
 
 def json_schema() -> dict[str, Any]:

@@ -92,11 +92,7 @@ class Source:
 
 
 def read(path: Path) -> Source:
-    """Read a pipeline file.
-
-    Raises:
-        PipelineInvalid: it is missing, not YAML, not a mapping, or has a key twice.
-    """
+    """Read a file; PipelineInvalid where it is missing, no YAML mapping, or has a key twice."""
     lines: dict[Location, int] = {}
     try:
         with open_regular(path) as stream:

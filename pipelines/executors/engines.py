@@ -79,14 +79,13 @@ class ProcessPool:
 
     def close(self) -> None:
         """End all workers and their child processes; busy ones may clean up first."""
+        busy = [worker for worker in self._workers if worker.name]
         try:
-            for worker in self._workers:
-                if worker.name:
-                    worker.process.terminate()
-            for worker in self._workers:
-                if worker.name:
-                    with suppress(subprocess.TimeoutExpired):
-                        worker.process.wait(SECONDS_TO_END)
+            for worker in busy:
+                worker.process.terminate()
+            for worker in busy:
+                with suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(SECONDS_TO_END)
         finally:
             for worker in self._workers:
                 worker.end()

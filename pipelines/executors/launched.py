@@ -44,9 +44,6 @@ def joined_processes(file: Path) -> Iterator[None]:
 
     They never enter the block, and leave with rank 0's exit code when it ends. A process that was
     started alone runs the block and nothing else. All must have the same pipeline file.
-
-    Raises:
-        CompressError: the processes did not meet, differ in the file, or rank 0 has died.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # The kernel stops this process with torchrun, which others may replace elsewhere.
@@ -149,7 +146,6 @@ class RunEnvironment:
     """Absolute path."""
     run_id: str | None
     folder: str
-    """The working directory."""
     versions: Mapping[str, str]
 
     @classmethod
@@ -158,11 +154,7 @@ class RunEnvironment:
         return cls(str(store.absolute()), read_run_id(store), str(Path.cwd()), versions())
 
     def enter(self) -> None:
-        """Change to the run's working directory, where this machine has the same one.
-
-        Raises:
-            StageFailed: it has not, and would read and write other files; or it has other packages.
-        """
+        """Change to the run's working directory, where files and packages are the same here."""
         from compress.training.launch.worker import wait_until_visible
 
         store, here = Path(self.store), f"node {socket.gethostname()}"

@@ -43,8 +43,6 @@ def work(descriptor: int, lifeline: int) -> None:
 
 
 class _RunConnection(logging.handlers.QueueHandler):
-    """Sends progress, log records and results to the run."""
-
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)  # type: ignore[arg-type]  # only `enqueue` uses the queue
         self.connection = connection

@@ -162,7 +162,6 @@ def _run_on_node(
 
 
 def _cores_of_nodes() -> list[int]:
-    """Return the number of cores of each live node that has any."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     return [int(resources["CPU"]) for resources in alive if resources.get("CPU", 0) >= 1]
 

@@ -15,8 +15,6 @@ from compress.pipelines.system.error_context import name_stage_in_errors
 from compress.pipelines.system.signals import only_signals_interrupt, raise_if_stopped
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.progress import Progress
@@ -45,24 +43,13 @@ class StageTask:
     context: Context
 
     def __call__(self, progress: Progress) -> tuple[Artifact, float, Recording]:
-        """Run the stage.
-
-        Returns:
-            Its artifact, how many seconds it took, and the files and variables that user code read.
-
-        Raises:
-            CompressError: it could not do its work; the message begins with its name.
-        """
+        """Run the stage; return its artifact, its seconds, and what user code read meanwhile."""
         began = time.monotonic()
-        with name_stage_in_errors(self.name, self.out), recording() as recorded:
+        out = self.context.results or self.context.root.parent
+        with name_stage_in_errors(self.name, out), recording() as recorded:
             model = self.context.artifacts[self.input]
             artifact = self.stage.run_checked(model, replace(self.context, progress=progress))
         return artifact, time.monotonic() - began, recorded
-
-    @property
-    def out(self) -> Path:
-        """Folder of the results."""
-        return self.context.results or self.context.root.parent
 
 
 def pickled(task: StageTask) -> bytes:

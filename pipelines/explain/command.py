@@ -15,8 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from compress.common.errors import CompressError, GateRefused, PipelineInvalid
 from compress.core.gates import rule_in_words
 from compress.pipelines.config.auto_settings import Seconds
-from compress.pipelines.terminal.console import current_mode, notify, print_result
-from compress.pipelines.terminal.progress_bars import show_progress
+from compress.pipelines.terminal.console import current_mode, notify, print_result, show_progress
 
 if TYPE_CHECKING:
     from compress.pipelines.results.explanation import Explanations

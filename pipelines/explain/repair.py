@@ -22,7 +22,7 @@ from compress.common.errors import CompressError
 from compress.core.gates import gate_class
 from compress.pipelines.api import Pipeline
 from compress.pipelines.config.matrix import expand_matrices
-from compress.pipelines.config.relative_paths import relocated
+from compress.pipelines.config.pipeline import relocated
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.config.yaml_source import Source
 from compress.pipelines.explain.explain import Explained, explain_run

@@ -59,8 +59,6 @@ def digest_of(file: Path) -> str | None:
 
 
 def _with_weights(file: Path) -> list[Path]:
-    """Return a file, and those in which an ONNX file keeps its weights."""
-
     def outside() -> list[str]:
         entries = (e for tensor in _graph(file).initializer for e in tensor.external_data)
         return sorted({e.value for e in entries if e.key == "location"})
@@ -83,21 +81,14 @@ def import_file(
     """Import an exported model as an artifact, after a call with `inputs`, or with seeded ones.
 
     A child process does it, within limits of memory and time that the file's size gives.
-
-    Raises:
-        PipelineInvalid: the declared names are not the file's.
-        ArtifactInvalid: it cannot be read, brings code along, or does not take the inputs.
     """
     _refuse_missing(file)
     importer: Callable[..., Artifact] = _import_onnx if kind == "onnx" else _import_script
     if kind == "graph":
         from compress.pipelines.models.pt2_files import import_program as importer
-    sizes = {
-        axis: signature.bounds(axis).nearest(EXAMPLE_LENGTH) for axis in signature.dynamic_axes
-    }
-    needed = sum(
-        [x.nbytes for x in inputs] if inputs else [s.nbytes(sizes) for s in signature.inputs]
-    )
+    sizes = {a: signature.bounds(a).nearest(EXAMPLE_LENGTH) for a in signature.dynamic_axes}
+    made_up = [spec.nbytes(sizes) for spec in signature.inputs]
+    needed = sum([x.nbytes for x in inputs] if inputs else made_up)
 
     def write() -> dict[FileVersion, str]:
         return importer(file, signature, path, inputs).file_versions()

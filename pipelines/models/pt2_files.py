@@ -36,7 +36,9 @@ class PositionalProgram(nn.Module):
         super().__init__()
         self.program = program.module()
         self.call = program.call_spec.in_spec
-        self.constants = {i: a.value for i, a in enumerate(_arguments(program)) if _is_constant(a)}
+        self.constants = {
+            i: a.value for i, a in enumerate(_arguments(program)) if isinstance(a, ConstantArgument)
+        }
         self.order = tuple(order)
 
     def train(self, mode: bool = True) -> Self:
@@ -125,15 +127,11 @@ def _arguments(program: ExportedProgram) -> list[Any]:
     return [spec.arg for spec in specs if spec.kind is InputKind.USER_INPUT]
 
 
-def _is_constant(argument: Any) -> bool:
-    return isinstance(argument, ConstantArgument)
-
-
 def _specs(file: Path, program: ExportedProgram) -> Iterator[TensorSpec]:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     axes: dict[str, str] = {}
     for argument in _arguments(program):
-        if _is_constant(argument):
+        if isinstance(argument, ConstantArgument):
             continue
         name, value = argument.name, values.get(argument.name)
         if not isinstance(value, torch.Tensor):
@@ -153,7 +151,7 @@ def _bounds(
     from torch.utils._sympy.numbers import int_oo
 
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    tensors = [values[a.name] for a in _arguments(program) if not _is_constant(a)]
+    tensors = [values[a.name] for a in _arguments(program) if not isinstance(a, ConstantArgument)]
     found = {}
     for spec, value in zip(inputs, tensors, strict=False):
         for axis, size in zip(spec.shape, value.shape, strict=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
@@ -24,13 +25,8 @@ from compress.core.objectives.task import (
     sampled_targets,
     targets_split,
 )
-from compress.pipelines.planning.planner import (
-    check_conditions,
-    check_loss,
-    check_metric,
-    explained_task,
-    fit_to_task,
-)
+from compress.pipelines.config.pipeline import MetricSpec
+from compress.pipelines.planning import planner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -64,13 +60,8 @@ MEASURED_SPLITS = ("val", "test")
 def infer_loss_and_metric(
     plan: Plan, pipeline: PipelineConfig, data: Splits | None
 ) -> tuple[Plan, PipelineConfig]:
-    """Return plan and pipeline with loss, metric and task that follow from the data's targets.
-
-    Raises:
-        CompressError: a stage or a gate lacks a split or samples of the data, or a gate or the
-            metric does not suit the task.
-    """
-    check_conditions(pipeline, plan.stages, data)
+    """Return plan and pipeline with loss, metric and task that follow from the data's targets."""
+    planner.check_conditions(pipeline, plan.stages, data)
     compares_labels = any(
         isinstance(gate, LabelAgreement) for p in plan.stages for gate in p.stage.gates
     )
@@ -84,13 +75,15 @@ def infer_loss_and_metric(
     if loss.task is not None and not (plan.task_reason or pipeline.task):
         kind = loss.targets or ""
         plan = replace(plan, task_reason=f"as targets are {TARGET_WORDS.get(kind, kind)}")
-    with _located_errors(pipeline, "metric"), explained_task(loss.task, plan.task_reason):
+    with _located_errors(pipeline, "metric"), planner.explained_task(loss.task, plan.task_reason):
         metric.check()
     for stage in plan.stages:
-        check_metric(pipeline, stage, metric.name)
-    with explained_task(loss.task, plan.task_reason):
-        plan = replace(plan, stages=fit_to_task(pipeline, plan.stages, loss.task))
-    return plan, pipeline.with_metric(metric.name)
+        planner.check_metric(pipeline, stage, metric.name)
+    with planner.explained_task(loss.task, plan.task_reason):
+        plan = replace(plan, stages=planner.fit_to_task(pipeline, plan.stages, loss.task))
+    if pipeline.metric is None:
+        pipeline = pipeline.model_copy(update={"metric": MetricSpec(name=metric.name)})
+    return plan, pipeline
 
 
 def fitting_loss(
@@ -102,12 +95,8 @@ def fitting_loss(
 ) -> str:
     """Run model, loss and metric on a few samples of each split, and describe what was inferred.
 
-    The loss is computed on `train`, the metric on the splits that it is measured on. `contents` are
-    those of the data: labels and NaN are looked for in all samples that were hashed.
-
-    Raises:
-        PipelineInvalid: the model does not take the samples, outputs and targets do not fit the
-            loss or the metric, or settings of a training do not.
+    The loss is computed on `train`, the metric on the splits that it is measured on. Labels and NaN
+    are looked for in all samples of the `contents`, which were hashed.
     """
     data = context.data
     if data is None or contents is None:
@@ -132,10 +121,9 @@ def fitting_loss(
 def _refuse_nan(predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]) -> None:
     """Raise PipelineInvalid for a sample with NaN that makes the model's answer NaN."""
     for split, known in facts.items():
-        index = known.first(known.rows["nan"])
+        index, spreads = known.first(known.rows["nan"]), False
         if index is not None:
             (batch,) = data.read(split, [index], 1)
-            spreads = False
             with suppress(Exception):  # a model that does not take the samples is refused below
                 spreads = any(bool(x.isnan().any()) for x in predict(*batch.inputs))
             if spreads:
@@ -188,10 +176,8 @@ def _fitting_loss(
 
     split = targets_split(data)
     with _located_errors(pipeline, "data"):
-        batch, targets = (
-            next(data.batches(split, TRIED_SAMPLES, TRIED_SAMPLES)),
-            sampled_targets(data),
-        )
+        batch = next(data.batches(split, TRIED_SAMPLES, TRIED_SAMPLES))
+        targets = sampled_targets(data)
     outputs = _outputs_for(pipeline, predict, batch.inputs, split)
     if batch.target is None or targets is None:
         return []
@@ -213,44 +199,40 @@ def _fitting_loss(
             # Faults of samples beyond this batch, such as a label out of range.
             repeated = first[:1].expand(len(targets), *first.shape[1:])
             loss_kind(loss_name).match(*loss.align(repeated, targets))
-    check_loss(pipeline, plan.stages, replace(loss, name=loss_name))
+    planner.check_loss(pipeline, plan.stages, replace(loss, name=loss_name))
     forms = (
         f"targets are {describe_targets(batch_targets)} and outputs "
         f"{describe_outputs(output_argument(outputs, loss.outputs))}"
     )
     line = "" if pipeline.loss else f"loss: {loss_name}, as {forms}; metric: {plan.metric.name}"
-    mend = ""
+    warning = f"warning: {loss_name} takes logits, and the model's outputs look like probabilities;"
+    softmax = ""
     if loss_name == "cross_entropy" and are_probabilities(first):
-        mend = "leave out the softmax, or use log_softmax and loss: nll"
+        softmax = f"{warning} leave out the softmax, or use log_softmax and loss: nll"
     # Of fewer samples all outputs may lie between 0 and 1 by chance.
     elif loss_name == "binary_cross_entropy" and len(first) == TRIED_SAMPLES:
-        is_probability = bool(((first >= 0) & (first <= 1)).all())
-        mend = "leave out the sigmoid" if is_probability else ""
-    softmax = (
-        f"warning: {loss_name} takes logits, and the model's outputs look like probabilities; "
-        f"{mend}"
-    )
-    parts = _parts_warning(loss, outputs, batch_targets)
-    return list(filter(None, [line, softmax if mend else "", parts]))
+        softmax = f"{warning} leave out the sigmoid" * bool(((first >= 0) & (first <= 1)).all())
+    return [*filter(None, [line, softmax, _parts_warning(loss, outputs, batch_targets)])]
 
 
 def _check_metric(
     metric: Metric, pipeline: PipelineConfig, predict: Predictor, data: Splits, split: str
 ) -> None:
     """Compute the metric on a few samples of a split; raise PipelineInvalid where that fails."""
+    located = partial(_located_errors, pipeline, "metric", f"on split {split!r}: ")
 
     def compute(samples: int) -> None:
         meter = metric.meter()
         for batch in _samples(pipeline, data, split, samples):
             if metric.passes_over(batch):
                 continue
-            with _located_errors(pipeline, "metric", f"on split {split!r}: "):
+            with located():
                 parts = [*metric.parts(batch.inputs, metric.targets_of(batch, split, predict))]
             for inputs, targets in parts:
                 outputs = _outputs_for(pipeline, predict, inputs, split)
-                with _located_errors(pipeline, "metric", f"on split {split!r}: "):
+                with located():
                     meter.update(metric.outputs_read(outputs), targets)
-        with _located_errors(pipeline, "metric", f"on split {split!r}: "):
+        with located():
             meter.compute()
 
     try:
@@ -261,7 +243,6 @@ def _check_metric(
 
 
 def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> Iterator[Batch]:
-    """Yield at most a number of samples of a split, spread over it, in batches."""
     with _located_errors(pipeline, "data"):
         yield from data.batches(split, limit=count)
 
@@ -269,7 +250,6 @@ def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> 
 def _outputs_for(
     pipeline: PipelineConfig, predict: Predictor, inputs: Sequence[torch.Tensor], split: str
 ) -> list[torch.Tensor]:
-    """Return the model's outputs for inputs; raise PipelineInvalid if it does not take them."""
     try:
         return [x.cpu() for x in predict(*inputs)]
     except CompressError:

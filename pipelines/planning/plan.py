@@ -74,9 +74,8 @@ class Plan:
     @property
     def task_line(self) -> str:
         """The task and what it was inferred from; empty where the file names it."""
-        return (
-            f"task: {self.task.name}, {self.task_reason}" if self.task and self.task_reason else ""
-        )
+        task, reason = self.task, self.task_reason
+        return f"task: {task.name}, {reason}" if task and reason else ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,8 +138,7 @@ def advice(plan: Plan) -> tuple[str, ...]:
 def _gates_on(checked: PlannedStage, stages: Sequence[PlannedStage]) -> Iterator[Gate]:
     """Yield the gates, of a stage or of later ones, that see what the stage changed.
 
-    They look at the result itself, or compare the stage's result, or one made from it, with an
-    artifact from before the stage.
+    They look at a result alone, or compare it with an artifact from before the stage.
     """
     by_name = {stage.name: stage for stage in stages}
     for gated in stages:
@@ -180,15 +178,15 @@ class AccuracyDrop:
 
     def line(self, metric: Metric, cause: str) -> str:
         """Return a warning with its likely cause, if one is known, and how to mend it."""
-        if _is_share(metric, self.before, self.after):
-            much = f"{metric.drop_points(self.before, self.after):.3g} points"
-        else:
-            much = f"{100 * _share_lost(metric, self.before, self.after):.3g} %"
+        before, after = self.before, self.after
+        much = f"{100 * _share_lost(metric, before, after):.3g} %"
+        if _is_share(metric, before, after):
+            much = f"{metric.drop_points(before, after):.3g} points"
         why = f"; {cause}" if cause else ""
         mend = "" if self.is_judged else ", which no gate judges (add {gate: max_drop, points: …})"
         return (
             f"{self.stage}: {metric.name} is {much} worse than that of {self.since} "
-            f"({self.before:.4f} → {self.after:.4f}){mend}{why}"
+            f"({before:.4f} → {after:.4f}){mend}{why}"
         )
 
 
@@ -205,19 +203,16 @@ def accuracy_drops(
     for stage in plan.stages:
         if stage.name not in values or stage.name == plan.baseline:
             continue
-        since = stage.input if stage.input in values else plan.baseline
-        path = {*plan.branch(stage.name), stage.name} - {SOURCE, plan.baseline}
-        if is_much(metric, values[since], values[stage.name]):
-            reported.add(stage.name)
-        elif path <= unjudged - reported and is_much(
-            metric, values[plan.baseline], values[stage.name]
-        ):
-            reported.add(stage.name)
-            since = plan.baseline
-        else:
-            continue
-        before, after = values[since], values[stage.name]
-        yield AccuracyDrop(stage.name, since, before, after, is_judged=stage.name not in unjudged)
+        after, path = values[stage.name], {*plan.branch(stage.name), stage.name}
+        compared = [stage.input if stage.input in values else plan.baseline]
+        if path - {SOURCE, plan.baseline} <= unjudged - reported:
+            compared.append(plan.baseline)
+        for since in compared:
+            if is_much(metric, values[since], after):
+                reported.add(stage.name)
+                is_judged = stage.name not in unjudged
+                yield AccuracyDrop(stage.name, since, values[since], after, is_judged)
+                break
 
 
 def is_much(metric: Metric, before: float, after: float) -> bool:

@@ -84,11 +84,8 @@ def build_plan(
 ) -> Plan:
     """Check names, order, types, requirements and device, without importing torch where possible.
 
-    Args:
-        pipeline: the pipeline.
-        start: name of a stage that runs again, with all stages made from its artifact.
-        until: name of the last stage; those that it does not need are left out.
-        force: everything runs again.
+    All stages run again that are made from the artifact of `start`, or with `force` at all; those
+    that `until` does not need are left out.
 
     Raises:
         PipelineInvalid: one line: the place, what was found, what was expected.
@@ -167,7 +164,7 @@ def _resolve_stages(pipeline: PipelineConfig) -> tuple[PlannedStage, ...]:
                 )
         for i, gate in enumerate(stage.gates):
             if gate.against is not None and gate.against not in earlier:
-                check_runtime(pipeline, index, i, earlier)
+                _check_runtime(pipeline, index, i, earlier)
         compared = tuple(gate.against for gate in stage.gates if gate.against in earlier)
         previous = planned[-1].name if planned else SOURCE
         try:
@@ -211,27 +208,18 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
                 f"{where}: holds all weights in memory, and model.stream keeps them on disk; "
                 f"leave out `stream`, or use {takes}"
             )
-        fitting = [
-            name
-            for name, kinds in written.items()
-            if _are(kinds, readable) and not (quantizes and name in quantized)
-        ]
+        readers = [name for name, kinds in written.items() if _are(kinds, readable)]
+        fitting = [name for name in readers if not (quantizes and name in quantized)]
+        name_one = f"name one with `input:` ({', '.join(fitting)})"
         if quantizes and p.input in quantized:
             raise PipelineInvalid(
-                f"{where}: {p.input!r} is quantized already, expected a float model; name one with "
-                f"`input:` ({', '.join(fitting)})"
+                f"{where}: {p.input!r} is quantized already, expected a float model; {name_one}"
             )
         if not _are(found, readable):
-            if fitting:
-                mend = f"name one with `input:` ({', '.join(fitting)})"
-            elif written[SOURCE] == (EagerModel,):
-                mend = "add one before it"
-            else:
-                readers = [
-                    name
-                    for name, stage in known_stages().items()
-                    if _are(found, members_of(stage.reads()))
-                ]
+            mend = name_one if fitting else "add one before it"
+            if not fitting and written[SOURCE] != (EagerModel,):
+                known = known_stages().items()
+                readers = [name for name, s in known if _are(found, members_of(s.reads()))]
                 mend = f"begin with another form of the model, or with {', '.join(readers)}"
             raise PipelineInvalid(
                 f"{where}: reads {_named(readable)}, and {p.input!r} writes {_named(found)}; {mend}"
@@ -280,12 +268,7 @@ def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric, str]:
 def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tuple[str, ...]:
     """Refuse stages and gates that lack a library, a device or data, before the data are loaded.
 
-    Returns:
-        A line for each missing program; no error, as it may be installed before its stage.
-
-    Raises:
-        PipelineInvalid: the file has no data, or a metric that does not suit a gate.
-        Unavailable: a library or the device is missing.
+    Return a line for each missing program; no error, as it may be installed before its stage.
     """
     require_all(pipeline.model.requirements, pipeline.place("model"))
     if pipeline.tracker:
@@ -323,11 +306,7 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tu
 def check_conditions(
     pipeline: PipelineConfig, planned: Iterable[PlannedStage], data: Splits | None
 ) -> tuple[str, ...]:
-    """Refuse whatever stages and gates cannot do here, on these data if they are loaded.
-
-    Returns:
-        A line for each missing program.
-    """
+    """Refuse what stages and gates cannot do here; return a line for each missing program."""
     context = Context(root=Path(), data=data, device=pipeline.device)
     programs = []
     for p in planned:
@@ -360,11 +339,10 @@ def _with_gates(
         yield (*location, "gates", i), gate.gate, gate
 
 
-def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Set[str]) -> None:
+def _check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Set[str]) -> None:
     """Refuse an `against` that names neither an earlier stage nor a runtime of the float model."""
     gate = pipeline.stages[index].gates[number]
-    name = str(gate.against)
-    where = pipeline.place("stages", index, "gates", number, "against")
+    name, where = str(gate.against), pipeline.place("stages", index, "gates", number, "against")
     if name not in BASELINES or not gate.allows_runtime:
         known = {*earlier, *(BASELINES if gate.allows_runtime else ())}
         raise PipelineInvalid(
@@ -386,11 +364,10 @@ def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Se
 
 def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -> None:
     """Refuse limits of a stage that do not fit the metric's direction or unit."""
-    stage = pipeline.place("stages", planned.index)
-    if isinstance(planned.stage, QuantizeMixed) and metric_class(metric).is_fraction:
-        problem = unlikely_points(planned.stage.max_drop_points)
-        if problem:
-            raise PipelineInvalid(f"{stage} ({planned.name}): max_drop_points: {problem}")
+    points = planned.stage.max_drop_points if isinstance(planned.stage, QuantizeMixed) else 0.0
+    if metric_class(metric).is_fraction and (problem := unlikely_points(points)):
+        where = pipeline.place("stages", planned.index)
+        raise PipelineInvalid(f"{where} ({planned.name}): max_drop_points: {problem}")
     for i, gate in enumerate(planned.stage.gates):
         if problem := gate.unsuitable_metric(metric):
             where = pipeline.place("stages", planned.index, "gates", i)

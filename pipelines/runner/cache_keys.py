@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from compress.core.stage import members_of
 from compress.core.verdict import History, PastStage
@@ -81,23 +81,21 @@ def history_before(planned: PlannedStage, state: RunState) -> History:
     stages = []
     for past in ancestors(planned, state.plan):
         report = state.reports[past.name]
-        metric = report.measurements.metric
+        artifact, measured = report.artifact, report.measurements
+        verdicts = zip(past.stage.gates, report.verdicts, strict=True)
         stages.append(
             PastStage(
                 name=report.name,
                 stage=report.stage,
                 input=report.input,
                 settings=past.stage.own_settings(),
-                kind=report.artifact.kind,
-                digest=report.artifact.digest,
-                bytes=report.artifact.bytes,
-                parameters=report.measurements.parameters,
-                macs=report.measurements.macs,
-                metric=None if metric is None else metric.model_dump(mode="json"),
-                verdicts=tuple(
-                    gate.reproducible(verdict)
-                    for gate, verdict in zip(past.stage.gates, report.verdicts, strict=True)
-                ),
+                kind=artifact.kind,
+                digest=artifact.digest,
+                bytes=artifact.bytes,
+                parameters=measured.parameters,
+                macs=measured.macs,
+                metric=measured.metric and measured.metric.model_dump(mode="json"),
+                verdicts=tuple(gate.reproducible(verdict) for gate, verdict in verdicts),
             )
         )
     return History(
@@ -139,14 +137,6 @@ def _imported_files(state: RunState) -> dict[str, Any]:
     return {key: state.imported_model_parts.get(key) for key in ("checkpoint", "code", "library")}
 
 
-class Served(NamedTuple):
-    """What happens to a pruned model until it is served."""
-
-    runtime: PredictedRuntime
-    stages: tuple[AnyStage, ...]
-    """Those that quantize it, with settings that cost little time and lead to the same kernels."""
-
-
 def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | None:
     """Return how fast a stage's result will be in the runtime of a later stage.
 
@@ -159,10 +149,11 @@ def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | No
     from compress.export.latency.kernels import TABLES
     from compress.export.latency.served_latency import OnnxLatency
 
-    weights = [stage for stage in served.stages if isinstance(stage, QuantizeWeights)]
+    runtime, stages = served
+    weights = [stage for stage in stages if isinstance(stage, QuantizeWeights)]
     return OnnxLatency(
-        served.runtime,
-        served.stages,
+        runtime,
+        stages,
         state.store.root / TABLES.name,
         machine(),
         # Zero points of 4 bits stand two in a byte, and each group of inputs has one.
@@ -177,8 +168,8 @@ def latency_parts(planned: PlannedStage, state: RunState) -> dict[str, Any]:
     pipeline, served = state.pipeline, _served(planned, state.pipeline)
     conditions = {"machine": machine(), "threads": pipeline.threads, "device": pipeline.device}
     if served is not None:
-        stages = [{"stage": one.stage, **one.own_settings()} for one in served.stages]
-        conditions["served"] = {"runtime": served.runtime, "stages": stages}
+        stages = [{"stage": one.stage, **one.own_settings()} for one in served[1]]
+        conditions["served"] = {"runtime": served[0], "stages": stages}
     return {"latency": conditions}
 
 
@@ -187,15 +178,19 @@ def _has_latency_target(stage: AnyStage) -> bool:
     return target is not None and target.latency is not None
 
 
-def _served(planned: PlannedStage, pipeline: PipelineConfig) -> Served | None:
-    """Return the first later stage that exports the result, and what quantizes it before."""
+def _served(
+    planned: PlannedStage, pipeline: PipelineConfig
+) -> tuple[PredictedRuntime, tuple[AnyStage, ...]] | None:
+    """Return the runtime of the first later stage that exports the result, and what quantizes it.
+
+    The latter with settings that cost little time and lead to the same kernels.
+    """
     if not _has_latency_target(planned.stage) or pipeline.device != "cpu":
         return None
     # All of the pipeline's, also those that `--until` leaves out.
-    names = [stage.title for stage in pipeline.stages]
-    inputs = dict(zip(names, [SOURCE, *names], strict=False))
-    inputs |= {stage.title: stage.input for stage in pipeline.stages if stage.input}
     stages = {stage.title: stage for stage in pipeline.stages}
+    before = dict(zip(stages, [SOURCE, *stages], strict=False))
+    inputs = {name: stage.input or before[name] for name, stage in stages.items()}
     for export in pipeline.stages:
         if any(need.missing() for need in export.all_requirements()):
             continue
@@ -210,7 +205,7 @@ def _served(planned: PlannedStage, pipeline: PipelineConfig) -> Served | None:
             name = inputs[name]
         quantizing = _quantizing(between)
         if runtime is not None and name == planned.name and quantizing is not None:
-            return Served(runtime, quantizing)
+            return runtime, quantizing
     return None
 
 

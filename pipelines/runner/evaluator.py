@@ -68,11 +68,8 @@ class MeasurementCache:
     ) -> T:
         """Return a stored measurement, or take and store it.
 
-        Args:
-            key: what is measured, and everything that the value depends on.
-            measure: takes the measurement.
-            load: makes a measurement of what `dump` returned.
-            dump: returns what is stored; None stores nothing, so that the next run measures again.
+        `key` has what is measured, and everything that it depends on. `load` makes a measurement of
+        what `dump` returned; of None nothing is stored, so that the next run measures again.
         """
         stored = self.entry.lookup(key, self.artifact)
         if stored is not None:
@@ -110,7 +107,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
     reads_outputs = any(gate.depends_on_batch for gate in planned.stage.gates)
     is_called = measurements.metric is not None or reads_outputs
     others = [] if reads_all_outputs(state.plan, planned) else artifact.signature.outputs[1:]
-    read_by_gates = {name for verdict in verdicts for name in verdict.outputs}
+    unread = {o.name for o in others} - {name for v in verdicts for name in v.outputs}
     return StageReport(
         name=name,
         stage=planned.stage.stage,
@@ -124,9 +121,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         artifact=ArtifactReport.from_artifact(artifact, f"artifacts/{name}"),
         measurements=measurements,
         answered_by=state.exported_as.get(name, "") if is_called else "",
-        unread_outputs={
-            o.name: moved[o.name] for o in others if o.name in {*moved} - read_by_gates
-        },
+        unread_outputs={name: error for name, error in moved.items() if name in unread},
         # A stage from the cache was not trained: the folder may hold those of other settings.
         operators=() if lookup.cached else read_operator_tables(state.out / "profiles", name),
         verdicts=verdicts,
@@ -137,18 +132,17 @@ def check_parity(
     state: RunState, planned: PlannedStage, lookup: CacheLookup, cache: MeasurementCache
 ) -> None:
     """Compare a cached artifact with its input on the data of this run, unless that was done."""
-    name = planned.name
-    model, artifact, context = state.artifacts[planned.input], cache.artifact, state.context(name)
+    model, context = state.artifacts[planned.input], state.context(planned.name)
 
     def check() -> bool:
         if lookup.cached:  # a stage that has just run has done so itself
-            planned.stage.check_parity(model, artifact, context)
+            planned.stage.check_parity(model, cache.artifact, context)
         return True
 
-    with name_stage_in_errors(name, state.out):
+    with name_stage_in_errors(planned.name, state.out):
         # The number goes up where more is compared.
         key = {"proved against its input": 2, **state.measurement_conditions()}
-        cache.get_or_measure(key, check, bool, bool)
+        cache.get_or_measure(key, check)
 
 
 def _moved_outputs(
@@ -156,19 +150,17 @@ def _moved_outputs(
 ) -> dict[str, float]:
     """Return by how much outputs differ from the input's on `val`, where rounding is no reason.
 
-    Raises:
-        StageFailed: the stage must keep the outputs.
+    Raise StageFailed where the stage must keep them.
     """
     model, artifact = state.artifacts[planned.input], state.artifacts[planned.name]
-    before = state.baseline
+    report, before = state.reports.get(planned.input), state.baseline
     if planned.input != state.plan.baseline:
-        report = state.reports.get(planned.input)
         before = report.measurements if report else None
-    context = state.context(planned.name)
     if before is None or not (before.outputs and measurements.outputs):
         return {}
     if state.exported_as.get(planned.input) == planned.name:
         return {}  # this file answered for its input, with which the export compared it
+    context = state.context(planned.name)
     if context.judged_batch_size(model) != context.judged_batch_size(artifact):
         return {}  # they were called in other batches, on which outputs depend
     limit, moved = planned.stage.rounding_error(model, artifact), {}
@@ -287,7 +279,6 @@ def _why_untimed(state: RunState, name: str) -> str:
 
 
 def _preparation(state: RunState, name: str, cache: MeasurementCache) -> tuple[Preparation, ...]:
-    """Return how images and texts of an artifact's requests compare with `val`."""
     artifact, data = state.artifacts[name], state.data
     if artifact.kind not in SERVED_KINDS or data is None or "val" not in data.datasets:
         return ()

@@ -34,7 +34,6 @@ from compress.pipelines.runner.evaluator import (
     score_of,
 )
 from compress.pipelines.runner.inputs import import_source
-from compress.pipelines.runner.run_report import unlike_test
 from compress.pipelines.runner.run_state import CacheLookup
 from compress.pipelines.store.entry import Entry, Record
 from compress.pipelines.store.local import publish, unpublish
@@ -80,25 +79,22 @@ class PipelineExecutor:
         source = state.artifacts[SOURCE]
         publish(source, state.out / "artifacts" / SOURCE)
         cache = MeasurementCache(lookup.entry, source)
-        if state.plan.baseline == SOURCE:
+        context, plan, pipeline = state.context(SOURCE), state.plan, state.pipeline
+        if plan.baseline == SOURCE:
             if SOURCE in state.unmeasured:
-                state.baseline = Measurements.sizes(
-                    source, source, state.context(SOURCE), state.why_unmeasured
-                )
+                state.baseline = Measurements.sizes(source, source, context, state.why_unmeasured)
             else:
                 with state.profiler.section(SOURCE, "evaluation"):
                     state.baseline = measure_artifact(state, SOURCE, cache)
         self._emit_finished(lookup, cache.seconds, state.baseline)
         loss_key: dict[str, Any] = {
-            "loss": state.plan.loss.identity(),
-            "metric": state.plan.metric.identity(),
+            "loss": plan.loss.identity(),
+            "metric": plan.metric.identity(),
             "data": state.fingerprint,
-            "stages": [planned.stage.own_settings() for planned in state.plan.stages],
+            "stages": [planned.stage.own_settings() for planned in plan.stages],
         }
-        context = state.context(SOURCE)
-        plan, pipeline, contents = state.plan, state.pipeline, state.contents
-        line = MeasurementCache(lookup.entry, source).get_or_measure(
-            loss_key, lambda: fitting_loss(plan, pipeline, source, context, contents)
+        line = cache.get_or_measure(
+            loss_key, lambda: fitting_loss(plan, pipeline, source, context, state.contents)
         )
         if line:
             state.emit(RunEvent("task_known", None, line))
@@ -121,10 +117,7 @@ class PipelineExecutor:
     def commit(
         self, lookup: CacheLookup, artifact: Artifact, seconds: float, recorded: Recording
     ) -> CacheLookup:
-        """Add the artifact of a stage that has run for some seconds to the store.
-
-        `lookup` did not find it; user code read what was `recorded` meanwhile.
-        """
+        """Add the artifact of a stage that has run to the store, with what user code read."""
         state = self.state
         # The data were loaded before the stage began: what their code read decides it as well.
         if state.data and lookup.parts["data"]:
@@ -165,18 +158,20 @@ class PipelineExecutor:
         turn says so.
         """
         state, facts = self.state, self.state.artifacts[planned.name].manifest.facts
+        ready = {planned.name, SOURCE, *state.reports}
+        exports = [
+            each
+            for each in state.plan.stages
+            if isinstance(each.stage, ExportOnnx)
+            and each.input == planned.name
+            and {*each.reads} <= ready
+        ]
         # Stages that quantize or convert record the fidelity, those that convert the type as well.
         is_integer = FIDELITY in facts and "dtype" not in facts
         has_val = state.data is not None and "val" in state.data.datasets
-        if not (is_integer and has_val and state.pipeline.device == "cpu"):
+        if not (exports and is_integer and has_val and state.pipeline.device == "cpu"):
             return
-        ready = {planned.name, SOURCE, *state.reports}
-        for export in state.plan.stages:
-            is_export = isinstance(export.stage, ExportOnnx) and export.input == planned.name
-            if is_export and {*export.reads} <= ready:
-                break
-        else:
-            return
+        export = exports[0]
         state.outcome.current = export.name
         try:
             lookup = self.ahead[export.name] = self.find_or_run(export)
@@ -218,11 +213,22 @@ class PipelineExecutor:
         names = dict.fromkeys((plan.baseline, *plan.leaves))
         scores = {name: score_of(state, name, "test") for name in names}
         unlike_val = {}
-        for name in names:
-            if has_val and name not in state.unmeasured:
-                on_val = score_of(state, name, "val")
-                if line := unlike_test(name, plan.metric.name, on_val, scores[name]):
-                    unlike_val[line] = (name,)
+        for name in names if has_val else ():
+            if name in state.unmeasured:
+                continue
+            by_split = {"val": score_of(state, name, "val"), "test": scores[name]}
+            chance = {split: score.uncertainty() for split, score in by_split.items()}
+            ends = [each.interval for each in chance.values() if each.interval]
+            if len(ends) == 2 and max(low for low, _ in ends) > min(high for _, high in ends):
+                shown = " and ".join(
+                    f"{score.value:.4f} on {split} ({chance[split].in_words()})"
+                    for split, score in by_split.items()
+                )
+                line = (
+                    f"{name}: {plan.metric.name} is {shown}, beyond what chance explains: test and "
+                    "val are not samples of the same data, or val was trained on"
+                )
+                unlike_val[line] = (name,)
         state.test = TestReport(
             metric=plan.metric.name,
             values={name: score.value for name, score in scores.items()},
@@ -351,10 +357,9 @@ class ParallelScheduler:
         lookup = executor.lookup(name, stage_key_parts(executor.state, planned))
         if lookup.cached:
             self.finished[name] = lookup
-            return
-        task = executor.task_for(planned, lookup)
-        if undisturbed(planned.stage):
+        elif undisturbed(planned.stage):
+            task = executor.task_for(planned, lookup)
             self.finished[name] = executor.commit(lookup, *task(executor.state.progress))
         else:
-            self.engine.submit(task)
+            self.engine.submit(executor.task_for(planned, lookup))
             self.running[name] = lookup

@@ -1,20 +1,41 @@
-"""Loads the data and imports the model that a pipeline file names."""
+"""Loads the data and imports the model that a pipeline file names.
+
+Importing torch and calling the user's factories takes longer than all else in a run whose results
+are cached, and in a second `compress check`. So what was found out about model and data is kept
+where nothing but what is recorded can have decided it: settings, files, environment variables and
+packages, which are compared with what they are now. :func:`is_self_contained` says of which data
+that holds; others are read again.
+"""
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import os
+import re
+import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from compress.artifacts import hf_folder
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import checkpoint_digest
+from compress.common.config import Settings
+from compress.common.dependency_recorder import Dependencies, Recording, recording
 from compress.common.errors import CompressError, PipelineInvalid
-from compress.common.factories import local_sources, sources_digest
-from compress.common.signature import Signature
+from compress.common.factories import forget_modules, local_sources, sources_digest
+from compress.common.forward import positional_parameters
+from compress.common.sealed_json import canonical_json, read_state, write_state
+from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
+from compress.core.objectives.task import TASKS
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
     SOURCE,
@@ -23,27 +44,58 @@ from compress.pipelines.config.model_spec import (
     ModelFile,
     TimmModel,
 )
+from compress.pipelines.models.exported_files import digest_of, import_file, signature_of
 from compress.pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan, task_of
-from compress.pipelines.system.machine_info import version_of
+from compress.pipelines.store.entry import Surroundings
+from compress.pipelines.system.machine_info import machine, version_of, versions
 from compress.pipelines.system.temp_files import temporary_files
+from compress.serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.signature import AxisBounds, TensorSpec
     from compress.core.progress import Progress
+    from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan
+
+INPUTS_FILE = "inputs.json"
+"""In a store: what the last run found out about model and data."""
+REPEATABLE_MODULES = frozenset(
+    (
+        *("__future__", "abc", "collections", "contextlib", "csv", "dataclasses", "enum"),
+        *("functools", "gzip", "io", "itertools", "json", "math", "numpy", "operator", "os"),
+        *("pathlib", "pickle", "re", "scipy", "sklearn", "statistics", "string", "struct"),
+        *("torch", "types", "typing", "zipfile"),
+    )
+)
+"""Modules that the user's data code may import: they read by Python's `open`, which is recorded.
+
+Others may read in native code, ask the clock or the network; `random` draws anew in each process.
+"""
+UNREPEATABLE_CODE = re.compile(
+    rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random|urandom"
+    rb"|environ\[[^]]*\]\s*=|environ\.(pop|setdefault|update)|putenv|chdir"
+)
+"""Code that may draw from a generator which is seeded anew in each process, or that changes what
+code after it sees."""
+HASH_ORDERED = frozenset(("frozenset", "hash", "id", "set"))
+"""Builtins that may answer otherwise in each process: Python salts the hashes of strings."""
+MOST_BYTES = 2**28
+"""Of data that are remembered: they are made twice at a time in memory, to compare both."""
+MOST_CHECKS = 64
+"""Pipeline files of which the outcome of `compress check` is kept."""
+VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
+"""Of the terminal and the shell; libraries may read any other variable, which nothing records."""
 
 
 def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | None, str]:
     """Load the data, and infer of it `model.inputs`, or what is not declared of them.
 
-    Returns:
-        The pipeline with `model.inputs`, its data if any, and a line that names what was inferred.
+    Return the pipeline with `model.inputs`, its data, and a line that names what was inferred.
     """
     from compress.data.infer_signature import (
         described,
@@ -51,14 +103,11 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         with_named_length,
         with_values_seen,
     )
-    from compress.serve.torchserve.stage import PackageTorchServe
 
     data = load_data(pipeline)
     spec, inputs, origin = pipeline.model, pipeline.model.inputs, "the samples of the data"
     try:
         if inputs is None and isinstance(spec, ModelFile):
-            from compress.pipelines.models.exported_files import signature_of
-
             file = pipeline.folder / spec.file
             if signature := signature_of(spec.kind, file):
                 inputs, origin = signature.inputs, file.name
@@ -85,9 +134,8 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         names, dtypes = zip(*((spec.name, spec.dtype) for spec in inputs), strict=True)
         source = data.source and replace(data.source, input_names=names, input_dtypes=dtypes)
         data = replace(data, input_names=names, input_dtypes=dtypes, source=source)
-    inferred = f"model.inputs, from {origin}: {described(inputs)}"
-    if pipeline.model.inputs is not None:
-        inferred = ""
+    is_given = pipeline.model.inputs is not None
+    inferred = "" if is_given else f"model.inputs, from {origin}: {described(inputs)}"
     model = spec.model_copy(update={"inputs": inputs})
     pipeline = pipeline.model_copy(update={"model": model})
     # Requests, images or texts, must become the model's inputs.
@@ -105,24 +153,19 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
 
 
 def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
-    """Return the names of the model's positional parameters."""
-    from compress.common.forward import positional_parameters
-
     spec = pipeline.model
     if isinstance(spec, ModelFile):
         from compress.export.torchscript.file_io import load
 
         arguments = load(pipeline.folder / spec.file).forward.schema.arguments
         return [argument.name for argument in arguments[1:]]  # without self
-    if isinstance(spec, HuggingFaceModel):
-        from compress.artifacts.hf_folder import read_architecture, read_folder
-
-        folder = pipeline.folder / spec.huggingface
-        if spec.stream:
-            return positional_parameters(read_architecture(folder, spec.task))
-        _, module = read_folder(folder, spec.task, untrained_head=True)
-        return positional_parameters(module)
-    return positional_parameters(_recipe(spec).build(pipeline.code_folder))
+    if not isinstance(spec, HuggingFaceModel):
+        return positional_parameters(_recipe(spec).build(pipeline.code_folder))
+    folder = pipeline.folder / spec.huggingface
+    if spec.stream:
+        return positional_parameters(hf_folder.read_architecture(folder, spec.task))
+    _, module = hf_folder.read_folder(folder, spec.task, untrained_head=True)
+    return positional_parameters(module)
 
 
 def _declared_inputs(
@@ -134,10 +177,8 @@ def _declared_inputs(
     from compress.artifacts.importing import inputs_of_timm, inputs_of_transformer
 
     if isinstance(spec, HuggingFaceModel):
-        from compress.artifacts.hf_folder import read_architecture
-
         folder = pipeline.folder / spec.huggingface
-        return inputs_of_transformer(read_architecture(folder, spec.task), folder)
+        return inputs_of_transformer(hf_folder.read_architecture(folder, spec.task), folder)
     with torch.device("meta"):
         return inputs_of_timm(_recipe(spec).build())
 
@@ -188,8 +229,7 @@ def measuring_context(
 def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None]:
     """Build the model and read its weights and the data, without storing anything.
 
-    Returns:
-        The model's interface, lines that name what of it and of the loss was inferred, the data.
+    Return the model's interface, lines that name what of it and the loss was inferred, the data.
     """
     from compress.data.fingerprint import SAMPLED_FOR_FINGERPRINT
 
@@ -224,8 +264,6 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
     inputs = sample_inputs(data, signature)
     try:
         if isinstance(spec, ModelFile):
-            from compress.pipelines.models.exported_files import import_file
-
             return import_file(spec.kind, pipeline.folder / spec.file, signature, path, inputs)
         if isinstance(spec, HuggingFaceModel):
             return _import_hugging_face(pipeline, spec, signature, path)
@@ -260,23 +298,19 @@ def _import_hugging_face(
 ) -> Artifact:
     import torch
 
-    from compress.artifacts.hf_folder import OUTPUTS, files_to_carry, read_folder
-    from compress.artifacts.importing import import_module
-    from compress.common.signature import OutputSpec
+    from compress.artifacts.importing import import_module, import_streamed
 
-    if spec.stream:
-        from compress.artifacts.importing import import_streamed
-
-        return import_streamed(path, pipeline.folder / spec.huggingface, spec.task, signature)
-    trains = pipeline.stages[0].stage == "train"
     folder = pipeline.folder / spec.huggingface
+    if spec.stream:
+        return import_streamed(path, folder, spec.task, signature)
+    trains = pipeline.stages[0].stage == "train"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(pipeline.seed)  # of an untrained head
-        recipe, module = read_folder(folder, spec.task, untrained_head=trains)
-    if spec.outputs is None and spec.task in OUTPUTS:
-        outputs = tuple(OutputSpec(name=name) for name in OUTPUTS[spec.task])
+        recipe, module = hf_folder.read_folder(folder, spec.task, untrained_head=trains)
+    if spec.outputs is None and spec.task in hf_folder.OUTPUTS:
+        outputs = tuple(OutputSpec(name=name) for name in hf_folder.OUTPUTS[spec.task])
         signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)
-    carried = files_to_carry(folder, module)
+    carried = hf_folder.files_to_carry(folder, module)
     return import_module(path, recipe, module, signature, carried=carried)
 
 
@@ -285,17 +319,13 @@ def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
     spec = pipeline.model
     parts: dict[str, object] = {"stage": SOURCE, "settings": spec.model_dump(mode="json")}
     if isinstance(spec, HuggingFaceModel):
-        from compress.artifacts.hf_folder import folder_digest
-
         return {
             **parts,
             "library": version_of("transformers"),
-            "checkpoint": folder_digest(pipeline.folder / spec.huggingface),
+            "checkpoint": hf_folder.folder_digest(pipeline.folder / spec.huggingface),
             "trains": pipeline.stages[0].stage == "train",
         }
     if isinstance(spec, ModelFile):
-        from compress.pipelines.models.exported_files import digest_of
-
         return {**parts, "checkpoint": digest_of(pipeline.folder / spec.file)}
     factory = _recipe(spec).factory
     sources = local_sources(factory, pipeline.code_folder)
@@ -307,3 +337,324 @@ def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
         "library": None if sources else version_of(library),
         "checkpoint": checkpoint_digest(checkpoint) if checkpoint else None,
     }
+
+
+_at_start: dict[str, str] = {}
+
+
+@contextmanager
+def variables_noted() -> Iterator[None]:
+    """Take the variables of now for those that the user set: libraries set others when imported."""
+    _at_start.update(os.environ)
+    try:
+        yield
+    finally:
+        _at_start.clear()
+
+
+class Remembered(Settings):
+    """An outcome, and what user code read for it."""
+
+    value: Any
+    depends: Dependencies
+
+
+class CheckedModel(Settings):
+    """What `compress check` found out about a model and its data, all valid."""
+
+    signature: Signature
+    summary: str
+    """Lines that name what was inferred."""
+
+
+class DataFacts(Settings):
+    """What a run found out about the data, and what it inferred of them."""
+
+    inputs: tuple[TensorSpec, ...]
+    axes: dict[str, AxisBounds]
+    inferred: str
+    """Line that names which inputs were inferred."""
+    targets: str | None
+    """Kind of the targets that the loss follows from."""
+    task: str | None
+    lengths: dict[str, int]
+    parts: dict[str, Any]
+    """Of :class:`compress.data.fingerprint.Contents`, as `fingerprint`."""
+    fingerprint: str
+    warnings: tuple[str, ...]
+
+
+def key_of_inputs(pipeline: PipelineConfig, conditions: str) -> str | None:
+    """Hash what decides model and data besides what their code reads; None where that fails."""
+    try:
+        source = source_parts(pipeline)
+    except (CompressError, OSError):
+        return None  # whoever reads the model says what is wrong with it
+    return hashlib.sha256((canonical_json(source) + conditions).encode()).hexdigest()
+
+
+def conditions_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -> str:
+    """Return what decides model and data besides the model's own files, as JSON.
+
+    To be asked before model and data are loaded, which changes it. Loss and task are inferred for
+    the `stages` that a run selects.
+    """
+    variables = {n: v for n, v in (_at_start or os.environ).items() if n not in VOLATILE_VARIABLES}
+    data = pipeline.data and local_sources(pipeline.data.factory, pipeline.code_folder)
+    return canonical_json(
+        {
+            "settings": pipeline.model_dump(mode="json", by_alias=True),
+            "stages": [*stages],
+            "code": sorted(data or ()),
+            "versions": versions(),
+            "machine": machine(),
+            "folders": [os.getcwd(), str(pipeline.folder.absolute()), sys.path],  # noqa: PTH109
+            "variables": variables,
+        }
+    )
+
+
+def recall(file: Path, key: str | None, surroundings: Surroundings) -> Any:
+    """Return what :func:`remember` kept, or None where anything that it depends on has changed."""
+    found = read_state(file, key, Remembered) if key else None
+    return None if found is None or surroundings.change(found.depends) else found.value
+
+
+def remember(
+    file: Path, key: str | None, value: Any, recorded: Recording, surroundings: Surroundings
+) -> None:
+    """Keep an outcome under a key, with what user code read for it."""
+    if key is None or recorded.untracked:
+        return
+    kept = Remembered(value=value, depends=surroundings.dependencies(recorded))
+    with suppress(OSError):  # no home, or a full disk: the next run takes as long as this one
+        write_state(file, key, kept.model_dump(mode="json"))
+
+
+def is_self_contained(data: Splits, contents: Contents) -> bool:
+    """Whether only recorded files, variables and packages decide the data of these contents.
+
+    They are plain tensors that the user's own code made, from files that Python opened, and a
+    second call of newly imported code makes the same ones.
+    """
+    from torch.utils.data import TensorDataset
+
+    from compress.data.fingerprint import in_memory_tensors
+
+    source, recorded, size = data.source, data.recorded, 0
+    for dataset in data.datasets.values():
+        tensors = in_memory_tensors(dataset)
+        if tensors is None or type(dataset).__getitem__ is not TensorDataset.__getitem__:
+            return False
+        size += sum(tensor.nbytes for tensor in tensors)
+    is_elsewhere = recorded.untracked or recorded.written or data.loading.collate_fn
+    if source is None or is_elsewhere or size > MOST_BYTES:
+        return False
+    own = [Path(file) for file in recorded.files if file.endswith(".py")]
+    names = {name.partition(".")[0] for name in recorded.modules}
+    names -= {file.stem for file in own} | {file.parent.name for file in own}
+    if (
+        not local_sources(source.factory, source.folder)
+        or names - REPEATABLE_MODULES
+        or any(_may_vary(file.read_bytes()) for file in own if file.is_file())
+    ):
+        return False
+    try:
+        with forget_modules(recorded.files):
+            again = source.load().contents()
+    except Exception:  # noqa: BLE001 - code that runs once alone: it is run by the next run as well
+        return False
+    same: bool = again.parts["splits"] == contents.parts["splits"]
+    return same
+
+
+def _may_vary(code: bytes) -> bool:
+    """Whether the user's code may make other data in another process."""
+    return bool(UNREPEATABLE_CODE.search(code)) or any(
+        isinstance(node, ast.Set | ast.SetComp)
+        or (isinstance(node, ast.Name) and node.id in HASH_ORDERED)
+        for node in ast.walk(ast.parse(code))
+    )
+
+
+@dataclass(frozen=True)
+class RememberedContents:
+    """The part of :class:`compress.data.fingerprint.Contents` that lookups in the store need."""
+
+    parts: dict[str, Any]
+    fingerprint: str
+    load: Callable[[], Contents]
+    sampled: tuple[str, ...] = ()
+    unrepeatable: frozenset[str] = frozenset()
+    cached: frozenset[str] = frozenset()
+    streams: Mapping[str, str | None] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.load(), name)
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """Stands for a dataset until its samples are read."""
+
+    samples: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+class _Datasets(Mapping[str, Any]):
+    def __init__(self, splits: RememberedSplits) -> None:
+        self.splits = splits
+
+    def __getitem__(self, name: str) -> Any:
+        return self.splits.loaded.datasets[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.splits.facts.lengths)
+
+    def __len__(self) -> int:
+        return len(self.splits.facts.lengths)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.splits.facts.lengths
+
+
+@dataclass(frozen=True)
+class RememberedSplits:
+    """Splits of known names, lengths and hashes; they are loaded when samples are read."""
+
+    facts: DataFacts
+    reload: Callable[[], Splits | None]
+    file: Path
+    """Where the facts come from; it is removed if they prove wrong."""
+    stream: None = None
+    """Tensors in memory are none."""
+
+    @property
+    def datasets(self) -> Mapping[str, Any]:
+        """The datasets by name."""
+        return _Datasets(self)
+
+    @property
+    def calibration_split(self) -> str:
+        """Name of the split for calibration."""
+        return "calibration" if "calibration" in self.facts.lengths else "train"
+
+    @cached_property
+    def loaded(self) -> Splits:
+        """The splits; PipelineInvalid where they are not the remembered ones."""
+        data = self.reload()
+        if data is None or data.contents().fingerprint != self.facts.fingerprint:
+            self.file.unlink(missing_ok=True)
+            raise PipelineInvalid(
+                "data.factory returns other samples than in the last run, and nothing that is "
+                "recorded of its reads has changed; run the same command again, and name what it "
+                "reads under `depends:`"
+            )
+        return data
+
+    def contents(self) -> RememberedContents:
+        """Return what the data depend on."""
+        parts, fingerprint = self.facts.parts, self.facts.fingerprint
+        return RememberedContents(parts, fingerprint, lambda: self.loaded.contents())
+
+    def split(self, name: str) -> Any:
+        """Return a dataset of which the length is known."""
+        known = "loaded" not in vars(self) and name in self.facts.lengths
+        return _Sized(self.facts.lengths[name]) if known else self.loaded.split(name)
+
+    def calibration_digest(self, samples: int, seed: int) -> None:
+        """Return None: every sample is hashed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.loaded, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.loaded.__reduce__()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A pipeline with model inputs, its data, and loss and metric that follow from both."""
+
+    pipeline: PipelineConfig
+    plan: Plan
+    data: Splits | None
+    inferred: str
+    """Line that names which inputs were inferred."""
+    file: Path
+    key: str | None
+    recorded: Recording | None = None
+    """What was read to load them; None where they are remembered."""
+
+    def keep(
+        self, contents: Contents, warnings: tuple[str, ...], surroundings: Surroundings
+    ) -> None:
+        """Let the next run remember them, if only what was recorded decides them."""
+        recorded, data, loss = self.recorded, self.data, self.plan.loss
+        if recorded is None or data is None or not is_self_contained(data, contents):
+            return
+        facts = DataFacts(
+            inputs=self.pipeline.model.inputs or (),
+            axes=self.pipeline.model.axes,
+            inferred=self.inferred,
+            targets=loss.targets,
+            task=loss.task.name if loss.task else None,
+            lengths=dict(contents.lengths),
+            parts=contents.parts,
+            fingerprint=contents.fingerprint,
+            warnings=warnings,
+        )
+        remember(self.file, self.key, facts.model_dump(mode="json"), recorded, surroundings)
+
+
+def load_inputs(
+    pipeline: PipelineConfig, plan: Plan, file: Path, surroundings: Surroundings
+) -> Inputs:
+    """Return model inputs and data as the last run found them, or load them."""
+    key = key_of_inputs(pipeline, conditions_of_inputs(pipeline, plan.names))
+    if pipeline.data is not None and (found := recall(file, key, surroundings)):
+        facts = DataFacts.model_validate(found)
+        model = pipeline.model.model_copy(update={"inputs": facts.inputs, "axes": facts.axes})
+        resolved = pipeline.model_copy(update={"model": model})
+        data: Any = RememberedSplits(facts, lambda: resolve_inputs(pipeline)[1], file)
+        task = TASKS[facts.task] if facts.task else None
+        loss = replace(plan.loss, targets=facts.targets, task=task)  # type: ignore[arg-type]
+        plan, resolved = infer_loss_and_metric(replace(plan, loss=loss), resolved, data)
+        return Inputs(resolved, plan, data, facts.inferred, file, key)
+    with recording() as recorded:
+        resolved, loaded, inferred = resolve_inputs(pipeline)
+        plan, resolved = infer_loss_and_metric(plan, resolved, loaded)
+    return Inputs(resolved, plan, loaded, inferred, file, key, recorded)
+
+
+def checked_model(pipeline: PipelineConfig) -> CheckedModel:
+    """Return what the last check of an unchanged file found valid, or check model and data.
+
+    What is refused is not kept.
+    """
+    name = hashlib.sha256(str(Path(pipeline.file).absolute()).encode()).hexdigest()[:16]
+    # Not `Path.home()`, which raises where there is no home.
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    file = Path(cache) / "compress-pipeline" / "check" / f"{name}.json"
+    surroundings = Surroundings(pipeline.folder, pipeline.code_folder, (), lambda line: None)
+    # The key has the weights' hash, and a hostile file may take minutes to hash: only where an
+    # earlier check found it valid, or this one has.
+    conditions = conditions_of_inputs(pipeline)
+    key = key_of_inputs(pipeline, conditions) if file.exists() else None
+    if found := recall(file, key, surroundings):
+        return CheckedModel.model_validate(found)
+    with recording() as recorded:
+        signature, summary, data = check_model(pipeline)
+    result = CheckedModel(signature=signature, summary=summary)
+    if data is None or is_self_contained(data, data.contents()):
+        key = key or key_of_inputs(pipeline, conditions)
+        remember(file, key, result.model_dump(mode="json"), recorded, surroundings)
+        with suppress(OSError):  # another check may have removed the same ones
+            by_age = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
+            for old in by_age[:-MOST_CHECKS]:
+                old.unlink()
+    return result

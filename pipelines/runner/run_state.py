@@ -15,8 +15,7 @@ from compress.core.context import Context, KeptAnswers
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.results.measurements import JUDGED_QUICKLY
 from compress.pipelines.results.schema import FailureReport, SkippedReport
-from compress.pipelines.runner.inputs import source_parts
-from compress.pipelines.runner.remembered import RememberedSplits
+from compress.pipelines.runner.inputs import RememberedSplits, source_parts
 from compress.pipelines.store.local import WORK, StoredExports
 from compress.pipelines.system import signals
 from compress.pipelines.system.jsonl_log import RunEvent
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 
-NOT_ASKED_FOR = "not asked for"
-"""Why a stage was not measured, where `RunOptions` leaves it out."""
 MIN_VAL_SAMPLES = 30
 """Of `val`: with fewer, one sample moves an accuracy by more than three points."""
 
@@ -132,10 +129,6 @@ class RunOutcome:
         """Record that the error of the current stage ended the run while stages were running."""
         for name in self.plan.ordered({self.current, *self.running_elsewhere}):
             self._fail(name, error if name == self.current else INTERRUPTED, ends_run=True)
-
-    def interrupted(self) -> list[str]:
-        """Return the names of the stages that were running when the run was interrupted."""
-        return [name for name, f in self.failures.items() if f.status == INTERRUPTED]
 
     def _fail(self, name: str, error: str, *, ends_run: bool) -> None:
         failure = self.failures[name] = FailureReport(**self._stage_fields(name), error=error)
@@ -232,7 +225,7 @@ class RunState:
     @property
     def why_unmeasured(self) -> str:
         """Why artifacts are not measured where the run leaves them out."""
-        return JUDGED_QUICKLY if self.is_quick else NOT_ASKED_FOR
+        return JUDGED_QUICKLY if self.is_quick else "not asked for"
 
     @property
     def judging_part(self) -> dict[str, str]:
@@ -255,10 +248,9 @@ class RunState:
         }
 
     def context(self, name: str, root: Path | None = None) -> Context:
-        """Return the context that a stage runs and is evaluated in.
+        """Return the context that a stage runs and is evaluated in, by default in its store entry.
 
-        It sees the artifacts of its ancestors, and those that it names. `root` is the directory of
-        the artifact, by default that of its store entry.
+        It sees the artifacts of its ancestors, and those that it names.
         """
         form = self.artifacts.get(self.exported_as.get(name, ""))
         visible = {SOURCE, self.plan.baseline, *self.plan.branch(name), *self.plan.needs(name)}

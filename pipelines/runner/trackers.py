@@ -6,40 +6,30 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import first_line
-from compress.pipelines.system.jsonl_log import log_handler
 from compress.training.loop.metrics import STEP, open_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from compress.pipelines.config.pipeline import Tracker
     from compress.training.loop.metrics import ExperimentLogger
 
-TRACKED_REPORT = "report.html"
-
 log = logging.getLogger(__name__)
 
 
-def tracked(
-    settings: Tracker, results: Path, pipeline: str, run: str
-) -> AbstractContextManager[None]:
-    """Write the events of a block to a tracker; if it fails, the run goes on without it."""
-    return log_handler(_TrackerHandler(settings, results, pipeline, run))
+class TrackerHandler(logging.Handler):
+    """Writes the events among log records to a tracker; if it fails, the run goes on without it."""
 
-
-class _TrackerHandler(logging.Handler):
-    """Writes the events among log records to a tracker."""
-
-    def __init__(self, settings: Tracker, results: Path, pipeline: str, run: str) -> None:
+    def __init__(self, settings: Tracker, results: Path, title: str, run: str) -> None:
+        """Write to the tracker of the settings, under a title and the run's id."""
         super().__init__()
-        self.kind, self.uri, self.results = settings.kind, settings.uri, results
-        self.pipeline, self.run = pipeline, run
+        self.settings, self.results, self.title, self.run = settings, results, title, run
         self.tracker: ExperimentLogger | None = None
         self.has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, if it is an event."""
         fields: dict[str, Any] = getattr(record, "log_fields", {})
         if "event" not in fields or self.has_failed:
             return
@@ -47,29 +37,26 @@ class _TrackerHandler(logging.Handler):
             self._write(fields)
         except Exception as error:  # noqa: BLE001 - a server that is gone must not end a run
             self.has_failed = True
-            how = f"{type(error).__name__}: {first_line(error)}"
-            log.warning("tracker %s failed (%s); the run goes on without it", self.kind, how)
+            kind, how = self.settings.kind, f"{type(error).__name__}: {first_line(error)}"
+            log.warning("tracker %s failed (%s); the run goes on without it", kind, how)
 
     def _write(self, fields: dict[str, Any]) -> None:
+        kind, uri = self.settings.kind, self.settings.uri
         tracker = self.tracker = self.tracker or open_logger(
-            self.kind, self.uri, self.results, f"{self.pipeline}-{self.run}", self.run, first_step=0
+            kind, uri, self.results, self.title, self.run, first_step=0
         )
         event = fields["event"]
         if event == "run_started":
             tracker.write_settings(dict(flatten(fields["settings"])))
-        elif event == "epoch":
-            task = fields["task"].replace(":", "")
-            tracker.write(fields["epoch"], {f"{task}/{n}": v for n, v in fields["figures"].items()})
-        elif event == "step":
-            task = fields["task"].replace(":", "")
-            figures = {f"{task}/{STEP}{n}": value for n, value in fields["figures"].items()}
-            tracker.write(fields["step"], figures)
+        elif event in ("epoch", "step"):
+            task = f"{fields['task'].replace(':', '')}/{STEP if event == 'step' else ''}"
+            tracker.write(fields[event], {f"{task}{n}": v for n, v in fields["figures"].items()})
         elif event in ("stage_finished", "stage_cached"):
             figures = stage_figures(fields)
             tracker.write(0, {f"{fields['stage']}/{n}": value for n, value in figures.items()})
         elif event == "run_finished":
             tracker.write(0, {f"{name}/test": value for name, value in fields["test"].items()})
-            tracker.finish(fields["status"], self.results / TRACKED_REPORT)
+            tracker.finish(fields["status"], self.results / "report.html")
 
 
 def stage_figures(fields: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Output of commands (text or JSON), errors and exit codes."""
+"""Output of commands (text or JSON), errors and exit codes, and progress: bars or plain lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from compress.common.errors import CompressError, cause_lines, exits_refused
 from compress.common.printable import escape_warnings, printable
 from compress.common.process import gc_disabled
+from compress.core.progress import progress_bars
 from compress.pipelines.system import signals
+from compress.pipelines.system.signals import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -30,9 +33,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.common.config import Settings
+    from compress.core.progress import Progress
     from compress.pipelines.results.schema import Report
 
 RED, YELLOW = "\x1b[31m", "\x1b[33m"
+SECONDS_BETWEEN_LINES = 3.0
+"""Between progress lines where there is no terminal to draw bars on."""
 
 
 @dataclass
@@ -43,7 +49,6 @@ class OutputMode:
     quiet: bool = False
     """Print errors only; with `as_json` the JSON is printed all the same."""
     json_printed: bool = False
-    """Whether the command has printed its JSON."""
     json_stream: TextIO | None = None
     """The real standard output, while file descriptor 1 is redirected to standard error."""
 
@@ -143,11 +148,10 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
         raise SystemExit
     except SystemExit as end:
         # No command ran that could print a usage error, which typer has printed, as JSON.
-        error = end.__context__
-        format_message = getattr(error, "format_message", None)
-        if format_message and "--json" in sys.argv:
-            kind, lines = type(error).__name__, [format_message()]
-            found = {"kind": kind, "exit_code": end.code, "lines": lines}
+        error: Any = end.__context__
+        if hasattr(error, "format_message") and "--json" in sys.argv:
+            lines = [error.format_message()]
+            found = {"kind": type(error).__name__, "exit_code": end.code, "lines": lines}
             print_json({"error": found})
         raise SystemExit(signals.exit_code() or end.code) from None
     finally:
@@ -157,8 +161,7 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
 def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
     """Wrap a command: common options, errors as one line on standard error, exit codes.
 
-    `options` has the annotations of `as_json`, `quiet` and `debug`, which decide how results are
-    printed; the command itself need not know them.
+    `options` has the annotations of `as_json`, `quiet` and `debug`: the command knows none of them.
     """
 
     @functools.wraps(function)
@@ -197,18 +200,12 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
 
 
 def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
-    """Print an error as text, with `debug` after its traceback, and exit with its code.
-
-    `resumes` says whether the same command continues after an interruption.
-    """
+    """Print an error as text, with `debug` after its traceback, and exit with its code."""
     if debug:
         print_to_stderr("".join(traceback.format_exception(error)).rstrip())
     if code := signals.interruption_code(error):
-        print_to_stderr(
-            f"{signals.describe_interruption(error)}; run the same command again to resume"
-            if resumes
-            else "stopped"
-        )
+        what = f"{signals.describe_interruption(error)}; run the same command again to resume"
+        print_to_stderr(what if resumes else "stopped")
         raise SystemExit(code) from None
     if not isinstance(error, Exception):
         raise error
@@ -239,7 +236,6 @@ def get_prompter() -> Callable[[str, str, Callable[[str], object]], str] | None:
 
 
 def _prompt(question: str, default: str, check: Callable[[str], object]) -> str:
-    """Prompt on standard error until the check accepts the answer."""
     while True:
         sys.stderr.write(printable(f"{question}{f' [{default}]' if default else ''}: "))
         sys.stderr.flush()
@@ -300,3 +296,83 @@ def print_report(report: Report, out: Path, error_follows: bool = False) -> None
         repeated = report.error if error_follows else ""
         lines = (line for line in closing_lines(report, out) if line.plain != f"✗ {repeated}")
         print_table(functools.partial(stage_table, report), lines)
+
+
+@contextmanager
+def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """Provide a progress function, and a function that prints one line per stage."""
+    from compress.pipelines.system.rich_output import PlainConsole
+
+    console = PlainConsole(stderr=True)
+    if quiet:
+        yield (
+            (lambda task, done, total, note="": raise_if_stopped()),
+            (lambda line: raise_if_stopped()),
+        )
+    elif console.is_terminal and not console.is_dumb_terminal:
+
+        def announce(line: str) -> None:
+            raise_if_stopped()
+            console.print(printable(line))
+
+        with progress_bars(console) as draw, _warnings(announce):
+
+            def progress(task: str, done: int, total: int, note: str = "") -> None:
+                raise_if_stopped()
+                draw(task, done, total, note)
+
+            yield progress, announce
+    else:
+        with _warnings(_say):
+            yield _lines(), _say
+
+
+class _Announcer(logging.Handler):
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.announce = announce
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.announce(f"warning: {record.getMessage()}")
+
+
+@contextmanager
+def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
+    """Print the toolkit's logged warnings during a block, unless `--debug` shows the log anyway."""
+    from compress.pipelines.system.jsonl_log import LOGGER
+
+    if logging.getLogger().isEnabledFor(logging.WARNING):
+        yield
+        return
+    handler, logger = _Announcer(announce), logging.getLogger(LOGGER)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def _lines() -> Progress:
+    """Return a progress function that writes a line per new note, or every few seconds."""
+    shown: dict[str, tuple[float, str]] = {}
+
+    def progress(task: str, done: int, total: int, note: str = "") -> None:
+        now = time.monotonic()
+        last_time, last_note = shown.setdefault(task, (now, ""))
+        if (note and note != last_note) or now - last_time > SECONDS_BETWEEN_LINES:
+            shown[task] = (now, note)
+            _say(f"  {task} {done}/{total}{f': {note}' if note else ''}")
+        if done >= total:
+            del shown[task]
+
+    return progress
+
+
+def _say(line: str) -> None:
+    raise_if_stopped()
+    print_to_stderr(line)

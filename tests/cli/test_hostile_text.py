@@ -16,7 +16,7 @@ from compress.common.sealed_json import load_sealed
 from compress.pipelines.reporting.terminal_table import print_table
 from compress.pipelines.system.jsonl_log import LogFile
 from compress.pipelines.system.rich_output import PlainConsole, PlainFormatter
-from compress.pipelines.terminal.progress_bars import show_progress
+from compress.pipelines.terminal.console import show_progress
 
 HOSTILE = "x\x1b[2J\x1b[32m✓ proven\n✓ proven: it answers\r\x9b1mgone\u202eneverp"
 FACTORY = f"""

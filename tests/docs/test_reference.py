@@ -11,7 +11,7 @@ import yaml
 
 from compress.core.gates.gate import gate_classes
 from compress.core.stage import Stage
-from compress.pipelines.config.registry import OURS, stage_type, stages
+from compress.pipelines.config.registry import stages
 from compress.training.config.training import Training
 
 ROOT = Path(__file__).parents[2]
@@ -57,9 +57,9 @@ def _section(pages: dict[str, str], stage: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("stage", OURS, ids=stage_type)
-def test_a_stage_has_all_its_settings(pages: dict[str, str], stage: type[Stage]) -> None:
-    name = stage_type(stage)
+@pytest.mark.parametrize("name", stages())
+def test_a_stage_has_all_its_settings(pages: dict[str, str], name: str) -> None:
+    stage = stages()[name]
     section = _section(pages, name)
     settings = stage.model_fields.keys() - Stage.model_fields.keys()
     if issubclass(stage, Training) and name != "train":
@@ -72,21 +72,19 @@ def test_a_stage_has_all_its_settings(pages: dict[str, str], stage: type[Stage])
         assert first.split("<")[0] in section.replace("\\", ""), setting
 
 
-@pytest.mark.parametrize("stage", OURS, ids=stage_type)
+@pytest.mark.parametrize("name", stages())
 def test_a_stages_example_is_valid_and_its_kinds_are_named(
-    pages: dict[str, str], stage: type[Stage]
+    pages: dict[str, str], name: str
 ) -> None:
-    section = _section(pages, stage_type(stage))
+    stage = stages()[name]
+    section = _section(pages, name)
     *_, snippet = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     *_, example = yaml.safe_load(snippet)  # after what it needs
     assert type(stages()[example["stage"]].model_validate(example)) is stage
     read, written = (get_args(kinds) or (kinds,) for kinds in (stage.reads(), stage.writes()))
     kinds = " → ".join(", ".join(kind.kind for kind in kinds) for kinds in (read, written))
     assert f"[{kinds}]" in section
-    assert (
-        f'`]({_page(pages, stage_type(stage))}.md#{stage_type(stage)}) <span class="kind">{kinds}'
-        in (pages["stages"])
-    )
+    assert f'`]({_page(pages, name)}.md#{name}) <span class="kind">{kinds}' in (pages["stages"])
 
 
 def _page(pages: dict[str, str], stage: str) -> str:

@@ -25,11 +25,11 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import write_safetensors
 from compress.checkpoint.state_dict import in_memory
+from compress.cli import describe_artifact
 from compress.common.errors import ArtifactInvalid, CompressError, cause_lines
 from compress.common.printable import CONTROL_CHARACTERS
 from compress.common.sealed_json import load_sealed
 from compress.common.signature import Signature, TensorSpec
-from compress.pipelines.commands.inspect import describe_artifact
 from compress.serve.attestation import read_attestation, signed, statement_of, subjects_of
 from compress.serve.packaging.provenance import digest_of
 from compress.serve.torchserve.artifact import check_bare_mar

@@ -71,3 +71,15 @@ def test_the_command_fits_how_the_toolkit_was_installed(
     wheel = tmp_path / "site-packages" / "compress" / "common" / "requirements.py"
     monkeypatch.setattr(requirements, "__file__", str(wheel))
     assert pip_install("openvino") == "pip install 'compress-pipeline[openvino]'"
+
+
+def test_an_installation_older_than_the_source_is_to_be_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requirements, "entry_points", lambda group: ())
+    stages.cache_clear()
+    try:
+        with pytest.raises(Unavailable, match=r"names no stage of its own.*pip install -e \."):
+            stages()
+    finally:
+        stages.cache_clear()

@@ -151,10 +151,10 @@ def test_a_signature_shows_the_settings_with_their_defaults() -> None:
 
 
 def test_every_stage_has_a_function() -> None:
-    from compress.pipelines.config.registry import OURS, stage_type
+    from compress.pipelines.config.registry import stages
 
-    for stage in OURS:
-        function = getattr(compress, stage_type(stage))
+    for name, stage in stages().items():
+        function = getattr(compress, name)
         assert inspect.signature(function).return_annotation is stage.writes()
         assert function.__name__ in compress.__all__
 

@@ -9,8 +9,7 @@ import yaml
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
-from compress.pipelines.auto.cost_models.latency_models import DeeperModels, FormatModel
-from compress.pipelines.auto.cost_models.tables import LatencyTables
+from compress.pipelines.auto.cost_models import DeeperModels, FormatModel, LatencyTables
 from compress.pipelines.auto.front import Front
 from compress.pipelines.config.auto_settings import AutoSettings, name_without_blocks
 from compress.pipelines.config.pipeline import PipelineConfig
@@ -53,7 +52,7 @@ def file(tmp_path: Path) -> Path:
 def test_blocks_and_widths_are_decided_together(
     file: Path, tmp_path: Path, capfd, monkeypatch
 ) -> None:
-    monkeypatch.setattr("compress.pipelines.auto.cost_models.latency_models.FITTED_MODELS", 4)
+    monkeypatch.setattr("compress.pipelines.auto.cost_models.FITTED_MODELS", 4)
     out = tmp_path / "out"
     assert auto(file, "--out", out, "--json") == 0
     front = json.loads(capfd.readouterr().out)

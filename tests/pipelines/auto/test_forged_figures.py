@@ -16,8 +16,8 @@ from benchmarks.attack import forgeries
 from compress.common.sealed_json import is_sealed, write_sealed
 from compress.core.context import Context
 from compress.pipelines.auto import candidate_evaluator, search_state
+from compress.pipelines.auto import search as auto_search
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
-from compress.pipelines.auto.strategy import block_variants
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 from tests.pipelines.conftest import measured_briefly
 
@@ -101,15 +101,15 @@ def test_the_order_of_blocks_is_searched_again_where_it_was_changed(
         searched.append(1)
         return ["2.3", "2.1"]
 
-    monkeypatch.setattr(block_variants, "_measured_order", search)
+    monkeypatch.setattr(auto_search, "_measured_order", search)
     evaluator: Any = SimpleNamespace(out=tmp_path, model=SimpleNamespace(digest="0" * 64))
     state: Any = SimpleNamespace(evaluator=evaluator, settings=SimpleNamespace(time=0.0))
-    variants = block_variants.BlockVariants(state, None)  # type: ignore[arg-type]
+    variants = auto_search.BlockVariants(state, None)  # type: ignore[arg-type]
     for count in (1, 1):
         variants.find_order(0.0)
         assert variants.shallower == [("2.3",), ("2.3", "2.1")]
         assert len(searched) == count
-    file = tmp_path / block_variants.BLOCKS_FILE
+    file = tmp_path / auto_search.BLOCKS_FILE
     forgeries.replace(file, file.read_bytes().replace(b"2.3", b"2.5"))
     variants.find_order(0.0)
     assert variants.shallower == [("2.3",), ("2.3", "2.1")]

@@ -11,14 +11,15 @@ import yaml
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.auto.candidate_evaluator import refuse_unfit_pipeline
 from compress.pipelines.auto.candidates import CheckedModel
-from compress.pipelines.auto.command import nothing_found, with_limits
-from compress.pipelines.auto.cost_models.latency_models import FormatModel
+from compress.pipelines.auto.command import with_limits
+from compress.pipelines.auto.cost_models import FormatModel
 from compress.pipelines.auto.front import (
     Front,
     cells_of,
     chosen_points,
     front_page,
     missed_limits,
+    nothing_found,
     shares_of_limits,
 )
 from compress.pipelines.auto.search import search_log

@@ -20,8 +20,8 @@ from compress import cli
 from compress.common.sealed_json import write_state
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.front import Front, write_point
+from compress.pipelines.auto.search import Recovery, models_to_begin
 from compress.pipelines.auto.search_state import Solution
-from compress.pipelines.auto.strategy.recovery import Recovery, models_to_begin
 from compress.pipelines.config.auto_settings import AutoLimits
 from compress.pipelines.config.pipeline import PipelineConfig
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
@@ -245,7 +245,7 @@ def test_no_training_begins_that_cannot_end_in_time(
 
     search.check = check
     monkeypatch.setattr(
-        "compress.pipelines.auto.strategy.recovery.time",
+        "compress.pipelines.auto.search.time",
         SimpleNamespace(monotonic=lambda: clock.now),
     )
     recovery.train(deadline=100)

@@ -13,8 +13,7 @@ from compress.export.latency import kernels as kernel_table
 from compress.pipelines.auto import candidate_evaluator
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
-from compress.pipelines.auto.cost_models.latency_models import FormatModel
-from compress.pipelines.auto.cost_models.tables import LatencyTables, ModelTable
+from compress.pipelines.auto.cost_models import FormatModel, LatencyTables, ModelTable
 from compress.pipelines.auto.front import Front, cells_of
 from compress.pipelines.auto.search_state import BlockVariant, SearchState
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings

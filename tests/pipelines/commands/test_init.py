@@ -18,14 +18,17 @@ from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline
 from compress.pipelines.commands.init import (
     Family,
+    Goal,
+    InitOptions,
     ModelTraits,
+    Target,
     draft,
     family_of,
     initial_content,
+    prompt_for_missing,
     render_and_plan,
     write_draft,
 )
-from compress.pipelines.commands.init_options import Goal, InitOptions, Target, prompt_for_missing
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NETS = """

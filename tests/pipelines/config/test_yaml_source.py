@@ -7,7 +7,7 @@ import pytest
 
 from compress.common.errors import PipelineInvalid
 from compress.core.gates import MaxDrop
-from compress.pipelines.commands.init_options import parse_arguments
+from compress.pipelines.commands.init import parse_arguments
 from compress.pipelines.config import yaml_source
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.explain.repair import changed_text

@@ -14,7 +14,7 @@ from compress.common.errors import GateRefused, PipelineInvalid, StageFailed, Un
 from compress.pipelines import Pipeline
 from compress.pipelines.config.pipeline import Tracker
 from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.runner.trackers import flatten, tracked
+from compress.pipelines.runner.trackers import TrackerHandler, flatten
 from compress.pipelines.system import jsonl_log
 from compress.pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
 from compress.training.loop.metrics import mlflow_name
@@ -196,7 +196,8 @@ def test_tensorboard_shows_settings_curves_figures_and_the_report(project) -> No
 
 def test_a_tracker_takes_events_alone(tmp_path, caplog) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard")
-    with tracked(Tracker(kind="tensorboard", uri="boards"), tmp_path, "small", "run"):
+    tracker = Tracker(kind="tensorboard", uri="boards")
+    with log_handler(TrackerHandler(tracker, tmp_path, "small-run", "run")):
         logging.getLogger("compress.somewhere").info(
             "words", extra={"log_fields": {"stage": "train"}}
         )

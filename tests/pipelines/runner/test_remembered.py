@@ -11,7 +11,7 @@ from compress.data.splits import DataReference
 from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline
 from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.runner.remembered import INPUTS_FILE, load_inputs
+from compress.pipelines.runner.inputs import INPUTS_FILE, load_inputs
 from compress.pipelines.store.local import Store
 from tests.pipelines.conftest import Project
 

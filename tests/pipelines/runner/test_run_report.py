@@ -18,7 +18,7 @@ from compress.pipelines.planning.plan import accuracy_drops, is_much
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.reporting.terminal_table import closing_lines
 from compress.pipelines.results.schema import Report
-from compress.pipelines.runner.run_report import constant_score, unlike_val
+from compress.pipelines.runner.run import constant_score, unlike_val
 from compress.pipelines.runner.run_state import validation_data_warnings
 from compress.pipelines.system.jsonl_log import LOG
 from tests.compress.data.augmented import data

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from compress.pipelines.terminal.progress_bars import show_progress
+from compress.pipelines.terminal.console import show_progress
 
 OWN = logging.getLogger("compress.training.fit")
 

@@ -1,7 +1,13 @@
-"""How latency and size follow from widths and layers in float, for each format of numbers."""
+"""What a candidate would take, in time and in bytes, before it is built.
+
+How both follow from widths and layers in float, for each format of numbers. Few models are
+exported; those at all other widths are made from these files by resizing weights. Or a file holds
+the latencies of another machine.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -12,11 +18,14 @@ from math import prod
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
 
-from compress.common.sealed_json import read_state, write_state
+from compress.common.config import Settings
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.sealed_json import read_sealed, read_state, write_sealed, write_state
+from compress.export.exporter import EXPORTERS
 from compress.export.latency.resizing import (
     FLOAT,
     MOST_EXPORTS,
@@ -35,6 +44,7 @@ from compress.export.latency.served_latency import (
 )
 from compress.export.onnx.proto_io import read
 from compress.pipelines.auto.candidates import QUANTIZING, Candidate
+from compress.pipelines.config.auto_settings import Format, Runtime
 from compress.pipelines.config.registry import stages
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.latency.widths import WidthVariants
@@ -48,12 +58,14 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.export.latency.kernels import KernelTable
-    from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
+    from compress.pipelines.config.auto_settings import AutoSettings
     from compress.profiling.benchmark import Opener
     from compress.profiling.interaction_sum import Choice, Value
 
     Grid = Mapping[str, Sequence[Value]]
 
+TABLES_FILE = "latency_tables.json"
+"""In the results' folder; `latency.json` is what `compress latency` writes there."""
 FITTED_MODELS = 16
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
 CALIBRATION_SAMPLES, COMPARED_SAMPLES, SMOOTHING = 32, 16, 0.5
@@ -148,10 +160,6 @@ class DeeperModels:
     names: Mapping[str, str]
     """Group of the network with fewer blocks → its name where there are more."""
 
-    def fits(self) -> dict[Runtime, RuntimeFit]:
-        """Return how latency and size follow in each runtime."""
-        return {r: model.fit for r, model in self.models.items() if model.fit is not None}
-
     def has_pair(self, pair: tuple[str, ...], grid: Grid) -> bool:
         """Whether it is known what two groups change together, at the widths of a grid."""
         return all(
@@ -220,22 +228,12 @@ def build_format_models(
     """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
 
     The kernels are ONNX Runtime's. What another runtime takes follows from the same figures by
-    other coefficients: both compute the same products and read the same weights.
+    other coefficients: both compute the same products and read the same weights. No whole models
+    are measured in the runtimes of `deeper`, a model with more of the same blocks.
 
-    Args:
-        format: numbers that the model computes with.
-        runtimes: what runs it, each with a model of its own.
-        grid: group → its widths, the model's own first.
-        model: the model.
-        context: data, threads and seed.
-        settings: which groups may lose channels.
-        table: measured kernels, to which further ones are added.
-        measure_ms: measures the latency of a file as those of candidates are measured.
-        layers: those that may be left in float, of which some that are worth it are.
-        deadline: on the clock of :func:`time.monotonic`, for what is measured of these layers.
-        deeper: the same for a model with more of the same blocks, in some of the runtimes. No whole
-            models are measured for these.
-        whole_models: those that were measured before, to which further ones are added.
+    `grid` has each group's widths, the model's own first. Measured kernels are added to `table`,
+    and whole models, whose latency `measure_ms` measures, to `whole_models`. Of `layers` those may
+    be left in float that are worth it, as is found until `deadline` of :func:`time.monotonic`.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
@@ -250,13 +248,20 @@ def build_format_models(
             resizable = ResizableModel.fit(exports)
         else:
             resizable = ResizableModel.of_one_size(read(layers.file, weights=True))
-        mixed = None if layers is None else layers.mixed(resizable)
+        mixed = None
+        # Pruning may rewrite modules: then the file has other layers with weights.
+        if layers is not None and len(weighted_layers(resizable.model)) == len(
+            weighted_layers(read(layers.file))
+        ):
+            decisions = {decision_of(name): own for name, own in layers.numbers.items()}
+            mixed = MixedModel(resizable, decisions)
         batch = settings.batch or model.signature.smallest_batch
         inputs = context.measured_batches(model.signature, batch)
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
         costs = WidthCosts(mixed or resizable, whole, arrays, table)
-        fitted = {} if deeper is None else deeper.fits()
+        known_models = {} if deeper is None else deeper.models
+        fitted = {r: known.fit for r, known in known_models.items() if known.fit is not None}
         unfitted = [runtime for runtime in runtimes if runtime not in fitted]
         scopes: list[tuple[str, ...]] = [
             pair
@@ -264,9 +269,7 @@ def build_format_models(
             if {*pair} <= grid.keys()
             and (deeper is None or unfitted or not deeper.has_pair(pair, grid))
         ]
-        unsuitable = (
-            "the file has other layers with weights once it is cut" if mixed is None else ""
-        )
+        unsuitable = "" if mixed else "the file has other layers with weights once it is cut"
         decided = DecidedLayers((), {}, (), unsuitable)
         if layers is not None and mixed is not None:
             most = settings.space.float_layers
@@ -279,9 +282,13 @@ def build_format_models(
             [*sorted(scopes), *decided.scopes],
             lambda done, total: context.progress(title, done, total, "kernels"),
         )
-        chosen = _spread(grid, [*decided.grid], FITTED_MODELS, context.seed)
-        measured: dict[Runtime, list[float]] = {runtime: [] for runtime in unfitted}
-        sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in unfitted}
+        quantized = dict.fromkeys(decided.grid, QUANTIZED)
+        generator = random.Random(context.seed)
+        chosen = spread_widths(grid, FITTED_MODELS, generator)
+        for choice in chosen[2::2]:  # the first two are the largest and the smallest widths
+            choice |= {decision: generator.choice((QUANTIZED, FLOAT)) for decision in quantized}
+        chosen = [{**quantized, **choice} for choice in chosen]
+        figures: dict[Runtime, list[tuple[float, int]]] = {runtime: [] for runtime in unfitted}
         for number, choice in enumerate(chosen if unfitted else []):
             context.progress(title, number, FITTED_MODELS, "whole models")
             changed = costs.model.resize({**whole, **choice})
@@ -291,17 +298,14 @@ def build_format_models(
                 if key not in whole_models.known:
                     served = open_as_served(file, runtime, model.signature, context.threads)
                     whole_models.add(key, measure_ms(served.open), served.bytes)
-                measured_ms, size = whole_models.known[key]
-                measured[runtime].append(1e-3 * measured_ms)
-                sizes[runtime].append(size)
+                figures[runtime].append(whole_models.known[key])
     for runtime in unfitted:
-        kernel_costs = [costs.at(choice) for choice in chosen]
+        measured = [1e-3 * milliseconds for milliseconds, _ in figures[runtime]]
+        latency = LatencyModel.fit([costs.at(c) for c in chosen], measured)
         # Each weight is as large in any runtime; what is written besides differs.
-        ratio, added = np.polyfit([file_bytes(c) for c in chosen], sizes[runtime], 1).tolist()
-        fitted[runtime] = RuntimeFit(
-            LatencyModel.fit(kernel_costs, measured[runtime]), ratio, added
-        )
-    quantized = dict.fromkeys(decided.grid, QUANTIZED)
+        sizes = [size for _, size in figures[runtime]]
+        ratio, added = np.polyfit([file_bytes(c) for c in chosen], sizes, 1).tolist()
+        fitted[runtime] = RuntimeFit(latency, ratio, added)
     found = []
     for runtime in runtimes:
         fit = fitted[runtime]
@@ -313,17 +317,18 @@ def build_format_models(
             known = deeper.models[runtime]
             predicted_ms = deeper.with_pairs(predicted_ms, known.latency_ms, grid)
             predicted_bytes = deeper.with_pairs(predicted_bytes, known.bytes, grid)
-        built = FormatModel(
-            format,
-            predicted_ms,
-            predicted_bytes,
-            runtime,
-            fit=fit,
-            layers=decided,
-            whole={group: widths[0] for group, widths in grid.items()} | quantized,
-            smallest={group: widths[-1] for group, widths in grid.items()} | quantized,
+        found.append(
+            FormatModel(
+                format,
+                predicted_ms,
+                predicted_bytes,
+                runtime,
+                fit=fit,
+                layers=decided,
+                whole={group: widths[0] for group, widths in grid.items()} | quantized,
+                smallest={group: widths[-1] for group, widths in grid.items()} | quantized,
+            )
         )
-        found.append(built)
     return found
 
 
@@ -359,18 +364,6 @@ def export_at_random_widths(
     return variants.whole, exports()
 
 
-def _spread(grid: Grid, layers: Sequence[str], count: int, seed: int) -> list[dict[str, Value]]:
-    """Return the largest and the smallest widths of a grid, and random ones between.
-
-    Every second one has random layers in float.
-    """
-    generator = random.Random(seed)
-    chosen = spread_widths(grid, count, generator)
-    for choice in chosen[2::2]:
-        choice |= {decision: generator.choice((QUANTIZED, FLOAT)) for decision in layers}
-    return [{**dict.fromkeys(layers, QUANTIZED), **choice} for choice in chosen]
-
-
 def decision_of(layer: str) -> str:
     """Return the name of the decision about a layer's format; groups of channels have others."""
     return f"format of {layer}"
@@ -387,15 +380,6 @@ class LayerSensitivity:
     times."""
     loss_increases: Mapping[str, float]
     """Layer → the squared distance of the outputs that quantizing it alone adds."""
-
-    def mixed(self, model: ResizableModel) -> MixedModel | None:
-        """Return a resizable model with these layers to decide.
-
-        None where it has other layers than the file, as where pruning rewrites modules.
-        """
-        if len(weighted_layers(model.model)) != len(weighted_layers(read(self.file))):
-            return None
-        return MixedModel(model, {decision_of(name): own for name, own in self.numbers.items()})
 
 
 @dataclass(frozen=True)
@@ -437,25 +421,18 @@ def decide_layers(
     each grows with the widths that it reads and writes; a layer for which no time is left until a
     deadline stays quantized.
     """
-    base = costs.at({}).seconds
+    base, losses = costs.at({}).seconds, layers.loss_increases
     start, changes = time.monotonic(), {}
-    for done, name in enumerate(layers.loss_increases):
-        progress(title, done, len(layers.loss_increases), f"{name} in float")
+    for done, name in enumerate(losses):
+        progress(title, done, len(losses), f"{name} in float")
         if time.monotonic() > deadline:
             break
-        decision = decision_of(name)
-        changes[name] = costs.at({decision: FLOAT}).seconds - base
+        changes[name] = costs.at({decision_of(name): FLOAT}).seconds - base
     seconds_each = (time.monotonic() - start) / max(1, len(changes))
-    total = sum(layers.loss_increases.values())
-    worth = [
-        name
-        for name, change in changes.items()
-        if layers.loss_increases[name] > SMALL_LOSS_SHARE * total
-        or change < -MUCH_FASTER_SHARE * base
-    ]
-    worth.sort(
-        key=lambda name: (changes[name] >= -MUCH_FASTER_SHARE * base, -layers.loss_increases[name])
-    )
+    total = sum(losses.values())
+    much_faster = {name for name, change in changes.items() if change < -MUCH_FASTER_SHARE * base}
+    worth = [n for n in changes if losses[n] > SMALL_LOSS_SHARE * total or n in much_faster]
+    worth.sort(key=lambda name: (name not in much_faster, -losses[name]))
     chosen: list[str] = []
     scopes: list[tuple[str, ...]] = []
     left = deadline - time.monotonic()
@@ -474,6 +451,183 @@ def decide_layers(
     names = tuple(name for name in worth if decision_of(name) in chosen)
     return DecidedLayers(
         names,
-        {decision_of(name): {QUANTIZED: layers.loss_increases[name], FLOAT: 0.0} for name in names},
+        {decision_of(name): {QUANTIZED: losses[name], FLOAT: 0.0} for name in names},
         scopes,
     )
+
+
+class StoredSum(Settings):
+    """A quantity by widths, as JSON holds it; see `InteractionSum`."""
+
+    base: float
+    terms: tuple[tuple[tuple[str, ...], tuple[int, ...], float], ...]
+    """Groups, their widths, and what changes there beyond what fewer of them change."""
+
+    @classmethod
+    def from_sum(cls, quantity: InteractionSum) -> Self:
+        """Return a quantity in the form that is stored."""
+        return cls(
+            base=quantity.base,
+            terms=tuple(
+                (scope, tuple(map(int, widths)), change)
+                for scope, own in quantity.terms.items()
+                if any(own.values())
+                for widths, change in own.items()
+            ),
+        )
+
+    def to_sum(self) -> InteractionSum:
+        """Return the quantity."""
+        terms: dict[tuple[str, ...], dict[tuple[Value, ...], float]] = {}
+        for scope, widths, change in self.terms:
+            terms.setdefault(scope, {})[widths] = change
+        return InteractionSum(self.base, terms)
+
+
+class ModelTable(Settings):
+    """Latency and size of a model in one format and runtime, by its widths."""
+
+    format: Format
+    runtime: Runtime
+    latency_ms: StoredSum
+    bytes: StoredSum
+
+    @classmethod
+    def from_model(cls, model: FormatModel) -> Self:
+        """Return a model in the form that is stored, without a correction by whole models alone."""
+        return cls(
+            format=model.format,
+            runtime=model.runtime,
+            latency_ms=StoredSum.from_sum(model.latency_ms),
+            bytes=StoredSum.from_sum(model.bytes),
+        )
+
+    def to_model(self, grid: Mapping[str, Sequence[int]]) -> FormatModel:
+        """Return what the solver works with."""
+        return FormatModel(
+            self.format,
+            self.latency_ms.to_sum(),
+            self.bytes.to_sum(),
+            runtime=self.runtime,
+            whole={group: widths[0] for group, widths in grid.items()},
+            smallest={group: widths[-1] for group, widths in grid.items()},
+        )
+
+
+class LatencyTables(Settings):
+    """What a search needs of the machine that will serve."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    threads: int
+    batch: int
+    """Samples of a call."""
+    base_ms: float
+    """Median time of a call of the float ONNX file, with which all others were measured in turn."""
+    grid: dict[str, tuple[int, ...]]
+    """Group of coupled channels → its widths, the model's own first."""
+    models: tuple[ModelTable, ...]
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Read tables that another machine wrote; raise PipelineInvalid where these are none."""
+        try:
+            return read_sealed(file, cls)
+        except (OSError, ArtifactInvalid) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise PipelineInvalid(
+                f"--tables {file}: {why}; expected what `compress auto --tables-only` writes"
+            ) from error
+
+    def write(self, out: Path) -> Path:
+        """Write the tables into the results' folder, and return the file."""
+        out.mkdir(parents=True, exist_ok=True)
+        write_sealed(out / TABLES_FILE, self)
+        return out / TABLES_FILE
+
+    @property
+    def digest(self) -> str:
+        """A hash of all figures."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    @property
+    def where(self) -> str:
+        """The machine that was measured, in words."""
+        runtimes = " and ".join(
+            f"{name} {self.versions[name]}"
+            for name in (EXPORTERS[kind].runtime.name for kind in get_args(Runtime))
+            if name in self.versions
+        )
+        return f"{self.machine.get('processor')}, {self.machine.get('cores')} cores, {runtimes}"
+
+    def lines(self, out: Path) -> Iterator[str]:
+        """Yield what was measured, and how a search elsewhere reads it."""
+        widths = sum(map(len, self.grid.values()))
+        kinds = ", ".join(f"{table.format} in {table.runtime}" for table in self.models)
+        file = out / TABLES_FILE
+        yield f"latency of {kinds}, over {widths} widths of {len(self.grid)} groups: {file}"
+        yield f"on another machine: compress auto PIPELINE.YAML --tables {TABLES_FILE}"
+
+    def format_models(self, format: Format, runtimes: Sequence[Runtime]) -> list[FormatModel]:
+        """Return the models of a format in some runtimes, with figures that are predictions."""
+        return [
+            table.to_model(self.grid)
+            for table in self.models
+            if table.format == format and table.runtime in runtimes
+        ]
+
+    def latency_ms(self, candidate: Candidate) -> float:
+        """Return the predicted latency of a candidate, in milliseconds."""
+        for model in self.format_models(candidate.format, [candidate.runtime]):
+            whole = {group: widths[0] for group, widths in self.grid.items()}
+            return model.latency_ms({**whole, **dict(candidate.widths)})
+        return self.base_ms  # the float model itself, where no float ones are searched
+
+    def refuse_other_settings(self, settings: AutoSettings, threads: int) -> None:
+        """Raise PipelineInvalid for other threads, a missing format or runtime, or a p95."""
+        limit = settings.limits.latency
+        if limit is not None and limit.p95_ms is not None:
+            raise PipelineInvalid(
+                "latency tables hold medians: limit p50_ms (--latency), and p95_ms by a gate "
+                "max_latency in a point's pipeline, where it runs"
+            )
+        self.refuse_blocks(settings)
+        self._refuse_other_calls("threads", self.threads, threads)
+        known = {(table.format, table.runtime) for table in self.models}
+        for format in settings.space.formats:
+            for runtime in settings.space.runtimes:
+                if (format, runtime) not in known:
+                    has = ", ".join(f"{f} in {r}" for f, r in sorted(known))
+                    raise PipelineInvalid(
+                        f"the latency tables have no {format} in {runtime}, only {has}; measure "
+                        "again, or leave it out of auto.space"
+                    )
+
+    def refuse_other_model(self, grid: Mapping[str, Sequence[int]], batch: int) -> None:
+        """Raise PipelineInvalid for other groups of channels, other widths, or another batch."""
+        self._refuse_other_calls("batch", self.batch, batch)
+        for group in sorted(self.grid.keys() | grid.keys()):
+            there, here = self.grid.get(group), grid.get(group)
+            if list(there or ()) != list(here or ()):
+                raise PipelineInvalid(
+                    f"the latency tables are of another model or of other widths: {group!r} has "
+                    f"{json.dumps(there)} in them, and {json.dumps(here)} here; measure again "
+                    "with this file"
+                )
+
+    @staticmethod
+    def refuse_blocks(settings: AutoSettings) -> None:
+        """Raise PipelineInvalid where blocks may be removed: tables are of all of them."""
+        if settings.space.blocks:
+            raise PipelineInvalid(
+                "auto.space.blocks: latency tables are of models with all their blocks, and which "
+                "are removed depends on the weights; leave it out with --tables and --tables-only"
+            )
+
+    @staticmethod
+    def _refuse_other_calls(name: str, measured: int, asked: int) -> None:
+        if measured != asked:
+            raise PipelineInvalid(
+                f"the latency tables are of calls with {name} {measured}, and those of the search "
+                f"have {asked}; measure again with the same"
+            )

@@ -1,1 +1,0 @@
-"""Which models of a search are checked next, and which are trained."""
