@@ -7,7 +7,7 @@ import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from compress.core.diagnosis.layer_diagnosis import SAMPLES, UNLIKE, input_ranges, unlikeness
+from compress.core.diagnosis.layer_diagnosis import RANGE_SAMPLES, UNLIKE, input_ranges, unlikeness
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.planning.plan import accuracy_drops
 from compress.pipelines.results.schema import Report, measurement_warnings, rerun_command
@@ -195,7 +195,7 @@ def unlike_val(data: Splits, samples: int, seed: int) -> str:
     if "val" not in data.datasets:
         return ""
     calibrated = input_ranges(data.calibration(samples, seed))
-    evaluated = input_ranges(data.batches("val", limit=SAMPLES))
+    evaluated = input_ranges(data.batches("val", limit=RANGE_SAMPLES))
     if unlikeness(calibrated, evaluated) <= UNLIKE:
         return ""
     own, val = max(
