@@ -69,7 +69,8 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 def partial_folder(path: Path) -> Iterator[Path]:
     """Yield a new hidden folder, to be renamed to a path beside it; else it is removed in the end.
 
-    Those that killed processes left for the same path are removed.
+    Those that killed processes left for the same path are removed. A folder that is created to hold
+    it does not stay empty.
     """
     is_new = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from compress.common.atomic_files import temporary_folder
+from compress.common.atomic_files import remove, temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import CompressError, StageFailed
 from compress.core.metrics import Metric, evaluate
@@ -81,9 +81,11 @@ class ExportCache:
 class KeptAnswers:
     """Outputs of artifacts by the inputs that they were called with, until this process ends.
 
-    They are in unnamed files on the disk of a folder, by default that of temporary files, so that
-    nobody else reads or changes them. Inputs are known by their content: data that differ each time
-    they are read are never answered from here. Other processes begin with none.
+    Metric, gates and parity read the same ones, so that a model is called once for each batch of a
+    split, whatever compares its outputs. They are in unnamed files on the disk of a folder, by
+    default that of temporary files, so that nobody else reads or changes them. Inputs are known by
+    their content: data that differ each time they are read are never answered from here. Other
+    processes begin with none.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -332,9 +334,16 @@ class Context:
     @property
     def work(self) -> Path:
         """A scratch directory for checkpoints, which outlives an interruption."""
-        work = self.scratch or self.root.with_name(f"{self.root.name}.work")
-        work.mkdir(parents=True, exist_ok=True)
-        return work
+        self._work.mkdir(parents=True, exist_ok=True)
+        return self._work
+
+    def clear_work(self) -> None:
+        """Remove the scratch directory."""
+        remove(self._work)
+
+    @property
+    def _work(self) -> Path:
+        return self.scratch or self.root.with_name(f"{self.root.name}.work")
 
     def need_data(self, why: str) -> Splits:
         """Return the data; raise StageFailed, naming what needs it, where there is none."""

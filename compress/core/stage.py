@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeV
 from pydantic import Field
 
 from compress.artifacts.artifact import Artifact, Step
-from compress.common.atomic_files import remove
 from compress.common.config import Settings, StageName, Unmet
 from compress.common.errors import GateRefused, exits_refused
 from compress.common.process import own_garbage_only
@@ -127,7 +126,7 @@ class Stage(Settings, Generic[Reads, Writes]):
                 context.need_data(f"{self.title}: {gate.gate}")
             refuse_unmet(gate.unmet(context), f"{self.title}: {gate.gate}")
         artifact = self.run_checked(model, context)
-        remove(context.work)
+        context.clear_work()
         verdicts = self.judge(model, artifact, context)
         if refused := refusal(self.title, verdicts, artifact.path):
             raise refused

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, GateRefused
 from compress.common.process import import_modules, within_quota
-from compress.core.diagnosis.layer_diagnosis import SAMPLES, UNLIKE, input_ranges, unlikeness
+from compress.core.diagnosis.layer_diagnosis import RANGE_SAMPLES, UNLIKE, input_ranges, unlikeness
 from compress.core.stage import members_of
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.run_options import RunOptions
@@ -409,7 +409,7 @@ def unlike_val(data: Splits, samples: int, seed: int) -> str:
     if "val" not in data.datasets:
         return ""
     calibrated = input_ranges(data.calibration(samples, seed))
-    evaluated = input_ranges(data.batches("val", limit=SAMPLES))
+    evaluated = input_ranges(data.batches("val", limit=RANGE_SAMPLES))
     if unlikeness(calibrated, evaluated) <= UNLIKE:
         return ""
     own, val = max(

@@ -1,4 +1,4 @@
-"""Reads foreign files in a child process: a few bytes can ask for any memory, or never end."""
+"""Reads foreign files in a child process: they may ask for any memory, never end, or crash it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LEAST_RECOVERED = 0.5
 """Share of the loss that the set must return."""
 SLACK = 0.05
 """Share of the loss within which two sets return the same."""
-SAMPLES = 512
+RANGE_SAMPLES = 512
 """Samples of which ranges are measured, at most."""
 # Half as wide again, or shifted by half a standard deviation; bytes beside fractions are 255 times.
 UNLIKE = 1.5
@@ -407,5 +407,7 @@ class RerunStage:
     @cached_property
     def _ranges(self) -> tuple[list[InputRange | None], list[InputRange | None]]:
         data = self.context.need_data(WHY)
-        train, val = (input_ranges(data.batches(name, limit=SAMPLES)) for name in ("train", "val"))
+        train, val = (
+            input_ranges(data.batches(name, limit=RANGE_SAMPLES)) for name in ("train", "val")
+        )
         return train, val

@@ -122,7 +122,7 @@ OTHER_RUNTIMES: dict[str, OtherRuntime] = {}
 """By a gate's ``runtime``. As ``compress`` may not import ``export``, that adds its own here."""
 
 
-def _runtime_named(name: str) -> OtherRuntime:
+def _other_runtime(name: str) -> OtherRuntime:
     if name not in OTHER_RUNTIMES:
         import_announced()
     return OTHER_RUNTIMES[name]
@@ -150,14 +150,14 @@ class RunsIn(Gate):
     @property
     def requirements(self) -> tuple[Requirement, ...]:
         """The runtime's libraries and programs."""
-        return _runtime_named(self.runtime).requirements
+        return _other_runtime(self.runtime).requirements
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference to the answers in this process."""
         if problem := self.unsuitable_artifact(type(after)):
             raise StageFailed(problem)
         batches = context.measured_batches(after.signature, self.batch)
-        found = _runtime_named(self.runtime).run(after, batches)
+        found = _other_runtime(self.runtime).run(after, batches)
         logger.info(
             "%s: a call of %d takes %.3g ms (median), %.3g ms (90th percentile)",
             *(found.described, self.batch, found.p50_ms, found.p90_ms),
@@ -168,13 +168,13 @@ class RunsIn(Gate):
 
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
         """Return why the runtime cannot open such a result."""
-        kinds = _runtime_named(self.runtime).artifact_kinds
+        kinds = _other_runtime(self.runtime).artifact_kinds
         runs = f"{self.runtime} runs {' and '.join(sorted(kinds))} files"
         return "" if written.kind in kinds else f"{runs}, found {written.kind}"
 
     def measurement_key(self) -> dict[str, JsonValue]:
         """Return what changes the value."""
-        return {**super().measurement_key(), **_runtime_named(self.runtime).versions()}
+        return {**super().measurement_key(), **_other_runtime(self.runtime).versions()}
 
 
 class BaselineRuntime(NamedTuple):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import io
 import math
 import warnings
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import pip_install
 from compress.core.metrics.builtin import label_decisions
-from compress.core.metrics.metric import FunctionMeter, Metric, MetricMeter, one_number
+from compress.core.metrics.metric import (
+    JACKKNIFE_GROUPS,
+    FunctionMeter,
+    Metric,
+    MetricMeter,
+    one_number,
+)
 from compress.core.objectives.loss import loss_kind
 from compress.core.objectives.task import describe_outputs, describe_targets, need_tensor
 
@@ -139,7 +146,7 @@ class Spearman(Metric):
 
     def meter(self) -> FunctionMeter:
         """Return what keeps the numbers: a rank depends on all of them."""
-        return FunctionMeter(self, self._correlation, is_smooth=True)
+        return FunctionMeter(self, self._correlation, jackknife_groups=JACKKNIFE_GROUPS)
 
     def _correlation(self, outputs: torch.Tensor, targets: Targets) -> torch.Tensor:
         from torchmetrics.functional.regression import spearman_corrcoef
@@ -171,6 +178,11 @@ class TorchmetricsMeter(MetricMeter):
         self._call(self.own.update, compared, targets)
         if before is not None and (now := summed_state(self.own)) is not None:
             self._add_group(group, now - before)
+
+    def _copied(self) -> Self:
+        copied = super()._copied()
+        copied.own = copy.deepcopy(self.own)
+        return copied
 
     def _compute_of(self, sums: torch.Tensor) -> float:
         start = 0
@@ -277,7 +289,7 @@ class MeanAveragePrecision(Metric):
     def meter(self) -> FunctionMeter:
         """Return what keeps the boxes for COCO's evaluator."""
         self.check_settings()
-        return _BoxMeter(self, matched_boxes, dict(self.arguments), is_smooth=True)
+        return _BoxMeter(self, matched_boxes, dict(self.arguments), JACKKNIFE_GROUPS)
 
     def check_settings(self) -> None:
         """Raise PipelineInvalid for another setting or value, Unavailable without pycocotools."""

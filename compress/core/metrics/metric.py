@@ -321,8 +321,11 @@ class MetricMeter:
         if not self.groups:
             return None
         groups = [self.groups[number] for number in sorted(self.groups)]
-        rest = copy.deepcopy(self, {id(self.metric): self.metric, id(self.groups): {}})
-        return pseudo_values(self.compute(), groups, self._added, rest._compute_of)
+        return pseudo_values(self.compute(), groups, self._added, self._copied()._compute_of)
+
+    def _copied(self) -> Self:
+        """Return a meter whose sums can be replaced while this one keeps its own."""
+        return copy.copy(self)
 
     def _compute_of(self, sums: torch.Tensor) -> float:
         """Return the metric of other sums, which replace the meter's own."""
@@ -369,13 +372,13 @@ class FunctionMeter(MetricMeter):
         metric: Metric,
         function: Callable[..., Any],
         settings: dict[str, Any] | None = None,
-        *,
-        is_smooth: bool = False,
+        jackknife_groups: int = 0,
     ) -> None:
         super().__init__(metric)
         self.function, self.settings = function, settings or {}
-        # Users' own may not be: a maximum without some samples tells nothing of how sure it is.
-        self.is_smooth = is_smooth
+        # Of samples, which give an interval. None for users' own, which may not be smooth: a
+        # maximum without some samples tells nothing of how sure it is.
+        self.jackknife_groups = jackknife_groups
         self.batches: list[tuple[Any, Targets]] = []
 
     def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> None:
@@ -397,9 +400,9 @@ class FunctionMeter(MetricMeter):
         """Return what each group adds to the metric; None for functions without groups."""
         import torch
 
-        added, groups = self.state(), JACKKNIFE_GROUPS
+        added, groups = self.state(), self.jackknife_groups
         samples = 0 if added is None else len(has_target(added[1]))
-        if not self.is_smooth or samples < 2 * groups:
+        if not groups or samples < 2 * groups:
             return None
         group_of = torch.arange(samples) * groups // samples
         value = self._value(added)

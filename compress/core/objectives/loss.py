@@ -106,6 +106,7 @@ class ClassLoss(LossKind):
                 f"{self.name} takes at least two classes on axis 1 of the outputs, found outputs "
                 f"{describe_tensor(outputs)}; {suggest_targets(outputs, targets)}"
             )
+        self._check_outputs(outputs)
         if targets.is_floating_point():
             is_soft = self.takes_probabilities and targets.shape == outputs.shape
             if not is_soft or not are_probabilities(targets):
@@ -125,6 +126,9 @@ class ClassLoss(LossKind):
             )
         refuse_wrong_labels(targets, classes)
         return outputs, targets.long()
+
+    def _check_outputs(self, outputs: torch.Tensor) -> None:
+        """Raise StageFailed for outputs that the loss does not take."""
 
     def count(self, targets: torch.Tensor) -> int:
         """Count labels that are not ignored, or rows of probabilities."""
@@ -158,15 +162,13 @@ class NegativeLogLikelihood(ClassLoss):
 
     torch_function = "nll_loss"
 
-    def _match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
-        outputs, targets = super()._match(outputs, targets)
+    def _check_outputs(self, outputs: torch.Tensor) -> None:
         largest = float(outputs.detach().max())
         if largest > 1e-3:  # rounding may lift the logarithm of a probability of 1 above 0
             raise StageFailed(
                 "nll takes log-probabilities, which are never above 0, and the model's outputs "
                 f"reach {largest:.3g}; end it with log_softmax, or use cross_entropy"
             )
-        return outputs, targets
 
 
 class BinaryCrossEntropy(LossKind):

@@ -1,6 +1,7 @@
 """Files and folders that several threads of one process write at the same time."""
 
 import errno
+import fcntl
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from compress.artifacts.artifact import Artifact
 from compress.common import atomic_files
-from compress.common.atomic_files import write_atomically
+from compress.common.atomic_files import remove_leftovers, write_atomically
 from compress.common.signature import Signature, TensorSpec
 from compress.export.onnx.stage import OnnxModel
 
@@ -43,3 +44,23 @@ def test_threads_that_write_one_file_leave_that_of_one(tmp_path) -> None:
         list(pool.map(lambda text: write_atomically(tmp_path / "a.json", text), contents))
     assert (tmp_path / "a.json").read_text() in contents
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_made_anew_while_another_thread_looks_for_leftovers_stays(
+    tmp_path, monkeypatch
+) -> None:
+    left = tmp_path / ".artifact.partial-1-0"
+    left.mkdir()
+    lock = fcntl.flock
+
+    def lock_after_its_owner_made_it_anew(descriptor: int, operation: int) -> None:
+        left.rmdir()
+        left.mkdir()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_its_owner_made_it_anew)
+    remove_leftovers(tmp_path)
+    assert left.is_dir()
+    monkeypatch.undo()
+    remove_leftovers(tmp_path)
+    assert not left.exists()

@@ -356,6 +356,13 @@ def test_the_lineage_has_the_inputs_digest(trained, context) -> None:
     assert result.manifest.lineage[-1].inputs == {"input": trained.digest}
 
 
+def test_a_stage_that_keeps_no_checkpoints_leaves_no_folder_for_them(
+    trained, context, tmp_path
+) -> None:
+    Copy()(trained, replace(context, scratch=tmp_path / "work" / "copy"))
+    assert not (tmp_path / "work").exists()
+
+
 def test_a_changed_limit_reuses_the_measured_value() -> None:
     assert Parity(atol=1).measurement_key() == Parity(atol=2, against="x").measurement_key()
     assert MinSpeedup(ratio=1, batch=1).measurement_key() != (

@@ -72,6 +72,7 @@ def test_a_column_and_a_row_are_not_broadcast_against_each_other() -> None:
         ("cross_entropy", CLASSES, torch.tensor([0, -1, 1, 2]), "label -1 is out of range"),
         ("cross_entropy", CLASSES, CLASSES, "probabilities .* sum to 1.* for numbers use mse"),
         ("nll", CLASSES, torch.tensor([0, 1, 2, 0]), "log-probabilities.* reach 3; .*log_softmax"),
+        ("nll", CLASSES, FOUR, "log-probabilities"),  # before what is wrong with the targets
         ("mse", CLASSES, torch.tensor([0, 1, 2, 0]), r"outputs' shape.* use cross_entropy"),
         ("mse", FOUR, torch.tensor([[1], [2], [3], [4]]), r"numbers, found int64 \[n, 1\]"),
         ("l1", CLASSES, FOUR, r"found outputs float32 \[n, 3\] and targets float32 \[n, 1\]"),

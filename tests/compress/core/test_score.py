@@ -1,5 +1,6 @@
 """Intervals of a metric, and of its difference between two models on the same samples."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from compress.core.metrics import Metric, evaluate
+from compress.core.metrics.builtin import R2Meter
 from compress.core.metrics.metric import groups_of_batch
 from compress.core.metrics.score import Score, paired_interval, proportion_interval
 from compress.core.objectives.loss import Loss
@@ -243,3 +245,20 @@ def test_every_sample_is_in_one_group(samples: int) -> None:
     assert [*found] == [*range(min(samples, 200))]
     assert sum(found.values()) == samples
     assert max(found.values()) - min(found.values()) <= 1
+
+
+def test_a_meter_of_another_package_may_hold_what_cannot_be_copied() -> None:
+    class Locked(R2Meter):
+        def __init__(self, metric: Metric) -> None:
+            super().__init__(metric)
+            self.lock = threading.Lock()
+
+    numbers = torch.randn(60, 1, generator=torch.Generator().manual_seed(0))
+    found = []
+    for meter in (Locked(Metric("r2")), Metric("r2").meter()):
+        for group, rows in groups_of_batch(0, 60, 60):
+            meter.update(numbers[rows] + 0.1, numbers[rows], group)
+        before = meter.compute()
+        found.append(meter.pseudo_values())
+        assert meter.compute() == before
+    assert found[0] is not None and np.array_equal(*found)
