@@ -418,7 +418,7 @@ def _group_channels(
         produced = tuple(slot for slot in key if slot in book.produced)
         # Entries that no layer outputs were left out of this run, like positions past its length.
         if len(channels) > 1 and produced:
-            read = tuple(slot for slot in key if slot in book.consumed - book.produced)
+            read = tuple(slot for slot in key if slot in book.consumed and slot not in produced)
             producers = tuple(dict.fromkeys(map(_owner_name, produced)))
             entries = tuple(int((classes[slot] == channels[0]).sum()) for slot in key)
             groups.append(ChannelGroup(key, tuple(channels), produced, read, producers, entries))
