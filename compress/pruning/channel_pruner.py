@@ -245,10 +245,8 @@ class ChannelPruner:
         signature = self._source.signature
         size = batch if signature.batch_axis else signature.smallest_batch
         batches = self._context.measured_batches(signature, size)
-        slow, fast = (
-            partial(torch_predictor, one.to(device), device, threads)
-            for one in (self._unpruned, module)
-        )
+        both = (self._unpruned.to(device), module.to(device))
+        slow, fast = (partial(torch_predictor, one, device, threads) for one in both)
         compared = compare_latency(slow, fast, batches, MEASURED_SECONDS, threads=threads)
         self._unpruned.cpu(), module.cpu()
         return compared

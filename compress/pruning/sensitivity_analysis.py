@@ -95,7 +95,7 @@ def measure_sensitivity(
         StageFailed: the model cannot be traced or run.
     """
     selection = selection or ChannelSelection()
-    module = model.load()
+    module, device, threads = model.load(), context.device, context.threads
     inputs = VerificationInputs.from_signature(model.signature, context, selection)
     rewrite_(module, inputs)
     batches: list[Batch] = []
@@ -112,7 +112,7 @@ def measure_sensitivity(
         pinned |= plan.pinned
     sizes = context.typical_sizes(model.signature)
     example = model.signature.example(1, context.seed, sizes=sizes)
-    one_sample = tuple(x.to(context.device) for x in example)
+    one_sample = tuple(x.to(device) for x in example)
     meter = OutputErrorMeter(module, model.signature, context, None, samples)
     macs = count_macs(module, one_sample)
     timed = (
@@ -124,13 +124,8 @@ def measure_sensitivity(
         pruned = sliced_copy(module, plan.kept, plan.attributes)
         error, share = meter.measure(pruned), None
         if timed:
-            slow, fast = (
-                partial(torch_predictor, one, context.device, context.threads)
-                for one in (module, pruned)
-            )
-            share = compare_latency(
-                slow, fast, timed, MEASURED_SECONDS, threads=context.threads
-            ).share
+            slow, fast = (partial(torch_predictor, m, device, threads) for m in (module, pruned))
+            share = compare_latency(slow, fast, timed, MEASURED_SECONDS, threads=threads).share
         point = Point(
             ratio=ratio,
             removed=len(one.removed),

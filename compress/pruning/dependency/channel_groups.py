@@ -413,22 +413,16 @@ def _group_channels(
     for channel, slots in slots_of.items():
         if channel not in pinned:
             channels_of.setdefault(tuple(slots), []).append(channel)
-    only_read = book.consumed - book.produced
-    return tuple(
-        ChannelGroup(
-            slots,
-            tuple(channels),
-            produced_slots=tuple(slot for slot in slots if slot in book.produced),
-            consumed_slots=tuple(slot for slot in slots if slot in only_read),
-            producers=tuple(
-                dict.fromkeys(_owner_name(slot) for slot in slots if slot in book.produced)
-            ),
-            entries=tuple(int((classes[slot] == channels[0]).sum()) for slot in slots),
-        )
-        for slots, channels in channels_of.items()
+    groups = []
+    for key, channels in channels_of.items():
+        produced = tuple(slot for slot in key if slot in book.produced)
         # Entries that no layer outputs were left out of this run, like positions past its length.
-        if len(channels) > 1 and not book.produced.isdisjoint(slots)
-    )
+        if len(channels) > 1 and produced:
+            read = tuple(slot for slot in key if slot in book.consumed and slot not in produced)
+            producers = tuple(dict.fromkeys(map(_owner_name, produced)))
+            entries = tuple(int((classes[slot] == channels[0]).sum()) for slot in key)
+            groups.append(ChannelGroup(key, tuple(channels), produced, read, producers, entries))
+    return tuple(groups)
 
 
 def _modules(slots: Iterable[Slot]) -> tuple[str, ...]:

@@ -319,16 +319,9 @@ def solve_widths(
         return None  # which the stage explains
     with ExitStack() as stack:
         try:
-            latency = stack.enter_context(
-                served.tables(
-                    model=model,
-                    whole=variants.whole,
-                    grid=space.grid,
-                    variants=variants.build_some,
-                    context=context,
-                    batch=size,
-                )
-            )
+            whole, build = variants.whole, variants.build_some
+            tables = served.tables(model, whole, space.grid, build, context, size)
+            latency = stack.enter_context(tables)
         except StageFailed as error:
             log.warning(
                 "%s: latency in %s is not predicted (%s); candidates are measured in PyTorch",

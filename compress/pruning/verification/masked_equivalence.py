@@ -98,12 +98,9 @@ class VerificationInputs:
         batches: Sequence[Batch] = (),
     ) -> Self:
         """Build all inputs of a model; real samples are those of :func:`real_inputs`."""
-        return cls(
-            signature.example(seed=context.seed),
-            other_sizes(signature, context.seed),
-            real_inputs(signature, context, batches),
-            selection.across_norms,
-        )
+        seed, real = context.seed, real_inputs(signature, context, batches)
+        others = other_sizes(signature, seed)
+        return cls(signature.example(seed=seed), others, real, selection.across_norms)
 
     def trace(self, module: nn.Module) -> AxisGraph:
         """Trace a module's axis graph on the seeded example; StageFailed where that fails."""
