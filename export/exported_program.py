@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.eager_model import EagerModel
@@ -13,9 +15,6 @@ from compress.export.common.runtime import Runtime
 from compress.export.exporter import Exporter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from compress.common.forward import Predictor
     from compress.core.context import Context
 

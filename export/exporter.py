@@ -6,29 +6,25 @@ import logging
 import shutil
 import time
 from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
-from compress.common.forward import count_forwards, opened_model
-from compress.common.requirements import require_all
+from compress.common.forward import Predictor, count_forwards, opened_model
+from compress.common.requirements import Requirement, require_all
 from compress.core.gates.runtime import BASELINES, BaselineRuntime
 from compress.core.stage import Reads, Stage, Writes, members_of
 from compress.export.common.runtime import Runtime, warn_of_other_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
     from torch.export import ExportedProgram
 
-    from compress.common.forward import Predictor
-    from compress.common.requirements import Requirement
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.export.parity.bisect import Tensors, WrongLayer

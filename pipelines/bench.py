@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from rich.table import Table
 
@@ -15,20 +16,14 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
-from compress.export.fastest.stage import BenchCell, Runtime, export_to, measure_fastest
+from compress.export.fastest.stage import BenchCell, BenchRow, Runtime, export_to, measure_fastest
 from compress.export.web.page import ONNXRUNTIME_WEB, WEB, web_page
-from compress.functional.in_memory import as_artifact, forward_names, make_splits
+from compress.functional.in_memory import Inputs, as_artifact, forward_names, make_splits
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.reporting.terminal_table import NOT_MEASURABLE
 from compress.pipelines.system.machine_info import machine
 from compress.pipelines.system.templates import render_template
 from compress.profiling.benchmark import MEASURED_SECONDS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from compress.export.fastest.stage import BenchRow
-    from compress.functional.in_memory import Inputs
 
 COLUMNS = ("model", "ms a call", "95 % interval", "rows/s", "faster", "95 % interval")
 

@@ -12,7 +12,7 @@ from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid
 from compress.core.gates import MaxDrop, MaxRelativeDrop, gate_class
-from compress.core.objectives.task import task_named
+from compress.core.objectives.task import TaskName, task_named
 from compress.core.progress import show_bars
 from compress.functional.in_memory import as_artifact, forward_names, make_splits
 from compress.pipelines.api import Pipeline
@@ -22,7 +22,6 @@ from compress.pipelines.system import yaml_core
 if TYPE_CHECKING:
     import torch
 
-    from compress.core.objectives.task import TaskName
     from compress.data.splits import Splits
     from compress.pipelines.results.schema import Report
 

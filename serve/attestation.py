@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
-from compress.artifacts.artifact import MANIFEST
+from compress.artifacts.artifact import MANIFEST, Artifact, Step
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.common.sealed_json import canonical_json, reject_duplicate_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from compress.artifacts.artifact import Artifact, Step
     from compress.serve.verify import Proof
 
 STATEMENT = "https://in-toto.io/Statement/v1"

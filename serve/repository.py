@@ -6,11 +6,12 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from operator import or_
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,17 +19,13 @@ from pydantic import Field, model_validator
 from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.forward import opened_model
+from compress.common.forward import Predictor, opened_model
 from compress.common.signature import TABLE_ROWS
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from compress.export.exporter import EXPORTERS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from compress.common.forward import Predictor
     from compress.core.context import Context
     from compress.export.common.runtime import TritonBackend
     from compress.serve.packaging.model_interface import Interface, Tensor

@@ -8,8 +8,10 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,8 +30,6 @@ from compress.serve.worker.wire import DATATYPES
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
-    from pathlib import Path
 
     from compress.common.signature import Signature, TensorSpec
 

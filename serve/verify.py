@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,6 @@ from compress.serve.torchserve.mar_file import CONFIG
 from compress.serve.worker.wire import from_npz
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from compress.data.splits import Splits
     from compress.serve.worker.tensors import Array
 

@@ -14,17 +14,14 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
 from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, first_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from io import BufferedReader
-    from typing import BinaryIO
 
 PARTIAL, REMOVED = ".partial-", ".removed-"
 """In hidden names of files that are being written or removed, before numbers that no other thread

@@ -10,12 +10,9 @@ import sys
 import sysconfig
 from contextlib import suppress
 from functools import cache, lru_cache
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
+from typing import Any, Literal
 
 OWN_PACKAGE = "compress"
 """Of this toolkit: its modules are never user code, even if user code lies in the same folder."""

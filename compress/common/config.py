@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError, core_schema
 
 from compress.common.errors import CompressError, PipelineInvalid
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 
 class Unmet(NamedTuple):
@@ -105,14 +103,10 @@ def _refuse_boolean(value: Any) -> Any:
     return value
 
 
-Ratio = Annotated[float, Field(gt=0, lt=1)]
-"""A fraction strictly between 0 and 1."""
-Fraction = Annotated[float, Field(ge=0, le=1)]
-"""A fraction from 0 to 1, both included."""
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""A finite number above 0."""
-Count = Annotated[int, Field(gt=0)]
-"""A whole number from 1."""
+Ratio = Annotated[float, Field(gt=0, lt=1)]  # a fraction strictly between 0 and 1
+Fraction = Annotated[float, Field(ge=0, le=1)]  # a fraction from 0 to 1, both included
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # a finite number above 0
+Count = Annotated[int, Field(gt=0)]  # a whole number from 1
 LONGEST_NAME = 200
 """Bytes of a folder's name; file systems take 255, and temporary names have a suffix."""
 

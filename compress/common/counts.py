@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Times vary with the machine, counts do not: a test can hold a pipeline to the forwards it makes.
 # `+=` on a Counter's entry reads and writes in two steps, so threads would lose counts.

@@ -22,13 +22,13 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
@@ -39,9 +39,7 @@ from compress.common.config import Settings
 from compress.common.requirements import DISTRIBUTION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
     from importlib.machinery import ModuleSpec
-    from types import FrameType, ModuleType
 
 READERS = {
     "safetensors": ("safe_open",),
@@ -65,8 +63,7 @@ READERS = {
     "lmdb": ("Environment", "open"),
 }
 """Module → its functions and classes that take the path of a file, or of a folder of files."""
-ALL_NAMES = "*"
-"""Stands for the names of all environment variables, which code may list."""
+ALL_NAMES = "*"  # stands for the names of all environment variables, which code may list
 UNTRACKED = frozenset(
     (
         *("ctypes.dlopen", "mmap.__new__", "sqlite3.connect"),

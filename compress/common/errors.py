@@ -14,12 +14,10 @@ expected, how to fix it.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import ClassVar
 
 from compress.common.printable import printable
 

@@ -14,16 +14,18 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import CodeType
+from typing import Annotated, Any
 
-from pydantic import Field
-from pydantic_core import core_schema
+from pydantic import Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from compress.common.code_origin import OWN_PACKAGE, find_below, is_installed, origin_of
 from compress.common.dependency_recorder import (
@@ -37,13 +39,6 @@ from compress.common.dependency_recorder import (
 )
 from compress.common.errors import PipelineInvalid
 from compress.common.process import gc_disabled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence, Set
-    from types import CodeType
-
-    from pydantic import GetJsonSchemaHandler
-    from pydantic_core import CoreSchema
 
 REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 Reference = Annotated[str, Field(pattern=REFERENCE.pattern)]
@@ -243,12 +238,9 @@ class _UserModules(MetaPathFinder):
 
 
 _finder = _UserModules()
-_loaded: dict[str, str] = {}
-"""User's module → digest of the sources that it was last imported from."""
+_loaded: dict[str, str] = {}  # user's module → digest of the sources that it was last imported from
 
-
-_ANYWHERE = Path(os.sep)
-"""Base of relative paths: the current folder may change or be removed."""
+_ANYWHERE = Path(os.sep)  # base of relative paths: the current folder may change or be removed
 _imports: dict[str, tuple[Recording, Dependencies]] = {}
 """Module name → what was read when it was imported."""
 

@@ -8,8 +8,8 @@ import copy
 import inspect
 import re
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, cast
@@ -20,9 +20,6 @@ from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.signature import OutputSpec, Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
     import torch
 
     Tensors: TypeAlias = tuple[torch.Tensor, ...]
@@ -32,8 +29,7 @@ if TYPE_CHECKING:
 Arguments = ParamSpec("Arguments")
 
 IMAGE_CHANNELS = (1, 3, 4)
-OUTPUT = "output"
-"""Name of an output that the model itself does not name."""
+OUTPUT = "output"  # name of an output that the model itself does not name
 
 
 class Predictor(Protocol):

@@ -11,14 +11,12 @@ import math
 import os
 import random
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.common.errors import PipelineInvalid, first_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 THREADS = "OMP_NUM_THREADS"
 NEVER = 2**31 - 1  # the largest threshold of the garbage collector, a C int

@@ -5,21 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.common.config import Settings, Unmet
 from compress.common.errors import Unavailable, exits_refused
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from importlib.metadata import Distribution, EntryPoint
-
-
-DISTRIBUTION = "compress-pipeline"
-"""Name under which this toolkit is installed from a wheel."""
+DISTRIBUTION = "compress-pipeline"  # name under which this toolkit is installed from a wheel
 
 
 def pip_install(extra: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -18,17 +20,12 @@ from compress.common.atomic_files import open_regular, write_atomically
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
     from compress.common.config import Settings
 
 Model = TypeVar("Model", bound="Settings")
 T = TypeVar("T")
-SEAL = "sha256"
-"""Key of the digest, the last one of a file."""
-END = b',\n "%s": "%%b"\n}\n' % SEAL.encode()
-"""End of a file; the digest is of all bytes before it."""
+SEAL = "sha256"  # key of the digest, the last one of a file
+END = b',\n "%s": "%%b"\n}\n' % SEAL.encode()  # end of a file; the digest is of all bytes before it
 LOCK, LOCK_DIGEST = "lock.json", "lock_sha256"
 """A file of each run's results, and the key of its digest in `report.json` beside it."""
 log = logging.getLogger(__name__)

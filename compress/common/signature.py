@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -14,8 +14,6 @@ from compress.common.config import Count, Settings
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
 Dtype = Literal[

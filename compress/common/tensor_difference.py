@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     import torch
 
     Pair = tuple[torch.Tensor, torch.Tensor]
 
-AT_ONCE = 2**20
-"""Elements converted to float64 at a time, to bound memory: 8 MiB each."""
+AT_ONCE = 2**20  # elements converted to float64 at a time, to bound memory: 8 MiB each
 
 
 def relative_error(expected: torch.Tensor, got: torch.Tensor, least_norm: float = 0.0) -> float:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -25,8 +26,6 @@ from compress.profiling import benchmark
 from compress.profiling.output_summary import OutputSummarizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     import torch
 
     from compress.artifacts.artifact import Artifact
@@ -42,19 +41,15 @@ if TYPE_CHECKING:
     StoredTensor = tuple[int, torch.dtype, tuple[int, ...]]
     """Offset in a file, dtype and shape."""
 
-QUICK_SAMPLES = 16
-"""Of `val`, on which a quick judgement compares two models."""
-COMPARED_BATCHES = 4
-"""Seeded batches compared where there is no data."""
+QUICK_SAMPLES = 16  # of `val`, on which a quick judgement compares two models
+COMPARED_BATCHES = 4  # seeded batches compared where there is no data
 
 # A classifier's 50,000 samples of 1,000 classes take 0.2 GB; a decoder that scores 150,000 tokens
 # takes 0.6 GB for 16 texts of 64 tokens, and computes those of more texts again where needed.
-MAX_BYTES = 2**30
-"""Bytes of outputs kept of one artifact."""
+MAX_BYTES = 2**30  # bytes of outputs kept of one artifact
 MAX_TOTAL_BYTES = 2**32
 """Bytes kept of all artifacts: those of the one that was not read for the longest time go first."""
-MAX_MODELS = 64
-"""Artifacts of which outputs are kept; each has a file open."""
+MAX_MODELS = 64  # artifacts of which outputs are kept; each has a file open
 
 
 class ExportCache:
@@ -146,8 +141,7 @@ class _Answers:
 
     def __init__(self, folder: Path | None) -> None:
         self.bytes = 0
-        self.is_full = False
-        """Whether outputs were left out for want of room."""
+        self.is_full = False  # whether outputs were left out for want of room
         self._folder = folder
         self._file = -1
         self._lock = threading.Lock()
@@ -155,8 +149,7 @@ class _Answers:
         self._rows: dict[bytes, tuple[tuple[StoredTensor, ...], int]] = {}
         """Of a row: its batch's outputs, and its number in the batch."""
         self.errors: dict[bytes, Exception] = {}
-        self._recorded = Recording()
-        """What user code read while the model was opened and called."""
+        self._recorded = Recording()  # what user code read while the model was opened and called
 
     def __del__(self) -> None:
         if self._file >= 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, get_args
 
 from pydantic import Field
@@ -17,9 +19,6 @@ from compress.core.gates.runtime import baseline_for, baseline_name
 from compress.core.verdict import Verdict, explain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-    from pathlib import Path
-
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
     from compress.core.objectives.task import Task

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
-from compress.core.metrics import evaluate
+from compress.core.metrics import Metric, evaluate
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.core.metrics import Metric
     from compress.core.metrics.score import Score
     from compress.data.splits import Splits
 

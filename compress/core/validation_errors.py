@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from compress.common.config import Settings
@@ -13,16 +14,13 @@ from compress.common.factories import REFERENCE
 from compress.core.gates.gate import AnnouncedGates, gate_classes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
     ErrorPath = tuple[str | int, ...]
     """Keys, indices and members of unions, as pydantic names them."""
 
-Location = tuple[str | int, ...]
-"""Keys and indices that lead to a value."""
+Location = tuple[str | int, ...]  # keys and indices that lead to a value
 
 REMOVED_STAGES = {
     "quantize_native": "stage 'quantize_native' was removed, as torch deprecates the modes of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, seeded
 from compress.core.objectives.task import need_tensor
-from compress.distillation.teacher import FeatureRecorder
-from compress.distillation.terms import AnyTerm, FeatureTerm, OutputPair
+from compress.distillation.teacher import FeatureRecorder, LoadedTeacher, Teacher
+from compress.distillation.terms import AnyTerm, FeatureTerm, Modules, OutputPair
 from compress.training.objectives.objective import (
     AUXILIARY_PREFIX,
     TargetLoss,
@@ -25,19 +26,12 @@ from compress.training.objectives.objective import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from compress.core.context import Context
     from compress.data.batch import Batch
-    from compress.distillation.teacher import LoadedTeacher, Teacher
-    from compress.distillation.terms import Modules
 
-SEARCH_SAMPLES = 256
-"""Samples of `train` on which choices of blocks are compared."""
+SEARCH_SAMPLES = 256  # samples of `train` on which choices of blocks are compared
 
-Features = dict[str, torch.Tensor]
-"""Outputs of modules by name; "" for the model's first output."""
-
+Features = dict[str, torch.Tensor]  # outputs of modules by name; "" for the model's first output
 
 Pairs = tuple[tuple[str, str], ...]
 """Names of student and teacher modules that are compared; "" for the models' outputs."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.artifacts.eager_model import EagerModel
@@ -25,11 +27,7 @@ from compress.training.config.training import Training
 from compress.training.objectives.objective import TargetLoss, Teaching, need_task_of_classes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     import torch
-    from pydantic import JsonValue
 
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
@@ -40,11 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 LARGEST_SEARCH = 300
 """Up to as many choices of blocks are all measured; of more, blocks are removed one by one."""
-REPORTED = 5
-"""Best choices that are listed in the artifact's facts."""
+REPORTED = 5  # best choices that are listed in the artifact's facts
 
 
 class SomeBlocks(Settings):

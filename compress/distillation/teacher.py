@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,15 +14,11 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import onnx_runtime
-from compress.common.forward import accept_any_batch, flatten_outputs
+from compress.common.forward import Predictor, accept_any_batch, flatten_outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
     from torch import nn
-
-    from compress.common.forward import Predictor
 
 
 class OnnxFile(Settings):

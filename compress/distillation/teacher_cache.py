@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
@@ -16,9 +18,6 @@ from compress.training.loop.train_state import autocast
 from compress.training.loop.trainer import cpu_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from torch.utils.data import Dataset
 
     from compress.core.context import Context
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from compress.distillation.distillation_objective import DistillationObjective
     from compress.training.config.training import Training
 
-LARGEST_SHARE = 0.9
-"""Share of the free disk space that the outputs may fill."""
+LARGEST_SHARE = 0.9  # share of the free disk space that the outputs may fill
 
 log = logging.getLogger(__name__)
 

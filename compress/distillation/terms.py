@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -17,8 +18,6 @@ from compress.training.objectives.objective import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from compress.data.targets import Targets

@@ -6,6 +6,7 @@ import inspect
 import logging
 import shutil
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,11 @@ from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid, first_line
 from compress.common.process import random_state_kept
-from compress.core.validation_errors import closest, dotted, explain
+from compress.core.validation_errors import Location, closest, dotted, explain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from compress.core.objectives.task import TaskName
     from compress.core.stage import Stage
-    from compress.core.validation_errors import Location
 
 Writes = TypeVar("Writes", bound=Artifact)
 log = logging.getLogger(__name__)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-DAMPING = 0.01
-"""Added to the Hessian's diagonal, as a share of its mean; as in both papers below."""
+DAMPING = 0.01  # added to the Hessian's diagonal, as a share of its mean; as in both papers below
 
 
 def inverse_hessian_factor(moment_II: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import typing
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +34,11 @@ from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import copy_module, flatten_outputs, plain_attention
-from compress.common.signature import TABLE_ROWS
+from compress.common.signature import TABLE_ROWS, Signature
 from compress.graph.library_cache import cached_deserialization, patched_attribute
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torch.export import Dim, ExportedProgram
-
-    from compress.common.signature import Signature
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten

@@ -8,6 +8,7 @@ something else at another, or when a server batches it with other requests.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,25 +16,20 @@ import numpy as np
 
 from compress.common.config import Settings
 from compress.common.errors import first_line
-from compress.common.signature import EXAMPLE_LENGTH
+from compress.common.signature import EXAMPLE_LENGTH, Signature, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from numpy.typing import NDArray
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
-    from compress.common.signature import Signature, TensorSpec
     from compress.data.splits import Splits
 
     Array = NDArray[Any]
     Call = Callable[..., Sequence[Array]]
 
-ROWS = 8
-"""Rows of the batch that is probed; as many others serve as their neighbours."""
-EXTREME = 1000.0
-"""How many times larger than real values extreme ones are."""
+ROWS = 8  # rows of the batch that is probed; as many others serve as their neighbours
+EXTREME = 1000.0  # how many times larger than real values extreme ones are
 # Where only the *values* of the neighbours change, at an equal batch size and with the row at its
 # place, kernels compute that row in the same order, and its outputs stay the same to the last bits.
 # At another size or order kernels round differently, so that the limit is wider there.
@@ -48,20 +44,16 @@ last bit of a float32 can become a whole step."""
 FLOAT32_STEPS = 1e-5
 """Changes up to this share of the largest output are float32's own rounding at another batch size,
 even where outputs hardly differ from row to row."""
-LAST_BITS = 1e-6
-"""The same at an equal batch size."""
+LAST_BITS = 1e-6  # the same at an equal batch size
 LARGEST_OUTPUTS = 2**28
 """Bytes that the outputs for one batch may take: a decoder scores every token of every row."""
-MEASURED_SECONDS = 1.0
-"""For which a model is called; for longer where even two rows take longer."""
+MEASURED_SECONDS = 1.0  # for which a model is called; for longer where even two rows take longer
 CALLED_PER_ROW = 8
 """How many times each row is computed: alone, in five batches, and in two halves of three."""
-FEWEST_ROWS = 2
-"""One that must keep its outputs, and its neighbour, which changes."""
+FEWEST_ROWS = 2  # one that must keep its outputs, and its neighbour, which changes
 AT_ONCE = 2**20
 """Outputs that are compared at a time: in float64 they take twice their memory and more."""
-UNBOUNDED = 1e6
-"""Stands for an output that became infinite or NaN, which JSON cannot represent."""
+UNBOUNDED = 1e6  # stands for an output that became infinite or NaN, which JSON cannot represent
 ProbeName = Literal[
     "asked again", "beside other rows", "beside extreme rows", "reordered", "alone", "unpadded"
 ]

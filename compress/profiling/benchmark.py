@@ -7,7 +7,8 @@ import os
 import statistics
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,6 @@ from compress.common.malloc import memory_as_deployed
 from compress.profiling.quantiles import Interval, median_interval, quantile, quantile_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-
     import torch
 
     from compress.common.forward import Predictor
@@ -50,10 +48,8 @@ Stopping by the width of an interval, not by its place, keeps its coverage as it
 and Robbins, "On the Asymptotic Theory of Fixed-Width Sequential Confidence Intervals for the Mean",
 1965).
 """
-SECOND_TRY = 4
-"""How many times longer models are measured once more where an interval is too wide."""
-FEWEST_BLOCKS = 8
-"""Their smallest and largest values enclose the median with 99 %."""
+SECOND_TRY = 4  # how many times longer models are measured once more where an interval is too wide
+FEWEST_BLOCKS = 8  # their smallest and largest values enclose the median with 99 %
 DEAR_SECONDS = 0.1
 """Of a call, from which on :data:`FEWEST_DEAR_BLOCKS` may be enough: it spans so many slices of the
 scheduler and so many operators that its time is a mean already, whose noise is nearly normal."""
@@ -72,8 +68,7 @@ pages that it averages out.
 WARM_UP_CALLS = 2
 """After a model was opened, for each shape: TorchScript optimizes a model in its second call."""
 MOST_BATCHES = 16
-MOST_ROWS = 256
-"""Samples of `val` in memory during measurement, unless two batches have more."""
+MOST_ROWS = 256  # samples of `val` in memory during measurement, unless two batches have more
 
 
 class CallTimer:
@@ -332,19 +327,15 @@ class _Blocks:
     ) -> None:
         self.models, self.batches, self.seconds, self.opened = models, batches, seconds, opened
         self.timer = CallTimer(threads)
-        self.times: list[list[float]] = [[] for _ in models]
-        """Seconds of each call, by model."""
+        self.times: list[list[float]] = [[] for _ in models]  # seconds of each call, by model
         self.medians: list[list[float]] = [[] for _ in models]
         """Milliseconds of a call in each block, by model: the mean of its turns' medians."""
         self.warm_up_calls = 0
         self._predictors: dict[int, Predictor] = {}
-        self._warm: set[tuple[int, ...]] = set()
-        """Shapes that the opened models were called with."""
-        self._calls: list[int] = []
-        """Calls of a turn, by model."""
+        self._warm: set[tuple[int, ...]] = set()  # shapes that the opened models were called with
+        self._calls: list[int] = []  # calls of a turn, by model
         self._opening_seconds = 0.0
-        self._rounds, self._fewest = 2, FEWEST_BLOCKS
-        """Rounds of a block, and the fewest blocks."""
+        self._rounds, self._fewest = 2, FEWEST_BLOCKS  # rounds of a block, and the fewest blocks
 
     def measure(self) -> None:
         """Measure blocks until the intervals are narrow, or the time is over."""

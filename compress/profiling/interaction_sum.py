@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     Value = int | str
     """A number of channels, or the format of a layer."""
     Choice = Mapping[str, Value]

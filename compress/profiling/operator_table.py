@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from compress.common.config import Settings
 from compress.common.sealed_json import read_sealed
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-OPERATORS_FILE = "operators.json"
-"""Written beside the trace of rank 0."""
+OPERATORS_FILE = "operators.json"  # written beside the trace of rank 0
 LISTED_OPERATORS = 20
 
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
 
-SKETCH = 64
-"""Numbers of a sketch: the distance of two models is off by 1 / √(2 · 64), some 9 %."""
+SKETCH = 64  # numbers of a sketch: the distance of two models is off by 1 / √(2 · 64), some 9 %
 AT_ONCE = 2**20
 """Elements summed in float64 at a time, and the largest row whose mean is kept: 8 MiB."""
 NO_SPREAD = 0.01

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -27,8 +28,6 @@ from compress.common.malloc import keeps_freed_memory
 from compress.profiling.rss import PROCESS, MeasurementRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
 
     from compress.artifacts.artifact import Artifact

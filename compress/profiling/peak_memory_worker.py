@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -33,12 +34,9 @@ from compress.profiling.rss import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from compress.artifacts.artifact import Artifact
 
-LONGEST_SECONDS = 600
-"""How long a model may take to be opened and to answer: the fork may hang."""
+LONGEST_SECONDS = 600  # how long a model may take to be opened and to answer: the fork may hang
 IMPORT_ROUNDS = 3
 """Measurements of one request at most, each after importing what the one before imported."""
 MEASURED_SECONDS = 1.0

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 CONFIDENCE = 0.95
-WIDEST = 2.0
-"""A figure whose interval spans more than this factor is not shown."""
+WIDEST = 2.0  # a figure whose interval spans more than this factor is not shown
 STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}
 """97.5 % quantile of Student's t by number of values, one more than its degrees of freedom."""
 

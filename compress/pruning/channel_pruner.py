@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.recipe import KeepIndices
+from compress.artifacts.recipe import AnyEdit, KeepIndices
 from compress.common.errors import StageFailed
 from compress.common.forward import copy_module, torch_predictor
 from compress.graph.flops import count_macs
-from compress.profiling.benchmark import compare_latency, unmeasurable
+from compress.profiling.benchmark import Comparison, compare_latency, unmeasurable
 from compress.pruning.allocation.ranking import (
     mac_estimate,
     parameter_estimate,
@@ -20,33 +21,27 @@ from compress.pruning.allocation.ranking import (
 )
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.widths import solve_widths
-from compress.pruning.pruning_stage import finetune
+from compress.pruning.pruning_stage import Finetune, finetune
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.masked_equivalence import VerificationInputs
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import torch
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.artifacts.recipe import AnyEdit
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
     from compress.data.batch import Batch
-    from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.ranking import CostEstimate
     from compress.pruning.channel_settings import ChannelSettings
     from compress.pruning.dependency.channel_groups import Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
-    from compress.pruning.pruning_stage import Finetune
 
 log = logging.getLogger(__name__)
 
 REASONS_SHOWN = 3
-MEASURED_SECONDS = 0.2
-"""Seconds for which each model is called when latencies are compared."""
+MEASURED_SECONDS = 0.2  # seconds for which each model is called when latencies are compared
 
 
 class ChannelPruner:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 from pydantic import model_validator
 
 from compress.common.config import Count, Ratio, Settings
-from compress.core.objectives.loss import refuse_without_curvature
+from compress.core.objectives.loss import Loss, refuse_without_curvature
 from compress.core.stage import CalibrationSamples
 from compress.pruning.pruning_stage import AnyFinetune, PruningStage
-
-if TYPE_CHECKING:
-    from compress.core.objectives.loss import Loss
 
 Criterion: TypeAlias = Literal[
     "l1", "l2", "taylor", "hessian", "fpgm", "lamp", "bn_scale", "wanda", "obs", "random"

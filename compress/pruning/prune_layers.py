@@ -6,7 +6,7 @@ import logging
 from math import floor
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
@@ -16,7 +16,6 @@ from compress.pruning.pruning_stage import AnyFinetune, PruningStage, finetune
 
 if TYPE_CHECKING:
     import torch
-    from pydantic import JsonValue
 
     from compress.artifacts.eager_model import EagerModel
     from compress.checkpoint.state_dict import Weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
@@ -13,7 +13,6 @@ from compress.pruning.pruning_stage import AnyFinetune, PruningStage, finetune
 
 if TYPE_CHECKING:
     import torch
-    from pydantic import JsonValue
 
     from compress.artifacts.eager_model import EagerModel
     from compress.checkpoint.state_dict import Weights

@@ -9,13 +9,12 @@ from pydantic import BeforeValidator
 from compress.artifacts.eager_model import EagerModel
 from compress.core.stage import Stage
 from compress.training.config.training import Training
-from compress.training.objectives.objective import TargetLoss, Teaching
+from compress.training.objectives.objective import Constraint, TargetLoss, Teaching
 
 if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
     from compress.training.fit import Fit
-    from compress.training.objectives.objective import Constraint
 
 
 class Finetune(Training):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import FROM_DATA, ChannelSelection
-from compress.pruning.dependency.channel_groups import SlicePlan
+from compress.pruning.dependency.channel_groups import GroupSlice, SlicePlan
 from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import usual_calibration
@@ -20,12 +21,9 @@ from compress.pruning.verification.masked_equivalence import VerificationInputs,
 from compress.pruning.verification.module_rewrites import rewrite_
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.data.batch import Batch
-    from compress.pruning.dependency.channel_groups import GroupSlice
 
 MEASURED_SECONDS = 0.3
 """Seconds for which a pruned and the unpruned model are called when latencies are compared."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,6 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.sealed_json import read_sealed, write_sealed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from compress.artifacts.eager_model import EagerModel
 
 log = logging.getLogger(__name__)
@@ -43,8 +42,7 @@ PROGRESS = "progress.json"
 FILES = "files.json"
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
-STATE = "state."
-"""Before the names of the optimizer's tensors: `state.<weight>.<entry>`."""
+STATE = "state."  # before the names of the optimizer's tensors: `state.<weight>.<entry>`
 
 LossSum: TypeAlias = tuple[str, int, tuple[float, ...]]
 """Exact sum of losses as a fraction; their count; up to two distinct values among them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import read_safetensors
-from compress.checkpoint.state_dict import StoredTensor, load_state_
+from compress.checkpoint.state_dict import StoredTensor, Weights, load_state_
 from compress.common.atomic_files import write_atomically
 from compress.common.dependency_recorder import Recording, add_to_recordings
 from compress.common.errors import CompressError, StageFailed
@@ -52,13 +53,10 @@ from compress.training.loop.trainer import is_finished, train
 from compress.training.objectives.objective import AUXILIARY_PREFIX, KeepZeros
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pydantic import JsonValue
     from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.training.config.training import Training

@@ -6,6 +6,7 @@ import operator
 import re
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +26,6 @@ from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch.export import ExportedProgram
     from torch.fx import Graph, Node
 

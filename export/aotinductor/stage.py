@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
-from compress.common.forward import torch_predictor
-from compress.common.requirements import COMPILER
+from compress.common.forward import Predictor, torch_predictor
+from compress.common.requirements import COMPILER, Requirement
 from compress.export.common.compiled_code import CUDA, built_for, refuse_other_host
 from compress.export.common.runtime import NO_UINT16_KERNELS, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from torch.export import ExportedProgram
 
-    from compress.common.forward import Predictor
-    from compress.common.requirements import Requirement
     from compress.common.signature import Signature
     from compress.core.context import Context
 

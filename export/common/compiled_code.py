@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import Unavailable
 from compress.common.requirements import Requirement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
     import torch
 
     from compress.common.signature import Signature

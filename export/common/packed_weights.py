@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,9 +24,6 @@ from compress.artifacts.streaming.packed_model import (
 from compress.common.errors import ArtifactInvalid, StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from torch import nn
 
     from compress.artifacts.graph_model import GraphModel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -11,8 +12,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from compress.common.errors import StageFailed, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
-
     from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact
@@ -116,8 +115,7 @@ def failing_as(problem: str) -> Iterator[None]:
         raise StageFailed(f"{problem}: {reason}") from error
 
 
-UINT16_OPSET = 21
-"""The first ONNX operator set whose QuantizeLinear has 16-bit integers."""
+UINT16_OPSET = 21  # the first ONNX operator set whose QuantizeLinear has 16-bit integers
 NO_BFLOAT16 = (
     "the model computes in bfloat16, for which onnxruntime has no kernels on the CPU (of Conv, "
     "Mul, LSTM and most others); use convert_precision with dtype: float16, or export_torchscript"
@@ -126,7 +124,6 @@ NO_UINT16_KERNELS = (
     "AOTInductor's integer kernels take 8 bits, found uint16; quantize with 8 bits, or use "
     "export_onnx"
 )
-
 
 NO_UINT16_IN_OPSET = (
     f"opset {{}} has no 16-bit activations; set opset: {UINT16_OPSET} or more, or leave it out"

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.artifact import STREAMED
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.streaming.packed_model import PackedModel
-from compress.common.forward import torch_predictor
+from compress.common.forward import Predictor, torch_predictor
 from compress.common.requirements import Requirement, pip_install
 from compress.export.common.runtime import Runtime
 from compress.export.exporter import ExportedModel, Exporter, refuse_scores, source_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
 

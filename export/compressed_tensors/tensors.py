@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,20 +22,15 @@ from compress.artifacts.hf_folder import build, reading_by_transformers, refuse_
 from compress.artifacts.meta_init import parameters_on_meta, stream_weights_
 from compress.artifacts.streaming.packed_model import PackedWeight, packed_module, shared_parameters
 from compress.checkpoint.safetensors_io import read_safetensors, write_safetensors
-from compress.checkpoint.state_dict import StoredTensor, in_memory
+from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import relative_error
-from compress.export.common.packed_weights import call_by_name
+from compress.export.common.packed_weights import DecoderWeights, call_by_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
     from compress.artifacts.streaming.packed_model import PackedModel
-    from compress.checkpoint.state_dict import Weights
     from compress.common.signature import Signature
-    from compress.export.common.packed_weights import DecoderWeights
 
 FILE = "model.safetensors"
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

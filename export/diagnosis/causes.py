@@ -7,6 +7,7 @@ slow file is named only where the file without it was timed, and is faster.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
@@ -30,8 +31,6 @@ from compress.export.latency.resizing import weighted_layers
 from compress.export.onnx.graph import sizes, stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from compress.export.diagnosis.costs import (
         CountedCost,
         ParityDiagnosis,
@@ -49,14 +48,10 @@ if TYPE_CHECKING:
 
 STATIC = ("quantize_static", "quantize_aware_training")
 QUANTIZING = (*STATIC, "quantize_dynamic", "quantize_weights")
-BYTE_GATES = (*SIZE_GATES, *MEMORY_GATES)
-"""Weights are in memory too."""
-BLOCK = 16
-"""Channels that convolution kernels compute at once with AVX-512; 8 with AVX2."""
-LARGEST_RATIO = 1e9
-"""Of errors, in the place of infinity, which JSON does not have."""
-IN_PYTORCH = Repair({"stage": "export_torchscript"}, 2)
-"""A file that PyTorch's own operators run."""
+BYTE_GATES = (*SIZE_GATES, *MEMORY_GATES)  # weights are in memory too
+BLOCK = 16  # channels that convolution kernels compute at once with AVX-512; 8 with AVX2
+LARGEST_RATIO = 1e9  # of errors, in the place of infinity, which JSON does not have
+IN_PYTORCH = Repair({"stage": "export_torchscript"}, 2)  # a file that PyTorch's own operators run
 
 
 def _naming(own: Mapping[str, Any], layers: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import onnx_ir as ir
 import torch
 
-from compress.artifacts.graph_model import program_of
+from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import CompressError
-from compress.common.forward import accept_any_batch, flatten_outputs
+from compress.common.forward import Predictor, accept_any_batch, flatten_outputs
 from compress.common.tensor_difference import largest, largest_difference
 from compress.export.diagnosis.profile import (
     Profile,
@@ -32,25 +33,18 @@ from compress.export.latency.resizing import is_float, leave_float, weighted_lay
 from compress.export.onnx.graph import inputs_of, remove_unread_, sizes, weight_elements
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import opened_session, session_predictor
-from compress.export.parity.bisect import LayerSearch
-from compress.export.parity.compare import largest_relative_error, outputs_by_kind
+from compress.export.parity.bisect import LayerSearch, Tensors, WrongLayer
+from compress.export.parity.compare import KindOutputs, largest_relative_error, outputs_by_kind
 from compress.export.parity.sample_parity import Float64Reference, tolerance_for
-from compress.profiling.benchmark import compare_latency
+from compress.profiling.benchmark import Comparison, compare_latency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
     from compress.artifacts.artifact import Artifact
     from compress.artifacts.eager_model import EagerModel
-    from compress.artifacts.graph_model import GraphModel
-    from compress.common.forward import Predictor
     from compress.core.context import Context
     from compress.export.diagnosis.profile import ProfiledNode
     from compress.export.onnx.stage import ExportOnnx
-    from compress.export.parity.bisect import Tensors, WrongLayer
-    from compress.export.parity.compare import KindOutputs
     from compress.export.parity.report import RefusedFile
-    from compress.profiling.benchmark import Comparison
     from compress.profiling.quantiles import Interval
 
     Rerun = Callable[[str, Mapping[str, Any]], ir.Model | None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,8 +42,6 @@ from compress.export.onnx.session import exact_session
 from compress.export.onnx.stage import OnnxModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
     import onnx_ir as ir
     import torch
 
@@ -51,22 +50,18 @@ if TYPE_CHECKING:
 TABLES = {"Gather", PACKED_GATHER}
 SCOPES = "pkg.torch.onnx.name_scopes"
 """Property that torch's exporter gives each operator: names of its modules, as a list's text."""
-SEPARATOR = "@"
-"""Between a module's name and the rest of an operator's or a value's name."""
-CALLS, WARM_UP = 60, 10
-"""Profiled calls, and those before them that are not counted."""
+SEPARATOR = "@"  # between a module's name and the rest of an operator's or a value's name
+CALLS, WARM_UP = 60, 10  # profiled calls, and those before them that are not counted
 SHORTEST_SHARE = 0.75
 """Share of an operator's calls, the shortest ones, of which the mean is taken: other load on the
 machine only ever makes a call longer."""
 IN_BLOCKS = ("_nchwc", "_bn_nchwc")
 """What onnxruntime adds to a value's name for the kernel that computes it in blocks of channels."""
-CUT_OFF_MS = 0.5e-3
-"""onnxruntime writes whole microseconds, cut off."""
+CUT_OFF_MS = 0.5e-3  # onnxruntime writes whole microseconds, cut off
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "ReorderInput", "ReorderOutput"}
 """Operators that change the layout of what others read."""
-NORM = "BatchNormalization"
-"""Which onnxruntime may compute as a convolution of single channels."""
+NORM = "BatchNormalization"  # which onnxruntime may compute as a convolution of single channels
 ACTIVATIONS = {
     *("Relu", "Clip", "LeakyRelu", "HardSigmoid", "HardSwish", "Sigmoid", "Tanh", "Elu"),
     *("Gelu", "QuickGelu", "Selu", "Celu", "PRelu", "Softplus", "Softsign", "Mish"),

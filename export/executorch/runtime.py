@@ -10,16 +10,18 @@ import struct
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from mmap import ACCESS_READ, mmap
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch._decomp import get_decompositions
 
 from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.common.signature import AxisBounds
+from compress.common.signature import AxisBounds, Signature
 from compress.export.common.compiled_code import in_parts, refuse_misfit
 from compress.export.common.macs import count_macs, operator_of
 from compress.export.common.runtime import SIGNED_8_BITS, failing_as, refuse_unrolled_rnn
@@ -27,15 +29,9 @@ from compress.export.parity.bisect import module_of
 from compress.graph.torch_export import axis_limits, trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-    from typing import IO
-
     from torch import Tensor
     from torch.export import ExportedProgram
     from torch.fx import Node
-
-    from compress.common.signature import Signature
 
 
 @contextmanager
@@ -232,8 +228,7 @@ def _read(printed: IO[str]) -> str:
 
 
 aten = torch.ops.aten
-SIZE_OPERATORS = {aten.sym_size.int}
-"""Operators on sizes, for which no kernel runs."""
+SIZE_OPERATORS = {aten.sym_size.int}  # operators on sizes, for which no kernel runs
 
 
 def describe_delegation(program: ExportedProgram) -> dict[str, Any]:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.config import Count
-from compress.common.forward import torch_predictor
+from compress.common.forward import Predictor, torch_predictor
 from compress.common.requirements import Requirement, pip_install
 from compress.export.common.runtime import SIGNED_8_BITS, Reproducer, Runtime
 from compress.export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from torch.export import ExportedProgram
 
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,8 +27,6 @@ from compress.profiling.benchmark import MEASURED_SECONDS, Latency, compare_late
 from compress.profiling.quantiles import Interval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.context import Context

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,8 +32,6 @@ from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from compress.artifacts.streaming.packed_model import PackedWeight
     from compress.export.common.packed_weights import DecoderWeights
 
@@ -214,8 +213,7 @@ ATTENTION = "group_query_attention"
 """Name under which :class:`AttentionCalls` is registered while a decoder is traced."""
 ROTARY = "apply_rotary_pos_emb"
 """Function of transformers' modules that applies rotary embeddings to queries and keys."""
-ROTARY_MULTIPLE = 16
-"""onnxruntime's rotary embeddings take heads whose size is a multiple of this."""
+ROTARY_MULTIPLE = 16  # onnxruntime's rotary embeddings take heads whose size is a multiple of this
 ANGLES_BY_LENGTH = ("dynamic", "longrope")
 """Types of rotary embeddings whose angles depend on the length of the text."""
 INPUT_IDS, MASK = "input_ids", "attention_mask"
@@ -308,8 +306,7 @@ class AttentionCalls:
         self.present: list[torch.Tensor] = []
         self.shapes: dict[int, tuple[int, int, int]] = {}
         """Layer → heads of queries, heads of keys, and size of a head."""
-        self.rotary_layers = 0
-        """Layers with rotary embeddings that were called so far."""
+        self.rotary_layers = 0  # layers with rotary embeddings that were called so far
         self._skipped_rotary = False
         """Whether the attention that is called next has to apply rotary embeddings."""
 

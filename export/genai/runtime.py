@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,9 +19,6 @@ from compress.common.sealed_json import parse_settings
 from compress.profiling.benchmark import CallTimer, unmeasurable
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-    from pathlib import Path
-
     from compress.export.genai.decoder import CacheShape
 
 logger = logging.getLogger(__name__)
@@ -182,8 +181,7 @@ def _token(module: Any, name: str, default: int) -> Any:
 
 
 GENAI = Requirement(what="onnxruntime_genai", install=pip_install("genai"))
-REPEATS = 5
-"""Texts that a speed is the median of."""
+REPEATS = 5  # texts that a speed is the median of
 PREFILL_TOKENS = 64
 """Tokens of a prompt that a server's `Generator` reads at once, as it holds Python's lock."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +19,6 @@ from compress.export.onnx.session import exact_session
 from compress.export.parity.sample_parity import tolerance_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
@@ -81,14 +80,10 @@ def prefill_predictor(file: Path, threads: int, signature: Signature) -> Predict
 
 
 logger = logging.getLogger(__name__)
-SHAPES = ((1, 1), (2, 7), (1, 33))
-"""Batches and lengths of drawn tokens."""
-SAMPLES = 4
-"""Samples of `val`."""
-STEPS = 16
-"""Tokens that are read one by one, and in two parts."""
-PROMPT, GREEDY = 16, 256
-"""Tokens of a beginning, and tokens generated after it."""
+SHAPES = ((1, 1), (2, 7), (1, 33))  # batches and lengths of drawn tokens
+SAMPLES = 4  # samples of `val`
+STEPS = 16  # tokens that are read one by one, and in two parts
+PROMPT, GREEDY = 16, 256  # tokens of a beginning, and tokens generated after it
 
 
 class CacheProof:

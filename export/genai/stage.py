@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.carried_files import TOKENIZER
@@ -15,23 +17,17 @@ from compress.common.errors import StageFailed
 from compress.common.requirements import require_all
 from compress.export.common.runtime import NO_BFLOAT16, Runtime
 from compress.export.exporter import ExportedModel, Exporter, source_counts
-from compress.export.genai.runtime import GENAI, GenaiConfig, measure_speed, open_folder
+from compress.export.genai.runtime import GENAI, GenaiConfig, GreedyText, measure_speed, open_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Set
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.genai.runtime import GreedyText
 
 logger = logging.getLogger(__name__)
 TAKES = "export_genai takes float32 models, and those of quantize_weights; found {}"
-LONGEST = 4096
-"""Tokens of a text where neither the setting nor the model's config limits them."""
+LONGEST = 4096  # tokens of a text where neither the setting nor the model's config limits them
 # onnxruntime opens the file too, so that nothing else is required to write it.
 RUNTIME = Runtime(
     name="genai", title="onnxruntime-genai", refused_formats={"bfloat16": NO_BFLOAT16}

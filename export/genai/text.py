@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -13,9 +15,6 @@ from compress.export.genai.runtime import GENAI, next_tokens, open_folder
 from compress.export.genai.stage import GenaiModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from compress.artifacts.artifact import Artifact
 
 
@@ -73,8 +72,7 @@ def continue_text(path: Path, prompt: str, tokens: int, threads: int) -> Generat
 
 
 TOKENIZERS = Requirement(what="tokenizers", install=pip_install("genai"))
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of half a character are decoded to."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the bytes of half a character are decoded to
 
 
 class TextTokenizer:

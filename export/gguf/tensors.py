@@ -6,7 +6,9 @@ import contextlib
 import io
 import json
 import logging
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,25 +18,20 @@ from compress.artifacts.carried_files import TOKENIZER, chat_template_of
 from compress.artifacts.hf_folder import reading_by_transformers
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
-from compress.export.common.packed_weights import call_by_name
+from compress.export.common.packed_weights import DecoderWeights, call_by_name
 from compress.export.exporter import refuse_scores
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from gguf import GGUFWriter
     from numpy.typing import NDArray
 
     from compress.artifacts.streaming.packed_model import PackedWeight
     from compress.common.signature import Signature
-    from compress.export.common.packed_weights import DecoderWeights
 
 logger = logging.getLogger(__name__)
 BLOCK = 32
 BlockType = Literal["Q8_0", "Q4_0", "Q4_1"]
-HEADER = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}
-"""Bytes of a block before its integers."""
+HEADER = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}  # bytes of a block before its integers
 
 
 def block_type(weight: PackedWeight) -> BlockType | None:

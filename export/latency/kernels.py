@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,19 +23,14 @@ from compress.export.onnx.session import exact_session, onnxruntime, session_opt
 from compress.profiling.benchmark import CallTimer, MeasuredShare, unmeasurable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     Arrays = Mapping[str, np.ndarray[Any, Any]]
 
-TABLES = Path(".store", "latency")
-"""Folder of measured kernels, in the results' directory."""
-KERNEL_SECONDS = 0.02
-"""For which each kernel is called."""
+TABLES = Path(".store", "latency")  # folder of measured kernels, in the results' directory
+KERNEL_SECONDS = 0.02  # for which each kernel is called
 FEWEST_CALLS = 5
 MEASURED_TOGETHER = 8
 """Kernels that are called in turn, so that a busy moment of the machine meets all of them."""
-LOW_QUANTILE = 0.1
-"""Of a kernel's calls. A low one, as other load only ever makes a call longer."""
+LOW_QUANTILE = 0.1  # Of a kernel's calls. A low one, as other load only ever makes a call longer.
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ the widths, found here from a few exports, so that further widths need no export
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, count
@@ -34,8 +35,6 @@ from compress.export.onnx.graph import (
 from compress.export.onnx.passes.float_layers import separate_float_layers_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
     from compress.profiling.interaction_sum import Choice
 
     Array = np.ndarray[Any, Any]
@@ -45,15 +44,12 @@ MOST_EXPORTS = 4
 """Models at random widths that :meth:`ResizableModel.fit` needs at most, and mostly two of them."""
 MOST_VALUES = 16
 """Values of an integer constant that may be a shape; longer ones are tables of indices."""
-LARGEST_DENOMINATOR = 64
-"""Of a coefficient: of several heads of a group may share a key."""
+LARGEST_DENOMINATOR = 64  # of a coefficient: of several heads of a group may share a key
 LAYERS = {"Conv", "Gemm", "MatMul", "MatMulInteger", PACKED_MATMUL}
-CLAMPS = {"Relu", "Clip"}
-"""Operators after a layer that its kernel computes too."""
+CLAMPS = {"Relu", "Clip"}  # operators after a layer that its kernel computes too
 MOVES = {"MaxPool", "AveragePool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"}
 """Operators that are computed in integers where what they read is some layer's integers."""
-FLOAT = "float"
-"""Value of the decision about a layer that is put back."""
+FLOAT = "float"  # value of the decision about a layer that is put back
 
 
 @dataclass(frozen=True)
@@ -394,8 +390,7 @@ def _operators(model: ir.Model) -> Counter[tuple[str, ...]]:
 
 def _detach_(graph: ir.Graph, layers: Collection[ir.Node]) -> None:
     """Let layers, and operators that lose their integers with them, read and give floats."""
-    integers: set[ir.Node] = set()
-    """Operators that stay integer."""
+    integers: set[ir.Node] = set()  # operators that stay integer
     for node in graph:
         if _was_integer(node) and node not in layers:
             source = _source(node.inputs[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +20,8 @@ from scipy.optimize import nnls
 
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
-from compress.export.latency.kernels import KernelTable, kernels_of
-from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
+from compress.export.latency.kernels import Arrays, Kernel, KernelTable, kernels_of
+from compress.export.latency.resizing import MOST_EXPORTS, MixedModel, ResizableModel
 from compress.export.onnx.graph import strip_
 from compress.export.onnx.lowering import translate
 from compress.export.onnx.passes.stored_integers import compact_
@@ -32,10 +33,9 @@ from compress.profiling.benchmark import (
     compare_latency,
     unmeasurable,
 )
-from compress.profiling.interaction_sum import InteractionSum
+from compress.profiling.interaction_sum import Choice, InteractionSum, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from random import Random
 
     import onnx_ir as ir
@@ -47,17 +47,13 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.stage import Stage
     from compress.export.common.runtime import PredictedRuntime
-    from compress.export.latency.kernels import Arrays, Kernel
-    from compress.export.latency.resizing import MixedModel
     from compress.profiling.benchmark import Opener
-    from compress.profiling.interaction_sum import Choice, Value
 
     Widths = Mapping[str, int]
     Grid = Mapping[str, Sequence[Value]]
     Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-FITTED = 8
-"""Models at widths of the grid whose latencies the kernels' sum is fitted to."""
+FITTED = 8  # models at widths of the grid whose latencies the kernels' sum is fitted to
 
 
 def measure_files(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, product
 from math import prod
+from pathlib import Path
 from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,6 @@ from compress.common.errors import StageFailed
 from compress.common.sealed_json import canonical_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     import numpy as np
 
     from compress.artifacts.artifact import Artifact
@@ -397,8 +396,7 @@ HEAVY_KERNELS = {
     *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
 }
 UNCOUNTED_KERNELS = UNCOUNTED | {"QAttention", "MultiHeadAttention", "GroupQueryAttention"}
-KERNEL_TIME = "_kernel_time"
-"""What follows an operator's name in the event of its kernel's call."""
+KERNEL_TIME = "_kernel_time"  # what follows an operator's name in the event of its kernel's call
 ACTIVATIONS_IN_8_BITS = 4
 """Value of `accuracy_level` with which MatMulNBits rounds its input, and multiplies integers."""
 

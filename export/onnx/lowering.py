@@ -9,7 +9,8 @@ import logging
 import re
 import sys
 import warnings
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -48,9 +49,6 @@ from compress.graph.torch_export import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
-
     import onnx_ir as ir
     from torch.export import ExportedProgram
 

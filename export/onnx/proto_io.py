@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -13,12 +15,7 @@ from onnx_ir.passes.common import CheckerPass
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.export.onnx.graph import sizes
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-WEIGHTS = "model.onnx.data"
-"""File of a large model's weights, beside the model's file."""
+WEIGHTS = "model.onnx.data"  # file of a large model's weights, beside the model's file
 LARGEST = 2**31 - 2**20
 """Bytes of weights that one file may hold: protobuf ends at 2 GiB, the graph included."""
 SMALLEST_OUTSIDE = 1024

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,9 +16,6 @@ from compress.common.tensor_difference import relative_error
 from compress.export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
     import onnx_ir as ir
 
     from compress.common.forward import Predictor

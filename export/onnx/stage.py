@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -22,10 +24,6 @@ from compress.export.common.runtime import (
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
     import onnx_ir as ir
     from torch.export import ExportedProgram
 

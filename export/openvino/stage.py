@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,20 +14,16 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import open_vino, openvino_core
 from compress.common.requirements import Requirement, pip_install
-from compress.common.signature import TABLE_ROWS
+from compress.common.signature import TABLE_ROWS, Signature
 from compress.export.common.runtime import NO_BFLOAT16, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import ONNX_TARGETS, OnnxModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
-
     import torch
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
-    from compress.common.signature import Signature
     from compress.core.context import Context
 
     Source = EagerModel | GraphModel | OnnxModel

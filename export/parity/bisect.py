@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from pydantic import ValidationError
@@ -18,9 +18,6 @@ from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.signature import OutputSpec, Signature
 from compress.common.tensor_difference import largest, relative_error
 from compress.graph.torch_export import trace
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Tensors = tuple[torch.Tensor, ...]
 Reexport: TypeAlias = Callable[[ExportedProgram, Signature, Path, Tensors], Tensors]

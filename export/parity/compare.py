@@ -6,13 +6,14 @@ import functools
 import logging
 import math
 import re
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from compress.common.errors import StageFailed
-from compress.common.forward import accept_any_batch
+from compress.common.forward import Predictor, accept_any_batch
 from compress.common.tensor_difference import (
     largest,
     largest_difference,
@@ -32,11 +33,7 @@ from compress.export.parity.sample_parity import (
 from compress.profiling.rss import release_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.export.parity.sample_parity import RoundingNoise
@@ -49,14 +46,10 @@ logger = logging.getLogger(__name__)
 # So all kinds together are 16 to 28 rows, an eighth to a fifth of what is compared on `val`: their
 # number does not hang on the time that a call takes, or a verdict would hang on the machine's load.
 ROWS = 2
-RAGGED_ROWS = 8
-"""Rows of the batch whose lengths go from one element to all."""
-SCALE = 10.0
-"""How many times larger than the real samples the scaled ones are."""
-TINY = 1e-9
-"""Size of the smallest inputs: 1 + x loses them in float32, whose step at 1 is 1.2e-7."""
-LARGE = (1e2, 1e3)
-"""Sizes of the largest: float32's exp overflows from 89 on, and is 0 below -104."""
+RAGGED_ROWS = 8  # rows of the batch whose lengths go from one element to all
+SCALE = 10.0  # how many times larger than the real samples the scaled ones are
+TINY = 1e-9  # size of the smallest inputs: 1 + x loses them in float32, whose step at 1 is 1.2e-7
+LARGE = (1e2, 1e3)  # sizes of the largest: float32's exp overflows from 89 on, and is 0 below -104
 MIXED = (TINY, 1e-4, 1.0, 1e2, 3e2, 1e3)
 """Sizes that meet in one input, for operators that take two numbers, like logaddexp."""
 TINY_KIND = f"real inputs brought to {TINY:g}"
@@ -271,8 +264,7 @@ class ParityMismatch(StageFailed):
         # The other arguments have defaults because errors are made anew from their message alone
         # where a stage's name is prefixed.
         super().__init__(message)
-        self.kind = kind
-        """Name of the kind of input, such as "zeros"."""
+        self.kind = kind  # name of the kind of input, such as "zeros"
         self.inputs = inputs
 
 

@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,17 +21,17 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from compress.artifacts.artifact import files_below
+from compress.artifacts.artifact import Artifact, files_below
 from compress.artifacts.graph_model import program_of
 from compress.common.atomic_files import partial_folder, remove_leftovers, sha256_of
 from compress.common.errors import ArtifactInvalid, CompressError, StageFailed, first_line
-from compress.common.forward import accept_any_batch, flatten_outputs
+from compress.common.forward import Predictor, accept_any_batch, flatten_outputs
 from compress.common.sealed_json import read_sealed, write_sealed
 from compress.common.tensor_difference import largest, largest_difference
 from compress.core.metrics import evaluate
 from compress.core.metrics.builtin import predicted_labels
 from compress.export.common.int8_sums import has_16_bit_sums
-from compress.export.parity.bisect import LayerSearch, retrace
+from compress.export.parity.bisect import LayerSearch, Reexport, Tensors, WrongLayer, retrace
 from compress.export.parity.compare import (
     ParityMismatch,
     largest_relative_error,
@@ -41,13 +42,8 @@ from compress.export.parity.sample_parity import QUANTIZED, SAMPLES, tolerance_f
 from compress.graph.torch_export import save_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
     from compress.core.context import Context
     from compress.export.common.runtime import Runtime
-    from compress.export.parity.bisect import Reexport, Tensors, WrongLayer
     from compress.export.parity.compare import KindOutputs
 
 logger = logging.getLogger(__name__)
@@ -57,14 +53,11 @@ CUT_OFF = (
 )
 FOLDER = "parity"
 REPORT = "parity.json"
-REFUSED = "refused"
-"""Folder of the refused file, within that of the report."""
+REFUSED = "refused"  # folder of the refused file, within that of the report
 # The search exports parts of the graph anew: for a ResNet-50 it took longer than the stage. Who
 # wants to know asks `compress explain`; a small model's layer is found before anybody could.
-SHARE_OF_STAGE = 0.1
-"""Of the time that the stage took until it failed, how much a report may take."""
-LEAST_SECONDS = 5.0
-"""How long a report may take at least."""
+SHARE_OF_STAGE = 0.1  # of the time that the stage took until it failed, how much a report may take
+LEAST_SECONDS = 5.0  # how long a report may take at least
 SOURCE = "source.pt2"
 INPUTS = "inputs.npz"
 SCRIPT = "reproduce.py"

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,21 +28,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from compress.common.forward import accept_any_batch, run_in_eval, torch_predictor
+from compress.common.forward import Predictor, accept_any_batch, run_in_eval, torch_predictor
 from compress.common.tensor_difference import columns, equally_not_finite, largest, measured
-from compress.core.context import QUICK_SAMPLES
+from compress.core.context import QUICK_SAMPLES, Context
 from compress.core.gates.runtime import nearest_float_model
 from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
     from torch import fx
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
-    from compress.core.context import Context
 
     Tensors = tuple[torch.Tensor, ...]
 
@@ -49,18 +46,15 @@ logger = logging.getLogger(__name__)
 
 # float32 has 24 bits: the two last ones of a number at the end of a quantizer's range, which is
 # what sums in another order differ by. Of 8 bits, 2^-16 of a step.
-LAST_BITS = 2.0**-24
-"""Change of a quantizer's input, as a share of the quantizer's range."""
+LAST_BITS = 2.0**-24  # change of a quantizer's input, as a share of the quantizer's range
 # Of right ONNX and TorchScript files of networks with up to 50 layers, the error was 0.25 to 1.0 of
 # the noise.
 FACTOR = 1.25
 """How many times the noise a right export may differ from its graph, and a margin for few rows."""
 # Where the error is 0.7 of the spread, the graph explains half of the export's variance. Outputs
 # at chance have 1.4, and constant ones 1.
-LARGEST_SPREAD = 0.7
-"""Largest error of an export, whatever the noise is."""
-LARGEST_CHANGES = 0.5
-"""Largest share of changed labels, whatever the noise is."""
+LARGEST_SPREAD = 0.7  # largest error of an export, whatever the noise is
+LARGEST_CHANGES = 0.5  # largest share of changed labels, whatever the noise is
 # Graph and file are two draws of the same rounding, so they are equally far from the float model:
 # of right files the ratio was 0.99 to 1.01. A zero point that is off by 1 in one layer of a
 # ResNet-50 gives 1.1 to 1.24, a scale that is off by a tenth over 2.
@@ -69,8 +63,7 @@ FLOAT_RATIO = 1.1
 for few rows."""
 ERROR_FACTOR = 4.0
 """How many times the source's own error an export may have: each sums in another order."""
-NUDGE = 1e-6
-"""Relative change of the inputs, some ulps of float32, at which no output should jump."""
+NUDGE = 1e-6  # relative change of the inputs, some ulps of float32, at which no output should jump
 
 
 class RoundingNoise:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from compress.artifacts.graph_model import program_of
+from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
-from compress.common.forward import accept_any_batch
+from compress.common.forward import Predictor, accept_any_batch
 from compress.export.common.compiled_code import CUDA, in_parts
 from compress.export.common.runtime import failing_as
 from compress.export.onnx.stage import OnnxModel
@@ -26,14 +27,10 @@ from compress.export.parity.compare import check_axis_sizes
 from compress.export.parity.sample_parity import Float64Reference, check_on_samples, tolerance_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact
     from compress.artifacts.eager_model import EagerModel
-    from compress.artifacts.graph_model import GraphModel
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature, TensorSpec
     from compress.export.parity.sample_parity import RoundingNoise
 
@@ -101,8 +98,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
-BATCH = (1, 8, 32)
-"""Sizes of the batch where the stage has none."""
+BATCH = (1, 8, 32)  # sizes of the batch where the stage has none
 LENGTH = 128
 """The usual size of another axis of which only the bounds are known, or the nearest allowed."""
 
@@ -264,8 +260,7 @@ def check_engine(
 
 MEBIBYTE = 2**20
 TIMINGS = "timing.cache"
-BFLOAT16_OPSET = 22
-"""The first ONNX operator set whose Conv and poolings take bfloat16."""
+BFLOAT16_OPSET = 22  # the first ONNX operator set whose Conv and poolings take bfloat16
 RUN_TIME_INTEGERS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 
 

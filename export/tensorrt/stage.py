@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -19,7 +20,6 @@ from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import OnnxModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from compress.artifacts.edits.independent_calls import script_attributes, unchanged
-from compress.artifacts.recipe import CallByName, IndependentCalls
+from compress.artifacts.recipe import AnyEdit, CallByName, IndependentCalls
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.forward import OUTPUT, plain_attention
@@ -25,11 +26,6 @@ from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from compress.artifacts.recipe import AnyEdit
     from compress.common.signature import Signature
 
 
@@ -198,7 +194,6 @@ SOURCE_LOCATIONS = ".debug_pkl"
 VERSIONS = ("version", ".data/version")
 WRITTEN_BY_TORCH = (*VERSIONS, "byteorder", ".data/serialization_id")
 """Records that PyTorchFileWriter adds to every archive itself."""
-
 
 Function = torch.autograd.Function
 CONTEXT_METHODS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,6 @@ from compress.export.common.runtime import UINT8_ONLY, failing_as
 from compress.export.torchscript.file_io import quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.export import ExportedProgram
 
 aten = torch.ops.aten

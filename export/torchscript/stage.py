@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import model_validator
@@ -10,19 +12,16 @@ from pydantic import model_validator
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from compress.common.forward import torch_predictor
+from compress.common.forward import Predictor, torch_predictor
 from compress.export.common.runtime import UINT8_ONLY, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.export.parity.bisect import Tensors

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,8 +28,6 @@ from compress.common.tensor_difference import largest_finite
 from compress.core.gates.runtime import OTHER_RUNTIMES, OtherRun, OtherRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     import torch
 
     from compress.artifacts.artifact import Artifact
@@ -78,9 +77,7 @@ CHROMIUM = Requirement(
     install="Chromium or Chrome, e.g. apt-get install chromium",
 )
 
-
-REPORT = "report"
-"""Where a page posts its results, on the server that it came from."""
+REPORT = "report"  # where a page posts its results, on the server that it came from
 DEADLINE_S = 600
 LARGEST_REPORT = 2**20
 OPTIONS = (

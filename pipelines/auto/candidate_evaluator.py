@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
-from compress.common.forward import accept_any_batch, split_batches
+from compress.common.forward import Predictor, accept_any_batch, split_batches
 from compress.common.sealed_json import read_state, write_state
 from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
@@ -34,27 +35,22 @@ from compress.pipelines.auto.candidates import (
     after_stages,
     last_stage,
 )
-from compress.pipelines.auto.cost_models import LayerSensitivity
+from compress.pipelines.auto.cost_models import LatencyTables, LayerSensitivity
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
-from compress.profiling.benchmark import compare_latency, unmeasurable
+from compress.profiling.benchmark import Comparison, Opener, compare_latency, unmeasurable
 from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.quantization.mixed_precision.bit_search import weighted_layers as layers_of_module
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import nn
 
-    from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.pipelines.auto.cost_models import LatencyTables
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.config.run_options import RunOptions
     from compress.pipelines.results.schema import Report
-    from compress.profiling.benchmark import Comparison, Opener
 
 LAYERS_COMPARED_ON = 64
 """Samples on which the outputs of a model with one quantized layer are compared; `quantize_mixed`

@@ -6,17 +6,15 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
 from compress.export.fastest.stage import RUNTIMES
 from compress.pipelines.api import Pipeline
-from compress.pipelines.config.auto_settings import Format, Runtime
+from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pruning.pruning_stage import Finetune
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -17,8 +18,6 @@ from compress.pipelines.system.signals import INTERRUPTED
 from compress.pipelines.terminal.console import current_mode, print_result, show_progress
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from compress.pipelines.auto.cost_models import LatencyTables
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import prod
@@ -44,35 +45,29 @@ from compress.export.latency.served_latency import (
 )
 from compress.export.onnx.proto_io import read
 from compress.pipelines.auto.candidates import QUANTIZING, Candidate
-from compress.pipelines.config.auto_settings import Format, Runtime
+from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 from compress.pipelines.config.registry import stages
-from compress.profiling.interaction_sum import InteractionSum
+from compress.profiling.interaction_sum import Choice, InteractionSum, Value
 from compress.pruning.latency.widths import WidthVariants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     import onnx_ir as ir
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.export.latency.kernels import KernelTable
-    from compress.pipelines.config.auto_settings import AutoSettings
     from compress.profiling.benchmark import Opener
-    from compress.profiling.interaction_sum import Choice, Value
 
     Grid = Mapping[str, Sequence[Value]]
 
 TABLES_FILE = "latency_tables.json"
 """In the results' folder; `latency.json` is what `compress latency` writes there."""
-FITTED_MODELS = 16
-"""Models at widths of the grid whose latencies the kernels' sum is fitted to."""
+FITTED_MODELS = 16  # models at widths of the grid whose latencies the kernels' sum is fitted to
 CALIBRATION_SAMPLES, COMPARED_SAMPLES, SMOOTHING = 32, 16, 0.5
 """Samples with which exports are quantized and compared with the float model, and the strength of
 SmoothQuant: their speed is looked at, not their answers."""
-QUANTIZED = "quantized"
-"""Value of the decision about a layer that is not put back to float."""
+QUANTIZED = "quantized"  # value of the decision about a layer that is not put back to float
 SMALL_LOSS_SHARE = 0.02
 """Share of a format's loss that a layer must have, or be faster in float, to be decided."""
 MUCH_FASTER_SHARE = 0.02

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -29,17 +31,13 @@ from compress.pipelines.system import yaml_core
 from compress.pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 
 FRONT_FILE = "front.json"
 FRONT_PAGE = "front.html"
 FLOAT_WHOLE = Candidate("float").name
 TEXT_COLUMNS = ("model", "misses")
-POINTS_FOLDER = "points"
-"""In the results' folder: a folder for each point, by its number."""
+POINTS_FOLDER = "points"  # in the results' folder: a folder for each point, by its number
 PIPELINE_FILE = "pipeline.yaml"
 FLOAT_EXPORT = "float_onnx"
 """Stage that writes the float ONNX file, with which another machine measures a point in turn."""

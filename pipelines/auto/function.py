@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,21 +15,17 @@ from compress.common.errors import GateRefused, PipelineInvalid
 from compress.core.progress import show_bars
 from compress.core.validation_errors import dotted, explain
 from compress.pipelines.auto.candidates import CANDIDATES
-from compress.pipelines.auto.front import nothing_found
+from compress.pipelines.auto.front import Front, nothing_found
 from compress.pipelines.auto.search import search
-from compress.pipelines.config.auto_settings import AutoSettings
+from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.optimize import in_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from compress.core.objectives.task import TaskName
-    from compress.pipelines.auto.front import Front
-    from compress.pipelines.config.auto_settings import Format, Runtime
 
 
 @dataclass(frozen=True)

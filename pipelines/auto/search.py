@@ -6,15 +6,17 @@ import logging
 import math
 import time
 import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.sealed_json import read_state, write_state
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
-from compress.pipelines.auto.candidates import Candidate, rungs
+from compress.pipelines.auto.candidates import Candidate, CheckedModel, rungs
 from compress.pipelines.auto.front import (
     Front,
     missed_limits,
@@ -23,7 +25,7 @@ from compress.pipelines.auto.front import (
     write_point,
     write_points,
 )
-from compress.pipelines.auto.search_state import BlockVariant, SearchState
+from compress.pipelines.auto.search_state import BlockVariant, Programmes, SearchState
 from compress.pipelines.system import jsonl_log
 from compress.pipelines.system.machine_info import machine, versions
 from compress.profiling.peak_memory import measurement_process
@@ -32,12 +34,7 @@ from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.latency.solver import Programme
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from compress.pipelines.auto.candidates import CheckedModel
     from compress.pipelines.auto.cost_models import LatencyTables
-    from compress.pipelines.auto.search_state import Programmes
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.config.run_options import RunOptions
@@ -51,24 +48,18 @@ blocks; of what is left then, the same share is for what single cuts lose there.
 UNTRAINED_SHARE = 0.25
 """Share of the time after which models are trained, where `recovery` says so; what single cuts lose
 matters less then. Twice as much where blocks may be removed."""
-BLOCKS_FILE = "blocks.json"
-"""In the results' folder: the order in which blocks are removed."""
-ORDER_SHARE = 0.1
-"""Share of the search's time for that order."""
-BLOCKS_COMPARED_ON = 64
-"""Samples on which the outputs of a model without a block are compared."""
+BLOCKS_FILE = "blocks.json"  # in the results' folder: the order in which blocks are removed
+ORDER_SHARE = 0.1  # share of the search's time for that order
+BLOCKS_COMPARED_ON = 64  # samples on which the outputs of a model without a block are compared
 MAX_CHECKS_AT_LIMIT = 5
 """Models that are checked at the asked latency before other latencies are looked at."""
-NARROW_GAP = 1.03
-"""Ratio of two latencies between which no further model is looked for."""
-WEIGHT_BEHIND_BAD = 0.5
-"""Weight of a gap of latencies whose slower end loses too much."""
+NARROW_GAP = 1.03  # ratio of two latencies between which no further model is looked for
+WEIGHT_BEHIND_BAD = 0.5  # weight of a gap of latencies whose slower end loses too much
 AIMED_SHARE = 0.99
 """Share of the asked latency that the solver aims at until a model keeps to it, as half of all
 models are slower than predicted. From then on it aims at all of it: the best one may be predicted
 at the very limit."""
-MAX_TRAINED_AT_ONCE = 6
-"""Models of which successive halving trains the best to the end."""
+MAX_TRAINED_AT_ONCE = 6  # models of which successive halving trains the best to the end
 
 Contenders: TypeAlias = list[tuple[Candidate, float | None]]
 """Models, and their predicted latencies."""

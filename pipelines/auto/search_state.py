@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
@@ -22,23 +23,17 @@ from compress.pipelines.auto.cost_models import (
     build_format_models,
 )
 from compress.pipelines.auto.front import Front, missed_limits
-from compress.pipelines.config.auto_settings import LatencyLimit
-from compress.pipelines.system.jsonl_log import RunEvent
+from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
+from compress.pipelines.system.jsonl_log import EventListener, EventName, RunEvent
 from compress.pipelines.system.machine_info import machine
-from compress.pruning.latency.solver import Limit
-from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
+from compress.pruning.latency.solver import Limit, Programme
+from compress.pruning.latency.widths import LossIncreases, WidthSpace, measure_loss_increases
 from compress.pruning.recovery.recovery import name_before
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from compress.artifacts.eager_model import EagerModel
     from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
     from compress.pipelines.auto.cost_models import LayerSensitivity
-    from compress.pipelines.config.auto_settings import Format, Runtime
-    from compress.pipelines.system.jsonl_log import EventListener, EventName
-    from compress.pruning.latency.solver import Programme
-    from compress.pruning.latency.widths import LossIncreases
 
     ModelKey = tuple[Format, Runtime, tuple[str, ...]]
     """Format, runtime and removed blocks."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
@@ -15,9 +17,6 @@ from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_par
 from compress.pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from compress.pipelines.config.pipeline import PipelineConfig
 
 

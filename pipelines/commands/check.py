@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.planning.plan import advice
 from compress.pipelines.planning.planner import build_plan
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class CheckResult(NamedTuple):

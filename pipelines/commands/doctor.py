@@ -8,22 +8,18 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distributions, metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.common.config import Settings
 from compress.common.errors import exits_refused, first_line
 from compress.common.process import usable_cores
-from compress.common.requirements import COMPILER, DISTRIBUTION, JAVA, pip_install
+from compress.common.requirements import COMPILER, DISTRIBUTION, JAVA, Requirement, pip_install
 from compress.core.gates.gate import gate_classes
 from compress.pipelines.config.model_spec import TIMM
 from compress.pipelines.config.registry import stages
 from compress.pipelines.system.machine_info import machine, versions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from compress.common.requirements import Requirement
 
 INSTALL_OF_EXTRA = {"timm": TIMM.install}
 """How to install an extra, where the extra itself would install more than is good."""

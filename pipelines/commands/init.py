@@ -7,6 +7,7 @@ import inspect
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,9 +20,9 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.common.factories import REFERENCE, Reference, resolve
 from compress.common.forward import run_in_eval
-from compress.common.signature import TensorSpec
+from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import metric_class
-from compress.core.objectives.task import NO_METRIC, TASKS, infer_task
+from compress.core.objectives.task import NO_METRIC, TASKS, TaskName, infer_task
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
     SOURCE,
@@ -38,12 +39,8 @@ from compress.pipelines.system.templates import render_template
 from compress.serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torch import nn
 
-    from compress.common.signature import Signature
-    from compress.core.objectives.task import TaskName
     from compress.data.splits import Splits
     from compress.pipelines.planning.plan import Plan
 
@@ -66,8 +63,7 @@ PRODUCT_LAYERS = ("Linear", "RNNBase", "MultiheadAttention")
 NO_HEAD = "has no weights for"
 """In the error of a Hugging Face folder whose head is still to be trained."""
 MIN_CALIBRATION_SAMPLES, DEFAULT_CALIBRATION_SAMPLES = 16, 512
-MAX_TARGETS_READ = 32
-"""Most samples that the model answers to find out what it is for."""
+MAX_TARGETS_READ = 32  # most samples that the model answers to find out what it is for
 SMALL_WEIGHT_BYTES = 2**18
 """Below this, the graph description dominates a file's size, so that a size gate makes no sense."""
 LAYERS_IN_WORDS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,8 @@ from rich.table import Table
 
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
-from compress.core.progress import silent
-from compress.export.latency.kernels import TABLES, KernelTable, kernels_of
+from compress.core.progress import Progress, silent
+from compress.export.latency.kernels import TABLES, Kernel, KernelTable, kernels_of
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
 from compress.export.latency.served_latency import (
     KernelCost,
@@ -27,20 +28,13 @@ from compress.pipelines.system.machine_info import machine
 from compress.pruning.latency.widths import WidthVariants
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from compress.core.progress import Progress
-    from compress.export.latency.kernels import Kernel
     from compress.pipelines.config.pipeline import PipelineConfig
 
 LATENCY_FILE = "latency.json"
-FITTED_VARIANTS = 8
-"""Variants whose measured latencies the prediction is fitted to."""
-TESTED_VARIANTS = 8
-"""Further variants, on which the prediction is judged."""
+FITTED_VARIANTS = 8  # variants whose measured latencies the prediction is fitted to
+TESTED_VARIANTS = 8  # further variants, on which the prediction is judged
 KERNELS_SHOWN = 10
-CLOSE_ERROR = 0.1
-"""Largest error of a prediction that counts as close, as a share of the latency."""
+CLOSE_ERROR = 0.1  # largest error of a prediction that counts as close, as a share of the latency
 
 
 class KernelShare(Settings):

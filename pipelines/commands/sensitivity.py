@@ -6,6 +6,7 @@ Also the model that this analysis, and that of `compress latency`, are of.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.eager_model import EagerModel
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.progress import silent
+from compress.core.progress import Progress, silent
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
@@ -24,19 +25,15 @@ from compress.pipelines.system.templates import render_template
 from compress.pipelines.terminal.console import current_mode, print_result, show_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from rich.table import Table
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.progress import Progress
     from compress.pruning.prune_channels import PruneChannels
     from compress.pruning.sensitivity_analysis import Sensitivity
 
 SENSITIVITY_PAGE = "sensitivity.html"
-PLOT_WIDTH, PLOT_HEIGHT, PLOT_MARGIN = 880, 420, 56
-"""Size of the plot, in view-box units."""
+PLOT_WIDTH, PLOT_HEIGHT, PLOT_MARGIN = 880, 420, 56  # size of the plot, in view-box units
 
 
 @contextmanager

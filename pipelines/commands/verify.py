@@ -9,9 +9,11 @@ passes with `--sha256`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact
@@ -33,9 +35,6 @@ from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.verify import Evidence, Proof, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from compress.data.splits import Splits
     from compress.serve.attestation import Attestation
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -14,9 +15,6 @@ from compress.export.common.runtime import PredictedRuntime
 from compress.pipelines.config.registry import AnyStage
 from compress.pruning.channel_settings import ChannelSelection, Criterion
 from compress.pruning.pruning_stage import AnyFinetune
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Format: TypeAlias = Literal[
     "float",

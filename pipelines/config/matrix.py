@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.config import check_length
 from compress.common.errors import PipelineInvalid
-from compress.core.validation_errors import did_you_mean
+from compress.core.validation_errors import Location, did_you_mean
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.registry import stages
-from compress.pipelines.config.yaml_source import Origin
+from compress.pipelines.config.yaml_source import Origin, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from compress.core.stage import Stage
-    from compress.core.validation_errors import Location
-    from compress.pipelines.config.yaml_source import Source
 
 MATRIX = "matrix"
-FIXED = ("stage", "name", "input", "gates", MATRIX)
-"""Keys of a stage that a matrix cannot vary."""
-MOST_BRANCHES = 64
-"""Of one stage."""
-LONGEST_VALUE = 32
-"""Characters of a value in a name."""
+FIXED = ("stage", "name", "input", "gates", MATRIX)  # keys of a stage that a matrix cannot vary
+MOST_BRANCHES = 64  # of one stage
+LONGEST_VALUE = 32  # characters of a value in a name
 NOT_IN_NAMES = re.compile(r"[^\w.=-]+")
 
 
@@ -98,8 +92,7 @@ class _Expansion:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.known: dict[str, list[Branch]] = {}
-        """By the name that the file gives a stage."""
+        self.known: dict[str, list[Branch]] = {}  # by the name that the file gives a stage
         self.previous = SOURCE
 
     def branches(self, index: int, stage: Any) -> Iterator[tuple[Any, Origin]]:

@@ -19,9 +19,7 @@ from compress.common.signature import (
 )
 from compress.core.validation_errors import closest
 
-SOURCE = "source"
-"""Name under which stages and gates refer to the imported model."""
-
+SOURCE = "source"  # name under which stages and gates refer to the imported model
 
 TIMM = Requirement(what="timm", install="pip install --no-deps 'timm>=1.0.20,<2'")
 """Without its dependencies, as pip would bring a torchvision of PyTorch's CUDA build."""

@@ -5,28 +5,22 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
 
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
-from compress.core.validation_errors import dotted, has_part
+from compress.core.validation_errors import Location, dotted, has_part
 from compress.pipelines.system.yaml_core import MERGE, PREFIX, Loader
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from compress.core.validation_errors import Location
 
 LARGEST_BYTES = 2**20
 """Of a file: PyYAML reads about 500 kB a second, and no sensible file has more."""
-DEEPEST = 30
-"""Levels of nesting that no sensible file reaches."""
+DEEPEST = 30  # levels of nesting that no sensible file reaches
 LARGEST = 100_000
 """Values of a file, aliases expanded; aliases of aliases ("billion laughs") grow far beyond it."""
-LONGEST_KEY = 200
-"""Characters of a key."""
+LONGEST_KEY = 200  # characters of a key
 STRING = f"{PREFIX}str"
 PLAIN = tuple(PREFIX + kind for kind in ("str", "float", "int", "null", "bool", "seq", "map"))
 UNPRINTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")

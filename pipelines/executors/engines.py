@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING, TypeAlias
 from compress.common.errors import PipelineInvalid, StageFailed, describe_exit_code
 from compress.common.process import THREADS, configured_threads, usable_cores
 from compress.common.requirements import Requirement, pip_install, require_all
-from compress.pipelines.executors.task import TaskResult, log_here, pickled
+from compress.pipelines.executors.task import StageTask, TaskResult, log_here, pickled
 
 if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.config.run_options import EngineName
     from compress.pipelines.executors.ray import RayTasks
-    from compress.pipelines.executors.task import StageTask
     from compress.pipelines.store.local import Store
 
-SECONDS_TO_END = 10.0
-"""For a worker to clean up when the run is interrupted."""
+SECONDS_TO_END = 10.0  # for a worker to clean up when the run is interrupted
 COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from compress.pipelines.executors.process_worker import work; work(*map(int, sys.argv[2:]))"
@@ -109,8 +107,7 @@ class _Worker:
         )
         theirs.close()
         os.close(lifeline)
-        self.name = ""
-        """The stage that it runs; empty while it waits."""
+        self.name = ""  # the stage that it runs; empty while it waits
 
     def submit(self, name: str, task: bytes) -> None:
         self.name = name

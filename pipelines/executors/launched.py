@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,12 +27,9 @@ from compress.training.launch.rank_group import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from compress.pipelines.config.pipeline import PipelineConfig
 
-RUN_ID = "run-id"
-"""File in a store, by which another machine sees that it has the same folder."""
+RUN_ID = "run-id"  # file in a store, by which another machine sees that it has the same folder
 REMEDY = (
     "all nodes need the folder of results, the pipeline's and the working directory on a file "
     "system that they share, under the same paths"

@@ -9,25 +9,20 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import ray
 
 from compress.artifacts.artifact import MANIFEST
 from compress.common.dependency_recorder import Recording
-from compress.common.errors import StageFailed, first_line
+from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.process import configured_threads
 from compress.pipelines.executors.launched import REMEDY, RunEnvironment
-from compress.pipelines.executors.task import TaskResult, log_here, pickled, run_task
+from compress.pipelines.executors.task import StageTask, TaskResult, log_here, pickled, run_task
 from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.signals import raise_if_stopped
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from compress.common.errors import CompressError
-    from compress.pipelines.executors.task import StageTask
 
 RETRIES = 2
 """Times that a task is run again after its process died; a training resumes from its checkpoint."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
@@ -12,10 +14,6 @@ from compress.common.errors import PipelineInvalid
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.system.templates import render_template
 from compress.training.config.parallel import Parallel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 class Cluster(Settings):

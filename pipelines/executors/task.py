@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import CompressError, StageFailed, first_line
-from compress.core.progress import silent
+from compress.core.progress import Progress, silent
 from compress.pipelines.system.error_context import name_stage_in_errors
 from compress.pipelines.system.signals import only_signals_interrupt, raise_if_stopped
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.progress import Progress
     from compress.core.stage import Stage
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from compress.artifacts.artifact import Artifact
+from compress.artifacts.artifact import Artifact, FileVersion
 from compress.common.atomic_files import refuse_irregular, sha256_while_unchanged, stays_inside
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.common.foreign.child_process import read_in_child
@@ -20,16 +22,10 @@ from compress.common.signature import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
     import torch
 
-    from compress.artifacts.artifact import FileVersion
-
 Kind = Literal["onnx", "graph", "torchscript"]
-MAX_ONNX_BYTES = 2 * 2**30
-"""Bytes of one ONNX file: protobuf's limit."""
+MAX_ONNX_BYTES = 2 * 2**30  # bytes of one ONNX file: protobuf's limit
 
 
 def signature_of(kind: Kind, file: Path) -> Signature | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,8 +22,6 @@ from compress.common.errors import ArtifactInvalid, CompressError, first_line
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from torch.export import ExportedProgram
 
     from compress.artifacts.graph_model import GraphModel

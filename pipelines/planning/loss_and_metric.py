@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
-from compress.common.forward import image_advice, output_argument
+from compress.common.forward import Predictor, image_advice, output_argument
 from compress.core.gates import LabelAgreement
-from compress.core.metrics import default_metric
-from compress.core.objectives.loss import loss_kind
+from compress.core.metrics import Metric, default_metric
+from compress.core.objectives.loss import Loss, loss_kind
 from compress.core.objectives.task import (
     are_class_labels,
     are_probabilities,
@@ -25,24 +26,18 @@ from compress.core.objectives.task import (
     sampled_targets,
     targets_split,
 )
-from compress.pipelines.config.pipeline import MetricSpec
+from compress.pipelines.config.pipeline import MetricSpec, PipelineConfig
 from compress.pipelines.planning import planner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.core.metrics import Metric
-    from compress.core.objectives.loss import Loss
     from compress.data.batch import Batch
     from compress.data.fingerprint import Contents, SplitFacts
     from compress.data.splits import Splits
     from compress.data.targets import Targets
-    from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan
 
 TARGET_WORDS = {"binary": "0 and 1", "probabilities": "probabilities of classes"}
@@ -51,10 +46,8 @@ SAME_LOSS_RTOL = 1e-3
 """Relative difference within which the loss of a batch is the mean of those of its halves."""
 TRIED_SAMPLES = 32
 """Samples of a split that the model runs on, to check its outputs against the targets."""
-MAX_SAMPLES = 512
-"""Samples that a metric is tried with that fails on fewer."""
-MEASURED_SPLITS = ("val", "test")
-"""Splits that the metric is computed on."""
+MAX_SAMPLES = 512  # samples that a metric is tried with that fails on fewer
+MEASURED_SPLITS = ("val", "test")  # splits that the metric is computed on
 
 
 def infer_loss_and_metric(

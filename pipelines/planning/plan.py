@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.pipelines.config.model_spec import SOURCE
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
-
     from compress.core.gates.gate import Gate
     from compress.core.metrics import Metric
     from compress.core.objectives.loss import Loss
     from compress.core.objectives.task import Task
     from compress.core.stage import Stage
 
-MAX_POINTS_LOST = 1.0
-"""Percentage points that a metric from 0 to 1 may lose without a warning."""
-MAX_SHARE_LOST = 0.02
-"""Share of its value that any other metric may lose without a warning."""
+MAX_POINTS_LOST = 1.0  # percentage points that a metric from 0 to 1 may lose without a warning
+MAX_SHARE_LOST = 0.02  # share of its value that any other metric may lose without a warning
 UNCOMPRESSING_STAGES = ("train", "export_", "package_")
 """Prefixes of stages that do not compress; exporters compare their file with its source anyway."""
 

@@ -6,6 +6,7 @@ sense for the metric or for what the model is for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,8 @@ from compress.core.gates.quality import unlikely_points
 from compress.core.gates.runtime import BASELINES
 from compress.core.metrics import Metric, default_metric, metric_class
 from compress.core.objectives.loss import Loss, loss_kinds
-from compress.core.objectives.task import TASKS
-from compress.core.stage import members_of
+from compress.core.objectives.task import TASKS, Task
+from compress.core.stage import Stage, members_of
 from compress.core.validation_errors import did_you_mean
 from compress.export.onnx.stage import OnnxModel
 from compress.export.torchscript.stage import TorchScriptModel
@@ -37,14 +38,9 @@ from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import need_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Set
-
     from compress.artifacts.artifact import Artifact
-    from compress.core.objectives.task import Task
-    from compress.core.stage import Stage
     from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
-
 
 CLASSIFIERS = ("audio", "image", "text", "video")
 OF_HUGGING_FACE = {

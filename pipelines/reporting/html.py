@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.artifacts.artifact import Artifact
@@ -21,9 +23,6 @@ from compress.pipelines.system.jsonl_log import LOG
 from compress.pipelines.system.templates import readable_bytes, render_template
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from compress.pipelines.reporting.stage_rows import StageRow
 
 MODEL_KEYS = ("huggingface", "timm", "factory", "file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,8 +17,6 @@ from compress.pipelines.system.templates import readable_bytes
 from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from compress.pipelines.results.measurements import Measurements
     from compress.pipelines.results.schema import Report, StageReport
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Literal
 
 LEFT, RIGHT, TOP = 60, 390, 26
 """Edges of a plot in view-box units; few units across, so that text stays readable on a phone."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -15,20 +17,15 @@ from compress.core.gates import rule_in_words, value_in_words
 from compress.core.gates.runtime import EAGER
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting import stage_rows
-from compress.pipelines.results.comparison import row_of
-from compress.pipelines.results.schema import FailureReport, SkippedReport
+from compress.pipelines.results.comparison import Differences, row_of
+from compress.pipelines.results.schema import FailureReport, Report, SkippedReport
 from compress.pipelines.system.rich_output import PlainConsole
 from compress.pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
     from rich.console import Console
 
-    from compress.pipelines.results.comparison import Differences
     from compress.pipelines.results.measurements import Measurements, SpeedupReport
-    from compress.pipelines.results.schema import Report
 
 VS_EAGER = "vs eager"  # speedup over the baseline as it is, and not in the artifact's own runtime
 COLUMNS = {

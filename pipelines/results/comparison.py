@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from pydantic import JsonValue
 
 from compress.common.config import Settings
 from compress.pipelines.results.schema import Report
 from compress.pipelines.system.templates import readable_bytes, readable_count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MISSING = "–"
 NOT_MEASURABLE = "not measurable"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pydantic import JsonValue
@@ -12,9 +14,6 @@ from compress.core.verdict import Verdict
 from compress.pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from compress.pipelines.results.schema import Report
 
 EXPLANATION_FILE = "explain.json"

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pydantic import field_validator, model_validator
 
-from compress.artifacts.artifact import WEIGHTS_ON_DISK
+from compress.artifacts.artifact import WEIGHTS_ON_DISK, Artifact
 from compress.common.config import Settings
 from compress.common.errors import StageFailed, Unavailable
 from compress.core.gates.runtime import IN_PYTORCH, in_runtime_of, runtime_of
 from compress.core.metrics import metric_class
 from compress.core.verdict import Uncertainty
 from compress.profiling.batch_dependence import BatchDependence
-from compress.profiling.benchmark import unmeasurable
+from compress.profiling.benchmark import Comparison, unmeasurable
 from compress.profiling.output_summary import OutputSummary
 from compress.profiling.quantiles import Interval
 from compress.serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.profiling.benchmark import Comparison
 
 Bounds = tuple[float, float]
 NOT_MEASURED = "not measured: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -20,8 +21,6 @@ from compress.pipelines.system.signals import INTERRUPTED
 from compress.profiling.operator_table import OperatorTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from compress.artifacts.artifact import Artifact
 
 REPORT, REPORT_PAGE = "report.json", "report.html"

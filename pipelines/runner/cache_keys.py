@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
-from compress.core.stage import members_of
+from compress.core.stage import Stage, members_of
 from compress.core.verdict import History, PastStage
 from compress.distillation.stage import Distill
 from compress.export.common.runtime import PredictedRuntime
@@ -19,7 +19,6 @@ from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
 
 if TYPE_CHECKING:
-    from compress.core.stage import Stage
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan, PlannedStage
     from compress.pipelines.runner.run_state import RunState

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,7 @@ from compress.core.gates.runtime import baseline_name
 from compress.core.metrics.score import Score
 from compress.core.stage import evaluate_gates
 from compress.export.exporter import Exporter
-from compress.pipelines.planning.plan import reads_all_outputs
+from compress.pipelines.planning.plan import PlannedStage, reads_all_outputs
 from compress.pipelines.results.measurements import JUDGED_QUICKLY, NOT_MEASURED, Measurements
 from compress.pipelines.results.schema import (
     FIDELITY,
@@ -35,15 +36,12 @@ from compress.serve.packaging.request_forms import forms_of
 from compress.serve.packaging.val_preparation import Preparation, compare_preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.gates.gate import Gate
     from compress.core.verdict import Verdict
-    from compress.pipelines.planning.plan import PlannedStage
     from compress.pipelines.runner.run_state import CacheLookup, RunState
     from compress.pipelines.store.entry import Entry
 

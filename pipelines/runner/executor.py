@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,24 +35,19 @@ from compress.pipelines.runner.evaluator import (
     score_of,
 )
 from compress.pipelines.runner.inputs import import_source
-from compress.pipelines.runner.run_state import CacheLookup
+from compress.pipelines.runner.run_state import CacheLookup, RunState
 from compress.pipelines.store.entry import Entry, Record
 from compress.pipelines.store.local import publish, unpublish
 from compress.pipelines.system import signals
 from compress.pipelines.system.error_context import name_stage_in_errors
-from compress.pipelines.system.jsonl_log import RunEvent
+from compress.pipelines.system.jsonl_log import EventName, RunEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from compress.core.verdict import Verdict
     from compress.pipelines.executors.engines import Engine
     from compress.pipelines.planning.plan import PlannedStage
-    from compress.pipelines.runner.run_state import RunState
-    from compress.pipelines.system.jsonl_log import EventName
 
-RERUN_REQUESTED = "asked to run again"
-"""Why a stage runs that `--from` or `--force` names."""
+RERUN_REQUESTED = "asked to run again"  # why a stage runs that `--from` or `--force` names
 
 
 @dataclass

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -53,8 +53,6 @@ from compress.pipelines.system.temp_files import temporary_files
 from compress.serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from compress.artifacts.artifact import Artifact
     from compress.core.progress import Progress
     from compress.data.fingerprint import Contents
@@ -62,8 +60,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan
 
-INPUTS_FILE = "inputs.json"
-"""In a store: what the last run found out about model and data."""
+INPUTS_FILE = "inputs.json"  # in a store: what the last run found out about model and data
 REPEATABLE_MODULES = frozenset(
     (
         *("__future__", "abc", "collections", "contextlib", "csv", "dataclasses", "enum"),
@@ -86,8 +83,7 @@ HASH_ORDERED = frozenset(("frozenset", "hash", "id", "set"))
 """Builtins that may answer otherwise in each process: Python salts the hashes of strings."""
 MOST_BYTES = 2**28
 """Of data that are remembered: they are made twice at a time in memory, to compare both."""
-MOST_CHECKS = 64
-"""Pipeline files of which the outcome of `compress check` is kept."""
+MOST_CHECKS = 64  # pipeline files of which the outcome of `compress check` is kept
 VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
 """Of the terminal and the shell; libraries may read any other variable, which nothing records."""
 

@@ -6,8 +6,10 @@ import logging
 import math
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, GateRefused
@@ -47,9 +49,6 @@ from compress.pipelines.system.temp_files import temporary_files
 from compress.profiling.peak_memory import fork_worker, measurement_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     import torch
 
     from compress.core.metrics import Metric
@@ -62,8 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULTS = RunOptions()
-COUNTED_WITH = ("torch._dynamo",)
-"""What torch imports when multiply-accumulates are counted."""
+COUNTED_WITH = ("torch._dynamo",)  # what torch imports when multiply-accumulates are counted
 
 
 def run(

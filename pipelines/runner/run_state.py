@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import CompressError, GateRefused, lines_of
 from compress.core.context import Context, KeptAnswers
 from compress.pipelines.config.model_spec import SOURCE
-from compress.pipelines.results.measurements import JUDGED_QUICKLY
-from compress.pipelines.results.schema import FailureReport, SkippedReport
+from compress.pipelines.results.measurements import JUDGED_QUICKLY, Measurements
+from compress.pipelines.results.schema import FailureReport, SkippedReport, StageReport, TestReport
 from compress.pipelines.runner.inputs import RememberedSplits, source_parts
-from compress.pipelines.store.local import WORK, StoredExports
+from compress.pipelines.store.local import WORK, Store, StoredExports
 from compress.pipelines.system import signals
-from compress.pipelines.system.jsonl_log import RunEvent
+from compress.pipelines.system.jsonl_log import EventListener, RunEvent
 from compress.pipelines.system.machine_info import machine
 from compress.pipelines.system.run_profile import Profiler
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from compress.artifacts.artifact import Artifact
     from compress.common.dependency_recorder import Recording
     from compress.core.metrics.score import Score
@@ -35,16 +34,11 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan, PlannedStage
-    from compress.pipelines.results.measurements import Measurements
-    from compress.pipelines.results.schema import StageReport, TestReport
     from compress.pipelines.store.entry import Entry
-    from compress.pipelines.store.local import Store
-    from compress.pipelines.system.jsonl_log import EventListener
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 
-MIN_VAL_SAMPLES = 30
-"""Of `val`: with fewer, one sample moves an accuracy by more than three points."""
+MIN_VAL_SAMPLES = 30  # of `val`: with fewer, one sample moves an accuracy by more than three points
 
 
 @dataclass(frozen=True)

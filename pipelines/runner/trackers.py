@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import first_line
-from compress.training.loop.metrics import STEP, open_logger
+from compress.training.loop.metrics import STEP, ExperimentLogger, open_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from compress.pipelines.config.pipeline import Tracker
-    from compress.training.loop.metrics import ExperimentLogger
 
 log = logging.getLogger(__name__)
 

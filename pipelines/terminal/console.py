@@ -12,33 +12,29 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from compress.common.errors import CompressError, cause_lines, exits_refused
 from compress.common.printable import escape_warnings, printable
 from compress.common.process import gc_disabled
-from compress.core.progress import progress_bars
+from compress.core.progress import Progress, progress_bars
 from compress.pipelines.system import signals
 from compress.pipelines.system.signals import raise_if_stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
     from rich.console import Console
     from rich.table import Table
 
     from compress.common.config import Settings
-    from compress.core.progress import Progress
     from compress.pipelines.results.schema import Report
 
 RED, YELLOW = "\x1b[31m", "\x1b[33m"
-SECONDS_BETWEEN_LINES = 3.0
-"""Between progress lines where there is no terminal to draw bars on."""
+SECONDS_BETWEEN_LINES = 3.0  # between progress lines where there is no terminal to draw bars on
 
 
 @dataclass

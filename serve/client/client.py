@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
@@ -16,8 +17,6 @@ from compress.common.errors import StageFailed
 from compress.serve.worker.wire import DATATYPES, HEADER_LENGTH, JSON, NPZ, RAW, from_npz, to_npz
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from compress.common.signature import Signature
     from compress.serve.worker.tensors import Array
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -45,8 +46,6 @@ from compress.serve.worker.tensors import (
 from compress.serve.worker.wire import DATATYPES, JSON, LABELS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
     from compress.serve.http.dynamic_batcher import Batcher, Job, WorkerThreads
     from compress.serve.http.loaded_model import ServedModel
     from compress.serve.http.messages import Headers, Message, Receive, Send

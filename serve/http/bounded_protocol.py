@@ -11,24 +11,20 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from compress.serve.http.messages import HttpError, response_bytes, run_unchunked
+from compress.serve.http.messages import HttpError, Response, response_bytes, run_unchunked
 from compress.serve.worker.tensors import UNREADABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
     from compress.serve.http.asgi_app import WholeRequest
-    from compress.serve.http.messages import Response
 
 HEAD_SECONDS = 10.0  # time limit for a request's head, and for the silence of a new connection
 HEAD_BYTES = 64 * 1024

@@ -18,17 +18,15 @@ import struct
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.common.errors import ArtifactInvalid, CompressError
 from compress.serve.http.messages import HttpError
 from compress.serve.http.multiprocess import end_with_parent
 from compress.serve.worker.tensors import TOO_LARGE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MIB = 2**20
 LOAD_SECONDS, LOAD_MIB = 60.0, 2048

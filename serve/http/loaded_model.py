@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -12,7 +13,7 @@ import numpy as np
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.export.exporter import EXPORTERS
-from compress.profiling.batch_dependence import numpy_call, seeded_rows
+from compress.profiling.batch_dependence import Call, numpy_call, seeded_rows
 from compress.serve.packaging.model_interface import (
     Interface,
     RecordedMeasurements,
@@ -24,12 +25,8 @@ from compress.serve.packaging.request_forms import TOP_LABELS, class_settings
 from compress.serve.worker.loaders import LOADERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
-
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
-    from compress.profiling.batch_dependence import Call
     from compress.serve.worker.tensors import Named
 
 SERVED_KINDS = tuple(LOADERS)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.serve.worker import wire
-from compress.serve.worker.tensors import TOO_LARGE, check, describe_error
+from compress.serve.worker.tensors import TOO_LARGE, Array, Named, Specs, check, describe_error
 from compress.serve.worker.wire import (
     HEADER_LENGTH,
     JSON,
@@ -20,13 +22,9 @@ from compress.serve.worker.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-    from pathlib import Path
-
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from compress.serve.http.options import Limits
-    from compress.serve.worker.tensors import Array, Named, Specs
     from compress.serve.worker.wire import Readers
 
     Message = MutableMapping[str, Any]

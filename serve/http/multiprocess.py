@@ -10,14 +10,13 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, StageFailed, cause_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     Ready = Callable[[], None]
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"

@@ -8,17 +8,16 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid
 from compress.common.requirements import Requirement, pip_install, require_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from compress.serve.http.asgi_app import BaseApplication
     from compress.serve.http.options import Options
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import distribution, distributions
 from importlib.metadata import version as distribution_version
@@ -35,8 +36,6 @@ from compress.serve.packaging.model_interface import PROBE_SIZES, REPORT
 from compress.serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     Attest = Callable[[Path], object]
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 import time
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,18 +21,14 @@ from compress.serve.http.messages import (
     content_type_of,
     send_response,
 )
-from compress.serve.openai.decoder import GenerationJob
-from compress.serve.openai.request import ApiError, DecoderTexts
+from compress.serve.openai.decoder import GenerationJob, GenerationThreads, Part, ServedDecoder
+from compress.serve.openai.request import ApiError, DecoderTexts, GenerationRequest
 from compress.serve.worker.tensors import UNKNOWN_FORM, abbreviated
 from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from compress.serve.http.messages import Headers, Message, Receive, Send
     from compress.serve.http.options import Limits
-    from compress.serve.openai.decoder import GenerationThreads, Part, ServedDecoder
-    from compress.serve.openai.request import GenerationRequest
 
 DONE = b"data: [DONE]\n\n"
 CODES = {401: "invalid_api_key", 404: "not_found", 503: "overloaded", 504: "timeout"}

@@ -6,8 +6,10 @@ import asyncio
 import queue
 import threading
 import time
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import PipelineInvalid, StageFailed
@@ -22,17 +24,12 @@ from compress.export.genai.runtime import (
 )
 from compress.export.genai.text import TOKENIZERS, TextStream
 from compress.serve.http.dynamic_batcher import WorkerThreads
-from compress.serve.http.helper_process import SMALL_BYTES, WRITING
-from compress.serve.http.options import Limits
+from compress.serve.http.helper_process import SMALL_BYTES, WRITING, HelperProcess
+from compress.serve.http.options import Limits, Options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator, Sequence
-    from pathlib import Path
-
     from compress.artifacts.artifact import Artifact
     from compress.export.genai.runtime import Sampling
-    from compress.serve.http.helper_process import HelperProcess
-    from compress.serve.http.options import Options
 
 TOKEN_BYTES = 256  # of a token in JSON, at most; longer ones are rare
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 from jinja2 import TemplateError
@@ -23,9 +25,6 @@ from compress.serve.worker.tensors import SHOWN_CHARACTERS, UNREADABLE, abbrevia
 from compress.serve.worker.wire import clipped, without_mark
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from jinja2.nodes import Node
     from jinja2.parser import Parser
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, ValidationError
@@ -18,20 +20,16 @@ from compress.profiling.batch_dependence import (
     rounding_tolerance,
     seeded_rows,
 )
-from compress.serve.packaging.request_forms import forms_of
+from compress.serve.packaging.request_forms import RequestForms, forms_of
 from compress.serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
     import torch
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.profiling.batch_dependence import Call
-    from compress.serve.packaging.request_forms import RequestForms
     from compress.serve.worker.tensors import Array
 
 ANY = -1  # size of an axis that varies

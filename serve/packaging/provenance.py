@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -17,9 +18,6 @@ from compress.common.printable import markdown_code, markdown_text
 from compress.common.sealed_json import dump_sealed, load_sealed
 from compress.common.signature import Signature
 from compress.core.verdict import History
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 PROVENANCE = "provenance.json"
 MODEL_CARD = "MODEL_CARD.md"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,8 +16,6 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.requirements import Requirement, pip_install
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy.typing as npt
 
     from compress.artifacts.artifact import Artifact

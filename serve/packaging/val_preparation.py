@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,6 @@ from compress.common.config import Settings
 from compress.serve.worker.wire import image_reader, text_reader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from compress.common.signature import Signature
     from compress.data.splits import Splits
     from compress.serve.packaging.request_forms import RequestForms

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
 from compress.artifacts.carried_files import TOKENIZER
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
-from compress.common.forward import OpenedModel, opened_model
+from compress.common.forward import OpenedModel, Predictor, opened_model
 from compress.serve.packaging.provenance import (
     PROVENANCE,
     Provenance,
@@ -17,12 +19,6 @@ from compress.serve.packaging.provenance import (
 )
 from compress.serve.torchserve import mar_file
 from compress.serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, read_mar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from compress.common.forward import Predictor
 
 PROBE = "probe.npz"
 SERVER_SETTINGS = {

@@ -12,17 +12,13 @@ import io
 import json
 import shutil
 import zipfile
+from collections.abc import Mapping
 from importlib.resources import files
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
 
 from compress.checkpoint.safe_zip import refuse_unsafe
 from compress.common.atomic_files import stays_inside
 from compress.common.errors import ArtifactInvalid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 HANDLER = "handler.py"
 CONFIG = "model-config.yaml"

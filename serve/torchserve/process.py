@@ -20,6 +20,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -33,8 +34,6 @@ from compress.serve.worker.loaders import THREADS_VARIABLE
 from compress.serve.worker.wire import from_npz, to_npz
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from compress.common.signature import Signature
     from compress.serve.worker.tensors import Array
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,8 +31,6 @@ from compress.serve.torchserve import mar_file
 from compress.serve.torchserve.artifact import PROBE, TorchServeArchive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.context import Context

@@ -7,8 +7,10 @@ import os
 import platform
 import threading
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +20,6 @@ from compress.common.foreign.native_runtimes import onnx_runtime, open_vino, ope
 from compress.export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
     from compress.serve.worker.tensors import Array, Named
 
     Run = Callable[[Sequence[Array]], list[Array]]

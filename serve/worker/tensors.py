@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]

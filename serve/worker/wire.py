@@ -26,7 +26,9 @@ import json
 import math
 import struct
 import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,9 +46,6 @@ from compress.serve.worker.tensors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
     from compress.serve.worker.tensors import Array, Named, Specs
 
     Readers = Mapping[str, Callable[[Any], list[Array]]]

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -22,13 +23,11 @@ from typing import TYPE_CHECKING, TypeVar
 from compress.common.errors import ArtifactInvalid, CompressError, describe_exit_code
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
 T = TypeVar("T")
 
-MEMORY = 2**30
-"""Bytes that a child may take besides those for the file's content."""
+MEMORY = 2**30  # bytes that a child may take besides those for the file's content
 COPIES = 8
 """How often a file's bytes may be in memory: parsed, converted, in a runtime and written again."""
 COPIES_OF_INPUTS = 64

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 from compress.common.errors import StageFailed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LONGEST_WAIT = 600.0
 """Seconds: more than a library needs to compile its C++ code while other processes wait for it."""

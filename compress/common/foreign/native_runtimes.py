@@ -9,8 +9,7 @@ import sys
 from functools import cache
 from typing import Any
 
-FATAL = 4
-"""onnxruntime's number of a log level: all below it is raised as an exception, too."""
+FATAL = 4  # onnxruntime's number of a log level: all below it is raised as an exception, too
 ENVIRONMENT = {
     # Their wheels (1.32, genai 0.18) send statistics to Microsoft, and keep a database for that.
     "ORT_DISABLE_TELEMETRY": "1",

@@ -5,43 +5,35 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.common.errors import CompressError, StageFailed
-from compress.common.forward import accept_any_batch, torch_predictor
+from compress.common.forward import Predictor, accept_any_batch, torch_predictor
 from compress.core.metrics import evaluate
-from compress.core.val_halves import halves_of_val
+from compress.core.val_halves import HalfOfVal, halves_of_val
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-
     import torch
     from torch import nn
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
     from compress.core.context import Context
     from compress.core.stage import Stage
-    from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
 
 ENTRY_POINT_GROUP = "compress.diagnoses"
 """Where packages announce the :class:`LayerDiagnosis` of a kind of stage, under the stage's key."""
 WHY = "compress explain"
 # On 1024 samples an accuracy of 90 % is known to ±1.9 points (95 %); half of that takes 4096.
-MAX_SAMPLES = 1024
-"""Samples that models are evaluated on."""
-LEAST_RECOVERED = 0.5
-"""Share of the loss that the set must return."""
-SLACK = 0.05
-"""Share of the loss within which two sets return the same."""
-RANGE_SAMPLES = 512
-"""Samples of which ranges are measured, at most."""
+MAX_SAMPLES = 1024  # samples that models are evaluated on
+LEAST_RECOVERED = 0.5  # share of the loss that the set must return
+SLACK = 0.05  # share of the loss within which two sets return the same
+RANGE_SAMPLES = 512  # samples of which ranges are measured, at most
 # Half as wide again, or shifted by half a standard deviation; bytes beside fractions are 255 times.
-UNLIKE = 1.5
-"""Samples are unlike each other where :func:`unlikeness` is above."""
+UNLIKE = 1.5  # samples are unlike each other where :func:`unlikeness` is above
 
 
 def max_evaluations(layers: int) -> int:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, GetJsonSchemaHandler, JsonValue, TypeAdapter
 from pydantic_core import core_schema
 
 from compress.common.config import Settings, Unmet
 from compress.common.errors import CompressError, Unavailable, exits_refused
-from compress.common.requirements import announced, unmet_in
+from compress.common.requirements import Requirement, announced, unmet_in
 from compress.core.verdict import Uncertainty, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from pydantic import GetJsonSchemaHandler, JsonValue
-
     from compress.artifacts.artifact import Artifact
-    from compress.common.requirements import Requirement
     from compress.core.context import Context
     from compress.core.objectives.task import Task
-
 
 Measured = tuple[float, dict[str, float]]
 """A value, and that of each output by name; empty where it has none by output."""
@@ -227,8 +222,7 @@ class AnnouncedGates:
         return handler(_every_gate().core_schema)
 
 
-AnyGate = Annotated[Gate, AnnouncedGates()]
-"""Every gate, by its `gate` key."""
+AnyGate = Annotated[Gate, AnnouncedGates()]  # every gate, by its `gate` key
 
 
 def gate_class(key: str) -> type[Gate]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from compress.common.config import Count, Fraction, Positive
 from compress.common.errors import StageFailed
@@ -16,10 +17,7 @@ from compress.core.metrics.builtin import labelled_outputs, predicted_decisions
 from compress.core.metrics.metric import metric_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     import torch
-    from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor

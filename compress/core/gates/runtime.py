@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.kinds import import_announced
 from compress.common.config import Count
 from compress.common.errors import StageFailed
-from compress.common.forward import opened_model, torch_predictor
+from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.requirements import COMPILER, Requirement, require_all
 from compress.core.gates.gate import Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     import torch
-    from pydantic import JsonValue
 
-    from compress.common.forward import Predictor
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
@@ -321,8 +317,7 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
         yield predict
 
 
-EAGER = "eager PyTorch"
-"""Title of the runtime that models come from."""
+EAGER = "eager PyTorch"  # title of the runtime that models come from
 IN_PYTORCH = frozenset({"eager", "graph"})
 # A registry, as ``compress`` may not import ``export``, which alone can write files: each exporter
 # adds its runtime when it is defined (`compress.export.exporter`).

@@ -8,12 +8,13 @@ import inspect
 import io
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
 from compress.common.factories import local_sources, resolve, sources_digest
-from compress.common.forward import first_output, output_argument
+from compress.common.forward import Outputs, first_output, output_argument
 from compress.common.requirements import pip_install
 from compress.core.metrics.builtin import label_decisions
 from compress.core.metrics.metric import (
@@ -27,11 +28,8 @@ from compress.core.objectives.loss import loss_kind
 from compress.core.objectives.task import describe_outputs, describe_targets, need_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torch
 
-    from compress.common.forward import Outputs
     from compress.data.targets import Targets
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.common.errors import PipelineInvalid, StageFailed, first_line
-from compress.common.forward import first_output, output_argument
+from compress.common.forward import Outputs, Predictor, Tensors, first_output, output_argument
 from compress.common.requirements import announced, announcing_package
 from compress.core.metrics.score import Score, jackknifed, pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
@@ -20,19 +21,15 @@ from compress.core.objectives.task import LabelOutOfRange, has_target, user_erro
 from compress.core.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     import numpy as np
     import torch
     from numpy.typing import NDArray
     from pydantic import JsonValue
 
-    from compress.common.forward import Outputs, Predictor, Tensors
     from compress.common.signature import Signature
     from compress.data.batch import Batch
     from compress.data.splits import Splits
     from compress.data.targets import Targets
-
 
 JACKKNIFE_GROUPS = 20
 """Of metrics that are computed anew without each group: more cost time, and would narrow intervals
@@ -277,8 +274,7 @@ class MetricMeter:
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
-        self.sums: torch.Tensor | None = None
-        """Sum and count, or what a subclass adds up."""
+        self.sums: torch.Tensor | None = None  # sum and count, or what a subclass adds up
         self.groups: dict[int, torch.Tensor] = {}
         """Sums of each group of samples, of metrics that are functions of these."""
 

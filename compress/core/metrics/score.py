@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import NormalDist
@@ -15,8 +16,6 @@ from compress.core.verdict import Uncertainty
 from compress.profiling.output_summary import OutputSummary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import numpy as np
     import torch
     from numpy.typing import NDArray

@@ -6,7 +6,7 @@ torch, or on the last one for tokens, as in transformers: `(batch, length, class
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
     from compress.data.splits import Splits
@@ -34,8 +32,7 @@ class LabelOutOfRange(StageFailed):
 
     def __init__(self, message: str, row: int = 0) -> None:
         super().__init__(message)
-        self.row = row
-        """Place of its sample in the batch."""
+        self.row = row  # place of its sample in the batch
 
 
 def target_kind(targets: Targets) -> TargetKind:
@@ -219,8 +216,7 @@ TaskName = Literal[
     "causal-lm",
     "token-classification",
 ]
-NO_METRIC = "none"
-"""Name of the metric of a pipeline that measures none."""
+NO_METRIC = "none"  # name of the metric of a pipeline that measures none
 
 
 @dataclass(frozen=True)

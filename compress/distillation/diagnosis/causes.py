@@ -6,6 +6,7 @@ Thresholds were set on half of the injected faults of `benchmarks/explain.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,20 +14,16 @@ import torch
 from compress.common.errors import CompressError, StageFailed
 from compress.common.forward import flatten_outputs
 from compress.core.diagnosis.cause import Cause, RefusedStage, Repair
-from compress.core.diagnosis.layer_diagnosis import WHY
+from compress.core.diagnosis.layer_diagnosis import WHY, RerunStage
 from compress.distillation.teacher import OnnxFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from compress.core.diagnosis.layer_diagnosis import RerunStage
     from compress.distillation.stage import Distill
 
     Refused = RefusedStage[Any]
 
 GRADIENT_SAMPLES = 64
-POINTS_OF_TEACHER = 1.0
-"""By which a teacher may miss what is asked of its student."""
+POINTS_OF_TEACHER = 1.0  # by which a teacher may miss what is asked of its student
 
 
 def _cause(

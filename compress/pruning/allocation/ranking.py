@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -20,7 +21,7 @@ from compress.graph.flops import count_macs
 from compress.pruning.channel_settings import COMPARABLE, ChannelSelection
 from compress.pruning.dependency.channel_groups import GroupSlice
 from compress.pruning.importance.layer_calls import record_layer_calls
-from compress.pruning.importance.scores import score_groups
+from compress.pruning.importance.scores import ScoringSamples, score_groups
 from compress.pruning.verification.masked_equivalence import (
     MaskedEquivalence,
     sliced_copy,
@@ -28,24 +29,18 @@ from compress.pruning.verification.masked_equivalence import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-
     import torch
     from torch import nn
 
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
-    from compress.pruning.importance.scores import ScoringSamples
     from compress.pruning.verification.masked_equivalence import VerificationInputs
 
 # 20 halvings separate ratios that differ by 1e-6: no group has more channels than that.
 BISECTIONS = 20
-ATTEMPTS = 6
-"""Plans that are verified and measured, at most."""
-FILLS = 8
-"""Smaller ratios from which single groups are given back channels that still fit."""
-MAX_RATIO = 0.99
-"""Largest fraction of channels that is tried."""
+ATTEMPTS = 6  # plans that are verified and measured, at most
+FILLS = 8  # smaller ratios from which single groups are given back channels that still fit
+MAX_RATIO = 0.99  # largest fraction of channels that is tried
 
 
 @dataclass(frozen=True)
@@ -368,8 +363,7 @@ class _TargetSearch:
 
     def by_estimate(self, estimate: CostEstimate) -> Iterator[tuple[float, SlicePlan]]:
         """Yield plans of the largest counts whose estimated cost is not above the goal."""
-        errors: dict[tuple[int, ...], float] = {}
-        """Channels kept → measured cost minus estimate."""
+        errors: dict[tuple[int, ...], float] = {}  # channels kept → measured cost minus estimate
         for _ in range(ATTEMPTS):
             # The estimate is corrected by its last error; if that leads to counts that were tried,
             # by its largest.

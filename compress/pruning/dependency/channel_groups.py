@@ -15,8 +15,10 @@ import operator
 import os
 import sys
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,23 +51,17 @@ from compress.pruning.dependency.rules.op_call import Call, pin_all
 from compress.pruning.dependency.rules.registry import RULES, rule_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from types import FrameType
-
     from torch.export import ExportedProgram
 
     from compress.artifacts.edits.named_sizes import SizedExpression
     from compress.pruning.dependency.rules.channel_labels import Slot
 
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-CALL_KEY = "sized_call"
-"""Where a node of the graph has the index of its call among those recorded."""
-Kept = dict[str, dict[int, tuple[int, ...]]]
-"""Tensor name → axis → indices that stay, ascending."""
+CALL_KEY = "sized_call"  # where a node of the graph has the index of its call among those recorded
+Kept = dict[str, dict[int, tuple[int, ...]]]  # tensor name → axis → indices that stay, ascending
 Value = int | list[int]
 """Value of an attribute: a number of channels or of blocks of channels, or the sizes of parts."""
-TENSORS = (torch.Tensor, Weight)
-"""What stands for a tensor while the graph runs on labels."""
+TENSORS = (torch.Tensor, Weight)  # what stands for a tensor while the graph runs on labels
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import reduce
 from itertools import chain, combinations
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from compress.pruning.dependency.channel_groups import Change
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup, GroupSlice
+from compress.pruning.dependency.channel_groups import AxisGraph, Change, ChannelGroup, GroupSlice
 
 T = TypeVar("T")
 

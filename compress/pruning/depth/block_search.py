@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -13,20 +14,16 @@ from torch.utils import _pytree as pytree
 
 from compress.artifacts.edits.removal import alike_entries, keep_blocks_
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import accept_any_batch, run_in_eval, torch_predictor
-from compress.common.tensor_difference import relative_error_of_batches
+from compress.common.forward import Predictor, accept_any_batch, run_in_eval, torch_predictor
+from compress.common.tensor_difference import Pair, relative_error_of_batches
 from compress.core.metrics.builtin import joint_decisions
 from compress.data.batch import Batch
 from compress.pruning.verification.masked_equivalence import shallow_copy, shapes_in_training
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
     from torch import nn
 
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
-    from compress.common.tensor_difference import Pair
     from compress.core.context import Context
     from compress.core.metrics import MetricMeter
     from compress.core.progress import Progress

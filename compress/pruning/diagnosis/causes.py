@@ -5,24 +5,21 @@ Thresholds were set on half of the injected faults of `benchmarks/explain.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compress.core.diagnosis.cause import Cause, RefusedStage, Repair, changing, excluding
 from compress.core.diagnosis.layer_diagnosis import UNLIKE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from compress.pruning.diagnosis.diagnosis import CutChannels
 
     Refused = RefusedStage[Any]
     Own = dict[str, Any]
     """A stage's settings."""
 
-EPOCHS = 4
-"""Of the fine-tuning that is tried where training is allowed."""
-PARTS_OF_CUT = (0.75, 0.5)
-"""Shares of the channels or zeros that are removed in their place."""
+EPOCHS = 4  # of the fine-tuning that is tried where training is allowed
+PARTS_OF_CUT = (0.75, 0.5)  # shares of the channels or zeros that are removed in their place
 
 
 def _cause(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,8 +28,8 @@ from compress.core.diagnosis.layer_diagnosis import (
     with_ranges,
 )
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
-from compress.pruning.allocation.ranking import rank
-from compress.pruning.channel_settings import FROM_DATA
+from compress.pruning.allocation.ranking import Ranking, rank
+from compress.pruning.channel_settings import FROM_DATA, Criterion
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.block_search import all_blocks, kept_without
 from compress.pruning.importance.scores import ScoringSamples
@@ -44,19 +45,13 @@ from compress.pruning.verification.masked_equivalence import VerificationInputs
 from compress.pruning.verification.module_rewrites import rewrite_
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
     from torch import nn
 
     from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
-    from compress.pruning.allocation.ranking import Ranking
-    from compress.pruning.channel_settings import Criterion
 
-RANKED_ON = 128
-"""Samples on which parts are pruned alone, to rank them by the error of the outputs."""
-RANKING_SECONDS = 30.0
-"""Where refitting each cut would take longer, groups are ranked without."""
+RANKED_ON = 128  # samples on which parts are pruned alone, to rank them by the error of the outputs
+RANKING_SECONDS = 30.0  # where refitting each cut would take longer, groups are ranked without
 BEST_CRITERION: Criterion = "obs"
 """What other criteria are compared with: by far the best without training."""
 BEST_METHOD = "sparsegpt"

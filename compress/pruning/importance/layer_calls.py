@@ -6,6 +6,7 @@ weight used through ``F.conv2d``, or in a layer of another library, is observed 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -19,8 +20,6 @@ from torch.utils import _pytree as pytree
 from compress.common.errors import StageFailed, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from torch import nn
 
     from compress.data.batch import Batch

@@ -11,6 +11,7 @@ channel itself (Molchanov et al., 2019, section 3.2).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
@@ -30,8 +31,6 @@ from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
 from compress.pruning.importance.layer_calls import LayerCall, observe_layer_calls, samples_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss, LossFunction
@@ -51,8 +50,7 @@ MAX_COLUMNS = 12288
 POSITIONS_PER_COLUMN = 64
 """Positions after which further ones hardly change a layer's Gram matrix, for each of its columns.
 """
-MIN_SAMPLES = 128
-"""Samples that are read in any case: the positions of one image are much alike."""
+MIN_SAMPLES = 128  # samples that are read in any case: the positions of one image are much alike
 GRAM_BLOCK = 128
 """Columns whose products with all later columns are computed at once: the Gram matrix is symmetric,
 and half of it takes half of the time (measured: 512 columns at once take a tenth longer)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -11,17 +12,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from compress.profiling.interaction_sum import Choice, InteractionSum, Value
 
     Row = dict[int, float]
     Meeting = tuple[tuple[str, ...], tuple[Value, ...]]
 
-MOST_SECONDS = 10.0
-"""Most time for one programme: on random ones, 50 groups of 16 widths took 9 s."""
-OPTIMALITY_GAP = 1e-4
-"""Relative distance from the optimum at which the solver stops."""
+MOST_SECONDS = 10.0  # most time for one programme: on random ones, 50 groups of 16 widths took 9 s
+OPTIMALITY_GAP = 1e-4  # relative distance from the optimum at which the solver stops
 
 
 @dataclass(frozen=True)

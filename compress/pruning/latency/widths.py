@@ -6,7 +6,8 @@ import logging
 import math
 import random
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.ranking import rank
-from compress.pruning.channel_settings import ChannelSelection
-from compress.pruning.dependency.channel_groups import SlicePlan
+from compress.pruning.allocation.ranking import Ranking, rank
+from compress.pruning.channel_settings import ChannelSelection, ChannelSettings
+from compress.pruning.dependency.channel_groups import GroupSlice, SlicePlan
 from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.solver import Limit, Programme
@@ -27,9 +28,6 @@ from compress.pruning.verification.masked_equivalence import VerificationInputs,
 from compress.pruning.verification.module_rewrites import rewrite_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
@@ -37,22 +35,17 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.data.batch import Batch
     from compress.profiling.benchmark import MeasuredShare
-    from compress.pruning.allocation.ranking import Ranking
-    from compress.pruning.channel_settings import ChannelSettings
-    from compress.pruning.dependency.channel_groups import GroupSlice
 
     LossIncreases = dict[str, dict[int, float]]
 
 log = logging.getLogger(__name__)
 
-LARGEST_CUT = 0.8
-"""Largest fraction of a group's channels that is removed."""
+LARGEST_CUT = 0.8  # largest fraction of a group's channels that is removed
 REFITTED_ON = 128
 """Calibration samples on which layers are refitted; the models that are kept get all of them."""
 MOST_DRAWS = 10
 """Draws of a group's random width, so that it differs from those of the variants before."""
-MOST_CHECKS = 6
-"""Models that are cut, exported and measured at most."""
+MOST_CHECKS = 6  # models that are cut, exported and measured at most
 MOST_CUTS, MOST_VALUES, FEWEST_VALUES = 64, 5, 3
 """Single cuts that are evaluated, about as many at most, and widths of a group."""
 AIMED_SHARE = 0.99

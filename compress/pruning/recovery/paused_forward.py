@@ -8,6 +8,7 @@ need. So any eager model can be paused, whatever its code does, and one pass vis
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -26,8 +27,6 @@ from compress.common.forward import copy_module, flatten_outputs
 from compress.pruning.importance.layer_calls import LayerCall, layer_call_of, samples_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch import nn
 
     from compress.data.batch import Batch
@@ -112,8 +111,7 @@ class ActivationFiles:
     def __init__(self, folder: str, budget: int) -> None:
         """Keep at most ``budget`` bytes in memory, and files in a folder."""
         self._folder, self._room = Path(folder), budget
-        self._files: dict[int, Path] = {}
-        """Address of a storage → its file."""
+        self._files: dict[int, Path] = {}  # address of a storage → its file
         self._numbers = count()
 
     def store_(self, storages: Sequence[torch.UntypedStorage]) -> int:
@@ -173,10 +171,8 @@ class PausedForward:
         self._made: dict[int, StorageWeakRef] = {}
         """Address → storage that a function of this pass made; not those of weights and inputs, nor
         of tensors that other code holds, such as a global mask."""
-        self._resident = 0
-        """Bytes of them that stay in memory while this pass is paused."""
-        self._passed: set[str] = set()
-        """Weights of the layers that have been called."""
+        self._resident = 0  # bytes of them that stay in memory while this pass is paused
+        self._passed: set[str] = set()  # weights of the layers that have been called
 
     def has_passed(self, weight: str) -> bool:
         """Whether a layer was called, so that its input is not to be had any more."""

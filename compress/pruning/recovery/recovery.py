@@ -13,9 +13,11 @@ from __future__ import annotations
 import tempfile
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -35,9 +37,6 @@ from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForw
 from compress.pruning.verification.masked_equivalence import sliced_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
     from pydantic import JsonValue
 
     from compress.core.context import Context
@@ -47,14 +46,11 @@ if TYPE_CHECKING:
 Outputs: TypeAlias = tuple[torch.Tensor, ...]
 Difference: TypeAlias = tuple[float, float]
 """Squared error of a batch's outputs, and the energy of those expected."""
-MAX_ENTRIES = 2**24
-"""Entries of the systems of equations that are solved together, 8 bytes each."""
-RIDGE = 1e-4
-"""Penalty on changes of the weights, relative to the mean square of a layer's inputs."""
+MAX_ENTRIES = 2**24  # entries of the systems of equations that are solved together, 8 bytes each
+RIDGE = 1e-4  # penalty on changes of the weights, relative to the mean square of a layer's inputs
 TRIAL_SAMPLES = 128
 """Samples on which new BatchNorm statistics must reduce the error before all are used."""
-MIN_KEPT_BYTES = 2**26
-"""Outputs of the unpruned module that are kept, even if samples take less."""
+MIN_KEPT_BYTES = 2**26  # outputs of the unpruned module that are kept, even if samples take less
 
 
 @dataclass(frozen=True)

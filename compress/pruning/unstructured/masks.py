@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -21,8 +22,6 @@ from compress.pruning.importance.scores import MAX_COLUMNS, Moments
 from compress.training.objectives.objective import KeepZeros, set_zeros_, weights_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from pydantic import JsonValue
 
     from compress.core.progress import Progress
@@ -35,8 +34,7 @@ NofM: TypeAlias = "tuple[int, int]"
 """n and m: of m neighbouring inputs n stay nonzero."""
 
 # As in the paper: within a block, each column is compensated at once; later blocks once per block.
-BLOCK = 128
-"""Columns that SparseGPT prunes at a time."""
+BLOCK = 128  # columns that SparseGPT prunes at a time
 DENSE = (
     "Zeros alone make dense kernels no faster and the file no smaller: they are stored and "
     "multiplied like other numbers. They pay where the file is compressed."

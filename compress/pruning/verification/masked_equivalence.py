@@ -10,6 +10,7 @@ that are removed (:class:`KeptStatisticsTwin`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,8 +39,6 @@ from compress.pruning.dependency.module_attributes import (
 from compress.pruning.importance.layer_calls import samples_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.pruning.channel_settings import ChannelSelection
@@ -72,8 +71,7 @@ TOLERANCE_WITH_CASTS = 1e-6
 VARIANTS, FEW_VARIANTS, SMALL = 8, 3, 1_000_000
 """Comparisons with other signs of the weights, for modules with fewer weights than `SMALL` and for
 larger ones."""
-ZERO_FILLING = 0.1
-"""Standard deviation of the random values that replace an all-zero parameter."""
+ZERO_FILLING = 0.1  # standard deviation of the random values that replace an all-zero parameter
 
 
 @dataclass(frozen=True)

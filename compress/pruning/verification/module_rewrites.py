@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 
 from compress.artifacts.edits.named_sizes import NamedCall, occurrence_of, sizes_of
 from compress.artifacts.edits.split_attention import is_splittable
-from compress.artifacts.recipe import NameSizes, SplitAttention
+from compress.artifacts.recipe import AnyEdit, NameSizes, SplitAttention
 from compress.common.forward import copy_module, run_in_eval
 from compress.pruning.dependency.channel_groups import GroupSlice, SizedCallRecorder
 from compress.pruning.verification.masked_equivalence import (
@@ -24,11 +25,8 @@ from compress.pruning.verification.masked_equivalence import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from torch import nn
 
-    from compress.artifacts.recipe import AnyEdit
     from compress.pruning.dependency.channel_groups import (
         AxisGraph,
         ChannelGroup,

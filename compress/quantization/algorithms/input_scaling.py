@@ -10,6 +10,7 @@ operator before, where it can be. Channels are I and O, rows of a sample N.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -28,13 +29,10 @@ from compress.quantization.pt2e.graph_capture import (
 from compress.quantization.pt2e.quantizer import LINEAR, is_constant, is_float, is_sequence_linear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from torch.fx import GraphModule, Node
 
     from compress.data.batch import Batch
     from compress.quantization.config.dtype_scheme import IntegerFormat, Scheme
-
 
 aten = torch.ops.aten
 NORMS = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
@@ -170,15 +168,12 @@ def _value_projection(merged: Node) -> Any:
 STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Candidates of the paper's alpha; its 0.5 is poor for some models (MiniLM: cosine 0.986, at 0.8
 0.998), so each group's is searched."""
-WORTH_DECIBELS = 1.0
-"""What the error must fall by where a multiplication has to be inserted."""
+WORTH_DECIBELS = 1.0  # what the error must fall by where a multiplication has to be inserted
 NEAR_DECIBELS = 1.0
 """Of strengths this near to the best the smallest is taken: it relies least on the sample's
 extremes, which other data will exceed."""
-ROWS, ROWS_PER_BATCH = 512, 64
-"""Rows on which strengths are compared."""
-SMALLEST = 1e-5
-"""Bound of weights and scales that are divided by, as in the authors' code."""
+ROWS, ROWS_PER_BATCH = 512, 64  # rows on which strengths are compared
+SMALLEST = 1e-5  # bound of weights and scales that are divided by, as in the authors' code
 
 
 @dataclass
@@ -289,12 +284,9 @@ def _fake_quantize_tensor(
     return (integers - zero) * scale
 
 
-EXPONENTS = tuple(step / 10 for step in range(1, 11))
-"""Grid of the paper's alpha."""
-WORTH = 0.9
-"""Largest share of the error that may remain where a multiplication has to be inserted."""
-SMALLEST_SCALE = 1e-4
-"""Bound of channels' scales, as in the authors' code."""
+EXPONENTS = tuple(step / 10 for step in range(1, 11))  # grid of the paper's alpha
+WORTH = 0.9  # largest share of the error that may remain where a multiplication has to be inserted
+SMALLEST_SCALE = 1e-4  # bound of channels' scales, as in the authors' code
 
 
 def awq_(

@@ -13,6 +13,7 @@ Letters: G groups, O outputs and I inputs of a group.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +37,12 @@ from compress.quantization.pt2e.observer_ranges import (
 from compress.quantization.pt2e.quantizer import CONVOLUTIONS, LINEAR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from torch.fx import GraphModule, Node
 
     InputPairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
     """A layer's input for each batch: the float model's, and the quantized one's."""
 
-
-SWEEPS = 20
-"""A layer between two others is changed by both; ranges converge after a few sweeps."""
+SWEEPS = 20  # a layer between two others is changed by both; ranges converge after a few sweeps
 RELU = torch.ops.aten.relu.default
 
 
@@ -86,8 +83,7 @@ def equalize_(prepared: GraphModule) -> list[str]:
 aten = torch.ops.aten
 UNSUPPORTED = {aten.conv3d.default, aten.conv3d.padding}
 """Operators that `input_rows` does not know, as `F.unfold` takes images."""
-ROWS_PER_BATCH = 2048
-"""Rows that are used of a batch: memory stays flat however large images are."""
+ROWS_PER_BATCH = 2048  # rows that are used of a batch: memory stays flat however large images are
 
 
 @dataclass
@@ -145,14 +141,12 @@ def _argument(layer: Node, index: int, default: Any) -> Any:
     return layer.args[index] if len(layer.args) > index else default
 
 
-ZETA, GAMMA = 1.1, -0.1
-"""Stretch of the sigmoid, so that it reaches 0 and 1 (equation 23)."""
+ZETA, GAMMA = 1.1, -0.1  # stretch of the sigmoid, so that it reaches 0 and 1 (equation 23)
 FIRST_POWER, LAST_POWER = 20.0, 2.0
 """Annealed exponent of the penalty: while it is high, values far from 0 and 1 move freely."""
 PENALTY = 5.0
 """Weight of the penalty, where rounding to nearest has the mean squared error 1 per weight."""
-WARM_UP = 0.2
-"""Share of the steps without penalty."""
+WARM_UP = 0.2  # share of the steps without penalty
 LEARNING_RATE = 0.1
 
 

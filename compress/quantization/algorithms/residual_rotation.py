@@ -9,24 +9,19 @@ inverse, so that outputs stay the same. Outputs, inputs and channels are O and I
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from compress.artifacts.streaming.packed_model import shared_parameters
-from compress.checkpoint.state_dict import StoredTensor, in_memory
+from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory
 from compress.common.errors import StageFailed
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from compress.checkpoint.state_dict import Weights
-
-AT_ONCE = 2**22
-"""Numbers that are multiplied at a time, in float64: 32 MiB."""
+AT_ONCE = 2**22  # numbers that are multiplied at a time, in float64: 32 MiB
 
 
 @dataclass(frozen=True)

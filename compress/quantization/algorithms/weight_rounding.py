@@ -7,21 +7,16 @@ Integers q of at most 8 bits stand for ``(q - zero_OG) * scale_OG``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from compress.graph.layer_gram import inverse_hessian_factor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-SMALLEST_SCALE = 2.0**-60
-"""Scale of a group of zeros; far above what would vanish in a float32."""
+SMALLEST_SCALE = 2.0**-60  # scale of a group of zeros; far above what would vanish in a float32
 HQQ_STEPS = 20
-HQQ_NORM = 0.7
-"""The paper's p < 1, which makes the error sparse."""
+HQQ_NORM = 0.7  # the paper's p < 1, which makes the error sparse
 HQQ_BETA = 10.0
 """Penalty of the half-quadratic split; it grows by HQQ_KAPPA in each step. The values of the
 authors' code."""
@@ -30,9 +25,7 @@ RANGE_SHARES = tuple(1 - step / 40 for step in range(13))
 """Shares of a group's range that `gptq` tries: 1 to 0.7. The more a range is clipped, the finer are
 its steps."""
 
-
-LAZY_INPUTS = 128
-"""The batch size of the paper's authors."""
+LAZY_INPUTS = 128  # the batch size of the paper's authors
 LARGEST_PART = 2**22
 """Numbers of a weight that are quantized at once: each temporary tensor has as many float64."""
 

@@ -56,7 +56,6 @@ PATTERNS: dict[Target, Patterns] = {
     "onnxruntime-cuda": Patterns(outputs=False, additions="float", biases=False, one_channel=True),
 }
 
-
 WeightBits = Literal[4, 7, 8]
 WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
 Rounding = Literal["nearest", "adaround"]

@@ -7,6 +7,7 @@ half of the injected faults of `benchmarks/explain.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,6 @@ import torch
 from compress.core.diagnosis.cause import Cause, RefusedStage, Repair, changing, excluding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from compress.quantization.diagnosis.diagnosis import (
         LayerEvidence,
         RequantizationDiagnosis,
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
 WEIGHT: tuple[Rounded, ...] = ("weight",)
 KEPT_IN_TRAINING = ("target", "weight_bits", "exclude", "embeddings", "calibration_samples")
 """Settings that quantization-aware training has too."""
-EPOCHS = 4
-"""Of that training, where it is allowed."""
+EPOCHS = 4  # of that training, where it is allowed
 
 
 def _cause(

@@ -8,6 +8,7 @@ Letters: C channels, N all values of a channel.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,19 +28,15 @@ from compress.quantization.pt2e.quantizer import CLAMPS, CONVOLUTIONS, EMBEDDING
 from compress.quantization.stages.base import FIDELITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
-
     from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
 
 EVIDENCE_SAMPLES, EVIDENCE_BATCH = 128, 32
 """Samples on which layers are measured, and how many of them at once."""
-CALIBRATION_BATCHES = 4
-"""Batches of the calibration sample of which the middle values are measured."""
+CALIBRATION_BATCHES = 4  # batches of the calibration sample of which the middle values are measured
 CHANNEL_QUANTILE = 0.95
 """The range of a channel leaves out its largest values: a few outliers are another cause."""
-MAX_VALUES = 4096
-"""Values of a channel in a batch of which quantiles are taken."""
+MAX_VALUES = 4096  # values of a channel in a batch of which quantiles are taken
 
 Rounded = Literal["activation", "weight", "bias"]
 ALL: tuple[Rounded, ...] = ("activation", "weight", "bias")

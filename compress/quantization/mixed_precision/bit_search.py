@@ -14,19 +14,20 @@ import math
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
 from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.profiling.benchmark import CallTimer
-from compress.quantization.config.dtype_scheme import unsigned_format
+from compress.quantization.config.dtype_scheme import Observer, Scheme, unsigned_format
 from compress.quantization.numeric_debug.sqnr import Deviation
 from compress.quantization.pt2e.graph_capture import (
     capture,
@@ -60,23 +61,17 @@ from compress.quantization.ptq.calibrate import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from torch import nn
-
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.data.batch import Batch
-    from compress.quantization.config.dtype_scheme import Observer, Scheme
 
     Range = tuple[torch.Tensor, torch.Tensor]
 
 logger = logging.getLogger(__name__)
 
 FLOAT, UINT16 = "float", "uint16"
-TIMED_RUNS = 11
-"""Runs of which the median time of a layer is taken."""
+TIMED_RUNS = 11  # runs of which the median time of a layer is taken
 RANKING_SAMPLES = 64
 """Samples of the half that decides on which outputs are compared to rank layers."""
 WILDCARDS = set("*?[")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ from compress.quantization.pt2e.torchao_api import fuse_conv_bn_
 from compress.quantization.ptq.calibrate import require_matching_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature

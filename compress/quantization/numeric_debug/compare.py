@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers choose_qparams
-from torch import fx
+from torch import fx, nn
 from torch.ao.quantization.utils import determine_qparams
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.common.errors import StageFailed
-from compress.common.forward import flatten_outputs, plain_attention
-from compress.core.context import COMPARED_BATCHES, QUICK_SAMPLES
+from compress.common.forward import Predictor, flatten_outputs, plain_attention
+from compress.core.context import COMPARED_BATCHES, QUICK_SAMPLES, Context
 from compress.graph.constant_folding import fold_constants_
 from compress.graph.flops import count_macs
 from compress.quantization.numeric_debug.fidelity_report import (
@@ -34,13 +35,7 @@ from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
 from compress.quantization.pt2e.graph_capture import NodeTap, module_names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
-
-    from torch import nn
-
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
-    from compress.core.context import Context
     from compress.data.targets import Targets
 
     Tensors = tuple[torch.Tensor, ...]
@@ -59,10 +54,8 @@ LARGEST_BATCH = 64
 FEW_ROWS = 1
 """Samples of the comparison where each call reads all weights from disk: the scores of a long text
 alone take as much memory as a block."""
-SEEDED_ROWS = 8
-"""Rows of a batch where there is no data."""
-MAX_BYTES = 2**26
-"""Memory for the outputs of all layers of one batch."""
+SEEDED_ROWS = 8  # rows of a batch where there is no data
+MAX_BYTES = 2**26  # memory for the outputs of all layers of one batch
 
 
 def compare(
@@ -290,8 +283,7 @@ class LayerOutputRecorder:
     ) -> None:
         """Register hooks on the layers `names`, which the module keeps."""
         self.module = module
-        self.outputs: dict[LayerCall, torch.Tensor] = {}
-        """Of each call of a layer in the last run."""
+        self.outputs: dict[LayerCall, torch.Tensor] = {}  # of each call of a layer in the last run
         self._counts: Counter[str] = Counter()
         self._latest: tuple[LayerCall, torch.Tensor] | None = None
         for name, part in module.named_modules():

@@ -5,8 +5,7 @@ from __future__ import annotations
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
 
-NAMED_LAYERS = 5
-"""Layers named in one line, the worst first."""
+NAMED_LAYERS = 5  # layers named in one line, the worst first
 LARGEST_SHARE = 0.005
 """Share of labels that may differ without being near-ties; with more, conversion has a bug."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from fnmatch import fnmatchcase
@@ -17,8 +18,6 @@ from compress.graph.library_cache import cached_composite_ops
 from compress.graph.torch_export import FlatOutputs, export_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-
     from torch.export import ExportedProgram
     from torch.fx import GraphModule, Node
 
@@ -227,8 +226,7 @@ class LayerInputs:
         self._models = tuple(_Interpreter(prepared, self._constant, w) for w in (weights, None))
         self._batches = batches
         self._files: list[Path] = []
-        self._evaluated = 0
-        """Number of nodes, in graph order, that are evaluated."""
+        self._evaluated = 0  # number of nodes, in graph order, that are evaluated
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="layer-inputs-")
@@ -301,8 +299,7 @@ class _Interpreter(fx.Interpreter):
     ) -> None:
         super().__init__(prepared)
         self._constant, self._float_weights = constant, float_weights
-        self.constants: Values = {}
-        """Values of constant nodes, as long as no weight is replaced."""
+        self.constants: Values = {}  # values of constant nodes, as long as no weight is replaced
 
     def evaluate(self, node: Node, values: Values) -> Any:
         self.env = {read: self.value(read, values) for read in node.all_input_nodes}

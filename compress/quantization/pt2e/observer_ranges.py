@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from compress.common.errors import StageFailed
 from compress.quantization.pt2e.graph_capture import (
@@ -29,16 +30,11 @@ from compress.quantization.pt2e.quantizer import (
 from compress.quantization.pt2e.torchao_api import MinMaxObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.fx import GraphModule
-
     from compress.common.signature import Signature
 
 LARGEST_BIAS = 2.0**30
 """Half of what int32 holds; the other half is left for the products added to the bias."""
-WORST = 5
-"""Saturated ranges that are reported."""
+WORST = 5  # saturated ranges that are reported
 
 
 @dataclass

@@ -23,8 +23,7 @@ from compress.quantization.pt2e.torchao_api import (
 HALF = 8192
 """Bins on either side of zero. The largest value lies in the outer half of them, so a step of 8
 bits spans at least 16 bins."""
-CHUNK = 2**20
-"""Values counted at once, which bounds the float64 copies."""
+CHUNK = 2**20  # values counted at once, which bounds the float64 copies
 
 
 class Histogram(torch.nn.Module):
@@ -110,8 +109,7 @@ STRIDE = 32
 """Bins between two ranges that `entropy` compares: one or two steps of 8 bits; each costs a pass
 over the histogram."""
 CANDIDATES = 16
-ZOOMS = 3
-"""`mse` searches grids of 16 ranges; each grid spans two steps of the previous one."""
+ZOOMS = 3  # `mse` searches grids of 16 ranges; each grid spans two steps of the previous one
 
 
 class RangeObserver(UniformQuantizationObserverBase):  # type: ignore[misc]  # torchao is untyped

@@ -9,10 +9,11 @@ whole, and operators without an integer kernel stay float. The other runtimes' p
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from compress.quantization.pt2e.graph_capture import is_excluded, is_wrapped, module_of, value_of
 from compress.quantization.pt2e.observers import observer_class
@@ -28,10 +29,6 @@ from compress.quantization.pt2e.torchao_api import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
-
-    from torch.fx import GraphModule
-
     from compress.quantization.config.dtype_scheme import IntegerFormat, Observer, Scheme
 
 SMALLEST_SCALE = 2.0**-60

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,6 @@ from compress.quantization.pt2e.torchao_api import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from torch.export import ExportedProgram
     from torch.fx import GraphModule, Node
 
@@ -98,8 +97,7 @@ CANDIDATES: tuple[dict[str, Any], ...] = (
 The bias comes first: EfficientNet-Lite0 gains 6 dB by it, and half a dB by ranges alone. AdaRound
 is left out: with weights of 8 bits it gains next to nothing for minutes of its own.
 """
-ROWS = 32
-"""Samples at most that ranges are found on, and as many more that noise is measured on."""
+ROWS = 32  # samples at most that ranges are found on, and as many more that noise is measured on
 LEAST_GAIN_DB = 0.1
 """A correction that gains less is left out: over so few rows it may as well be chance."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,6 @@ from compress.quantization.ptq.calibrate import (
 from compress.quantization.qat.fake_model import ConvBnParameters, FakeQuantizedModel, find_conv_bn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch.export import ExportedProgram
     from torch.fx import GraphModule
 

@@ -14,10 +14,12 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from compress.artifacts.edits.removal import BLOCK_INDEX, blocks_of
 from compress.artifacts.meta_init import stream_weights_
 from compress.artifacts.streaming.packed_model import FACTOR, PARTS, TABLE, shared_parameters
 from compress.checkpoint.safetensors_io import read_safetensors, write_safetensors
-from compress.checkpoint.state_dict import in_memory
+from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
@@ -45,22 +47,16 @@ from compress.quantization.pt2e.graph_capture import (
     replace_value_,
 )
 from compress.quantization.pt2e.quantizer import LINEAR
-from compress.quantization.ptq.weight_only_graph import input_second_moments
+from compress.quantization.ptq.weight_only_graph import WeightQuantizer, input_second_moments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
-
     from compress.artifacts.eager_model import EagerModel
-    from compress.checkpoint.state_dict import StoredTensor, Weights
-    from compress.quantization.ptq.weight_only_graph import WeightQuantizer
 
 logger = logging.getLogger(__name__)
 KEY = "key.json"
 RECORDED = ("quantized", "left_float", "rescaled", "scaled")
 """What a quantizer records, written with each piece."""
-CARRIED = "carried"
-"""Input of a piece: the output of the block before it."""
+CARRIED = "carried"  # input of a piece: the output of the block before it
 PLAIN = (bool, int, float, str, type(None))
 
 

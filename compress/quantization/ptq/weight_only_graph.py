@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,6 @@ from compress.quantization.pt2e.graph_capture import (
 from compress.quantization.pt2e.quantizer import EMBEDDING, LINEAR, is_constant, is_float
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature

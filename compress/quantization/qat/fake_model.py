@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from compress.common.errors import StageFailed
-from compress.common.forward import flatten_outputs
+from compress.common.forward import Predictor, flatten_outputs
 from compress.common.tensor_difference import largest_difference
 from compress.core.metrics.builtin import predicted_labels
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
@@ -38,9 +39,6 @@ from compress.quantization.qat.fake_quantize import (
 from compress.training.objectives.objective import KeepZeros
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.objectives.task import Task
 

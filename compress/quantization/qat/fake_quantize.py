@@ -17,7 +17,6 @@ from compress.quantization.pt2e.torchao_api import ObserverBase
 if TYPE_CHECKING:
     from compress.quantization.pt2e.torchao_api import DerivedObserverOrFakeQuantize, MinMaxObserver
 
-
 LARGEST_LOG_GRADIENT = 1.0
 """Bound of the gradient of a scale's logarithm. An update is a share of the scale, so without a
 bound it runs away where a loss is large."""
@@ -108,8 +107,7 @@ class FreezeFlag(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("state", torch.zeros((), dtype=torch.uint8))
-        self.on = False
-        """`state` as a Python value: reading it does not wait for a CUDA device."""
+        self.on = False  # `state` as a Python value: reading it does not wait for a CUDA device
 
     def turn_on_(self) -> None:
         """Set the flag."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,8 +19,6 @@ from compress.core.stage import CalibrationSamples, Stage
 from compress.quantization.config.dtype_scheme import Target, added_observers, scheme_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
-
     import torch
     from torch.export import ExportedProgram
 
@@ -31,12 +30,9 @@ if TYPE_CHECKING:
     from compress.quantization.ptq.calibrate import Corrections
 
 logger = logging.getLogger(__name__)
-FEW_SAMPLES = 16
-"""Fewer samples say little about the range of activations."""
-FIDELITY = "fidelity"
-"""Fact of every artifact that a quantization stage writes."""
-LONGEST_FACT = 300
-"""Characters of a fact in the log; the manifest has all of it."""
+FEW_SAMPLES = 16  # fewer samples say little about the range of activations
+FIDELITY = "fidelity"  # fact of every artifact that a quantization stage writes
+LONGEST_FACT = 300  # characters of a fact in the log; the manifest has all of it
 
 
 @dataclass(frozen=True)

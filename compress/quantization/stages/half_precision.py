@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -10,8 +11,6 @@ from compress.core.context import COMPARED_BATCHES, Context
 from compress.quantization.stages.base import QuantizationStage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
 

@@ -13,7 +13,7 @@ from compress.common.errors import StageFailed
 from compress.quantization.config.dtype_scheme import Observer, WeightBits
 from compress.quantization.stages.base import CalibratedStage
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
-from compress.training.objectives.objective import Teaching
+from compress.training.objectives.objective import Objective, Teaching
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from compress.core.objectives.loss import Loss
     from compress.quantization.qat.fake_model import FreezeSchedule
     from compress.training.fit import Fit
-    from compress.training.objectives.objective import Objective
 
 logger = logging.getLogger(__name__)
 
-FINER = 10
-"""Default learning rate of `train` over that of this stage."""
+FINER = 10  # default learning rate of `train` over that of this stage
 
 
 class QuantizeAwareTraining(CalibratedStage, Training):

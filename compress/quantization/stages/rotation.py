@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.artifact import STREAMED
@@ -14,8 +15,6 @@ from compress.common.errors import StageFailed
 from compress.core.stage import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,8 +21,6 @@ from compress.quantization.config.dtype_scheme import (
 from compress.quantization.stages.base import CalibratedStage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from torch.fx import GraphModule
 
     from compress.artifacts.eager_model import EagerModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
@@ -12,8 +13,6 @@ from compress.quantization.config.dtype_scheme import WeightMethod
 from compress.quantization.stages.base import FIDELITY, QuantizationStage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from compress.artifacts.graph_model import GraphModel
     from compress.artifacts.streaming.packed_model import PackedModel
     from compress.core.context import Context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -11,15 +12,12 @@ from compress.common.config import Count, Fraction, Positive, Ratio, Settings, U
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.factories import NameOrReference, Reference
 from compress.common.requirements import COMPILER, Requirement, pip_install
-from compress.core.objectives.loss import refuse_class_settings
+from compress.core.objectives.loss import Loss, refuse_class_settings
 from compress.core.validation_errors import did_you_mean
 from compress.training.config.parallel import Parallel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from compress.core.context import Context
-    from compress.core.objectives.loss import Loss
     from compress.data.splits import Splits
 
 TRACKER_REQUIREMENTS = {
@@ -122,8 +120,7 @@ DEFAULT_LEARNING_RATE = {
     "sgd": 0.1,
 }
 DEFAULT_WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
-UNSHARDED_ONLY = ("adafactor", "rprop")
-"""Optimizers that cannot step sharded weights (torch 2.13)."""
+UNSHARDED_ONLY = ("adafactor", "rprop")  # optimizers that cannot step sharded weights (torch 2.13)
 SCHEDULES = (
     "onecycle",
     "cosine",

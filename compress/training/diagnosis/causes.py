@@ -6,6 +6,7 @@ Thresholds were set on half of the injected faults of `benchmarks/explain.py`.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,23 +14,18 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.common.forward import flatten_outputs
 from compress.core.diagnosis.cause import Cause, RefusedStage, Repair
-from compress.core.diagnosis.layer_diagnosis import UNLIKE, WHY
+from compress.core.diagnosis.layer_diagnosis import UNLIKE, WHY, RerunStage
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from compress.artifacts.artifact import Artifact
-    from compress.core.diagnosis.layer_diagnosis import RerunStage
     from compress.core.stage import Stage
 
     Refused = RefusedStage[Any]
 
-
-LAST_PART = 0.25
-"""Share of the epochs, at the end, in which a converged training learns little."""
+LAST_PART = 0.25  # share of the epochs, at the end, in which a converged training learns little
 LEAST_FALL = 0.05
 """Share of the first epoch's loss: a training whose loss never fell by more has learnt nothing."""
 
@@ -83,8 +79,7 @@ TRAINING_STAGES = (
     "prune_layers",
 )
 """Stages that train, or fine-tune if `finetune` is set."""
-LOSS_SAMPLES = 512
-"""Samples on which the loss before the training is measured."""
+LOSS_SAMPLES = 512  # samples on which the loss before the training is measured
 MORE_EPOCHS = 3
 LOWER_RATE = 10.0
 
@@ -105,8 +100,7 @@ def with_training(stage: Stage[Any, Any], settings: dict[str, Any]) -> dict[str,
     return {"finetune": {name: value for name, value in written.items() if value is not None}}
 
 
-OVERFIT_POINTS = 3.0
-"""By which a model must be better on `train` than on `val`."""
+OVERFIT_POINTS = 3.0  # by which a model must be better on `train` than on `val`
 
 
 def _cause(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,19 +23,15 @@ from torch.distributed.checkpoint.state_dict import (
 
 from compress.common.errors import StageFailed
 from compress.common.process import derive_seed
-from compress.training.checkpoint import STATE, read_
+from compress.training.checkpoint import STATE, Tensors, read_
 from compress.training.optim.optimizer import build_optimizer, clip_norm_
 from compress.training.optim.transformer_blocks import compile_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
     from torch._C._distributed_c10d import Store
 
     from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
-    from compress.training.checkpoint import Tensors
     from compress.training.config.training import Training
     from compress.training.distributed.gradient_compression import GradientCommunication
     from compress.training.model_parallel.pipeline_parallel import PipelineRunner

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +22,7 @@ from compress.checkpoint.distributed_checkpoint import read_distributed
 from compress.common.errors import StageFailed, first_line
 from compress.common.forward import preserve_modes
 from compress.common.process import seeded
-from compress.training.checkpoint import STATE
+from compress.training.checkpoint import STATE, Tensors
 from compress.training.distributed.base import Strategy
 from compress.training.distributed.gradient_compression import GradientCommunication
 from compress.training.model_parallel.pipeline_parallel import leaves_between
@@ -34,17 +36,11 @@ from compress.training.optim.optimizer import (
 from compress.training.optim.transformer_blocks import compile_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from compress.data.batch import Batch
-    from compress.training.checkpoint import Tensors
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
 
-
-RUNNING_MEAN = "running_mean"
-"""Last part of the name of a buffer that BatchNorm keeps."""
+RUNNING_MEAN = "running_mean"  # last part of the name of a buffer that BatchNorm keeps
 
 
 def synchronize_batch_norm_(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -331,8 +327,7 @@ class Zero1Strategy(DDPStrategy):
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-SHARDS = "deepspeed"
-"""Folder in a checkpoint, in the engine's own format."""
+SHARDS = "deepspeed"  # folder in a checkpoint, in the engine's own format
 TAG = "engine"
 
 

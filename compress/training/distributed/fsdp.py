@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -41,8 +42,6 @@ from compress.training.model_parallel.tensor_parallel import HOW, divided_, spli
 from compress.training.optim.transformer_blocks import compile_, large_blocks, named_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
     from compress.training.config.parallel import Parallel

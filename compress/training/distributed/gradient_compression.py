@@ -6,7 +6,9 @@ import io
 import math
 import zlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,10 +21,6 @@ from compress.common.atomic_files import write_atomically
 from compress.common.process import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-    from pathlib import Path
-    from typing import TypeAlias
-
     from torch import nn
     from torch.distributed import GradBucket  # type: ignore[attr-defined]
     from torch.nn.parallel import DistributedDataParallel
@@ -45,8 +43,7 @@ class CommCounter:
     def __init__(self) -> None:
         self.ranks = dist.get_world_size()
         self.sent_bytes = 0
-        self.sent_between_bytes = 0
-        """Bytes of them that left the process's group of `hierarchical`."""
+        self.sent_between_bytes = 0  # bytes of them that left the process's group of `hierarchical`
 
     def count_all_reduce(self, elements: int, bytes_each: int, ranks: int | None = None) -> int:
         """Count an all-reduce that other code runs, and return its bytes."""

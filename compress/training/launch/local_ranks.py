@@ -6,16 +6,19 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from compress.common.errors import SignalExit, StageFailed
-from compress.training.launch.rank_environment import LOGS
+from compress.training.launch.rank_environment import LOGS, LocalRanks
 from compress.training.launch.spawn import start_rank
 from compress.training.launch.worker import (
     DEPENDENCIES,
@@ -24,24 +27,14 @@ from compress.training.launch.worker import (
     record_failure,
     recorded_failure,
 )
-from compress.training.loop.metrics import RECORDS
+from compress.training.loop.metrics import RECORDS, TrainingRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
-    from pathlib import Path
-    from types import FrameType
-
     from torch._C._distributed_c10d import Store
-    from torch.multiprocessing.spawn import ProcessContext
-
-    from compress.training.launch.rank_environment import LocalRanks
-    from compress.training.loop.metrics import TrainingRecord
 
 SECONDS_BETWEEN_POLLS = 1.0
 """Between looks at the store, where ranks of other machines record that they failed."""
-SECONDS_TO_END = 5.0
-"""Between SIGTERM and SIGKILL."""
+SECONDS_TO_END = 5.0  # between SIGTERM and SIGKILL
 
 
 def run_ranks(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LOGS = "logs"
-"""Folder, beside a training's state, of what its ranks print."""
+LOGS = "logs"  # folder, beside a training's state, of what its ranks print
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,19 @@ import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
-from compress.training.config.parallel import TORCHRUN
+from compress.training.config.parallel import TORCHRUN, Parallel
 from compress.training.launch.rank_environment import LocalRanks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     from torch._C._distributed_c10d import Store
 
-    from compress.training.config.parallel import Parallel
     from compress.training.loop.metrics import TrainingRecord
 
 SECONDS_BETWEEN_BEATS = 2.0
@@ -42,8 +40,7 @@ class Heartbeat:
     def __init__(self, store: Store, rank: int, watched: Iterable[int]) -> None:
         self.store: Any = store  # torch's types lack `clone`
         self.rank, self.watched = rank, list(watched)
-        self.lost: str | None = None
-        """What to say of a rank that has stopped counting."""
+        self.lost: str | None = None  # what to say of a rank that has stopped counting
 
     def start(self) -> None:
         """Count from now on, until this process ends or the store does."""
@@ -77,8 +74,7 @@ class Heartbeat:
             time.sleep(SECONDS_BETWEEN_BEATS)
 
 
-SECONDS_TO_MEET = 600
-"""Within which all processes must have started."""
+SECONDS_TO_MEET = 600  # within which all processes must have started
 SECONDS_TO_ANSWER = 120
 """Within which a process that waits for requests answers one; it looks every tenth of a second."""
 SECONDS_TO_LEAVE = 15

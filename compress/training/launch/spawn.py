@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 
 from compress.common.malloc import keep_freed_memory
 from compress.common.process import gc_disabled
-from compress.training.launch.rank_environment import LOGS
+from compress.training.launch.rank_environment import LOGS, LocalRanks
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-    from compress.training.launch.rank_environment import LocalRanks
 
 
 def start_rank(

@@ -9,9 +9,11 @@ import re
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,28 +28,23 @@ from compress.common.errors import (
     exits_refused,
 )
 from compress.data.dataloader import original_error
-from compress.training.distributed.base import process_group
-from compress.training.launch.rank_environment import LOGS
+from compress.training.distributed.base import Strategy, process_group
+from compress.training.launch.rank_environment import LOGS, LocalRanks
 from compress.training.loop.trainer import train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from multiprocessing.connection import Connection
-    from pathlib import Path
 
     from torch._C._distributed_c10d import Store
 
     from compress.training.config.parallel import Parallel
-    from compress.training.distributed.base import Strategy
-    from compress.training.launch.rank_environment import LocalRanks
     from compress.training.loop.metrics import TrainingRecord
     from compress.training.loop.train_state import Job
 
 JOB_FILE = "job.pickle"
 TIME_TO_MEET = timedelta(minutes=10)
 """Within which all ranks must have imported what they need; on other machines that may be slow."""
-DEPENDENCIES = "dependencies"
-"""Key under which rank 0 reports what user code has read."""
+DEPENDENCIES = "dependencies"  # key under which rank 0 reports what user code has read
 FINISHED = "finished"
 """Key that a rank sets when its training is over; exit code 0 may be user code that left."""
 

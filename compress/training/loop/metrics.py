@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import time
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -26,24 +27,18 @@ from compress.common.process import random_state_kept
 from compress.common.sealed_json import write_sealed
 from compress.graph.flops import count_macs
 from compress.profiling.operator_table import OPERATORS_FILE, OperatorTable
-from compress.training.checkpoint import Epoch
-from compress.training.config.training import Callbacks
+from compress.training.checkpoint import Epoch, LossSum
+from compress.training.config.training import Callbacks, Profile, Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
-
     from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
-    from compress.training.checkpoint import LossSum
-    from compress.training.config.training import Profile, Trace
     from compress.training.distributed.base import Strategy
     from compress.training.loop.train_state import Job
 
 log = logging.getLogger(__name__)
 
-ENOUGH_VALUES = 2
-"""Distinct losses that are remembered: two show that the loss varies."""
+ENOUGH_VALUES = 2  # distinct losses that are remembered: two show that the loss varies
 
 
 class LossMeter:
@@ -120,8 +115,7 @@ class StepRecord(Settings):
 
 
 TrainingRecord: TypeAlias = StepRecord | EpochMetrics
-RECORDS: TypeAdapter[TrainingRecord] = TypeAdapter(TrainingRecord)
-"""Reads a record from JSON."""
+RECORDS: TypeAdapter[TrainingRecord] = TypeAdapter(TrainingRecord)  # reads a record from JSON
 
 PEAK_FLOPS = {
     "A100": 312e12,
@@ -322,12 +316,9 @@ def rss_mebibytes(field: str) -> float:
 
 EXPERIMENT = "compress"
 FOLDER = "tracking"
-STEP = "step/"
-"""Before the names of values that are logged by step and not by epoch."""
-IDENTITY_TAG = "compress.training"
-"""Tag of an MLflow run by which a resumed training finds its run."""
-PARAMS_PER_BATCH = 100
-"""MLflow refuses more parameters in one request."""
+STEP = "step/"  # before the names of values that are logged by step and not by epoch
+IDENTITY_TAG = "compress.training"  # tag of an MLflow run by which a resumed training finds its run
+PARAMS_PER_BATCH = 100  # MLflow refuses more parameters in one request
 LONGEST_PARAM = 500
 NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w/. :-]")
 MLFLOW_STATUS = {"passed": "FINISHED", "interrupted": "KILLED"}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -31,15 +33,11 @@ from compress.training.checkpoint import (
     read_progress,
     rotate,
 )
-from compress.training.distributed.base import PATIENCE, steps_per_epoch
-from compress.training.objectives.objective import label_count
+from compress.training.distributed.base import PATIENCE, Strategy, steps_per_epoch
+from compress.training.objectives.objective import Constraint, LossFunction, Objective, label_count
 from compress.training.optim.transformer_blocks import checkpoint_activations_, use_channels_last_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
     from torch import nn
 
     from compress.core.metrics import Metric
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
     from compress.training.checkpoint import Tensors
     from compress.training.config.training import Checkpoints, Training
-    from compress.training.distributed.base import Strategy
-    from compress.training.objectives.objective import Constraint, LossFunction, Objective
 
 
 @dataclass(frozen=True)
@@ -199,8 +195,7 @@ class TrainState:
         device_type = torch.device(device).type
         # At other precisions it passes everything through.
         self.scaler = torch.amp.GradScaler(device_type, enabled=training.precision == "fp16")
-        self.loss_scale = 1.0
-        """By which the loss of the last step was multiplied."""
+        self.loss_scale = 1.0  # by which the loss of the last step was multiplied
         self.ema = EMA(module, training.ema_decay) if training.ema_decay else None
         self.gradient_norm: torch.Tensor | None = None
         """Global norm of the last step's gradient before clipping; None if it was not computed."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import warnings
 from array import array
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -20,9 +21,9 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.foreign.lock_waits import bounded_lock_waits
-from compress.common.forward import flatten_outputs, plain_attention
+from compress.common.forward import Predictor, flatten_outputs, plain_attention
 from compress.common.process import derive_seed, reseed, seeded
-from compress.data.dataloader import StreamReader
+from compress.data.dataloader import Reader, StreamReader
 from compress.data.fingerprint import hash_of_state
 from compress.data.targets import flatten, select
 from compress.training.checkpoint import (
@@ -32,8 +33,8 @@ from compress.training.checkpoint import (
     checkpoint_name,
     checkpoints,
 )
-from compress.training.distributed.base import share_of_epoch
-from compress.training.loop.metrics import LossMeter, recording_metrics
+from compress.training.distributed.base import Strategy, share_of_epoch
+from compress.training.loop.metrics import LossMeter, StepMetrics, TrainingRecord, recording_metrics
 from compress.training.loop.train_state import (
     SMALLEST_LOSS_SCALE,
     CheckpointManager,
@@ -45,25 +46,17 @@ from compress.training.optim.optimizer import Schedule
 from compress.training.optim.transformer_blocks import matmul_precision, memory_budget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from compress.common.forward import Predictor
     from compress.core.metrics import Metric
     from compress.data.batch import Batch
-    from compress.data.dataloader import Reader
     from compress.data.splits import Splits
     from compress.training.checkpoint import LossSum
     from compress.training.config.training import Training
-    from compress.training.distributed.base import Strategy
-    from compress.training.loop.metrics import StepMetrics, TrainingRecord
     from compress.training.loop.train_state import Job
 
     Ready = Callable[[], Batch]
     """Waits for a copy, and returns it."""
 
-COMPARED_SAMPLES = 8
-"""First samples of a stream that processes compare."""
+COMPARED_SAMPLES = 8  # first samples of a stream that processes compare
 
 
 def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +18,6 @@ from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import largest_difference, largest_finite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from torch import nn
 
 # Relative. Sums in another order agree far better in fp32; a wrong split errs in the first digits.

@@ -10,7 +10,8 @@ part starts. Nothing is traced: control flow, dropout and names of weights stay 
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,6 @@ from compress.training.model_parallel.equivalence_check import full_precision, p
 from compress.training.optim.transformer_blocks import repeated_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     from compress.training.config.parallel import PipelineParallel
     from compress.training.objectives.objective import LossFunction
 
@@ -135,8 +133,7 @@ class _TracedRun:
         self.module = module
         self.result = Partition(split_points)
         self.blocks = blocks
-        self.split_nodes: list[Any] = []
-        """The autograd node of the tensor at each split point."""
+        self.split_nodes: list[Any] = []  # the autograd node of the tensor at each split point
         self.buffer_users: dict[str, set[int]] = {}
         """The parts in which each module with buffers is called."""
 
@@ -252,8 +249,7 @@ class PipelineRunner:
         self.output_specs: list[list[ShapeDtype]] = []
         """Shapes and dtypes of each part's outputs in the latest run of all parts."""
         self.schedule: Any = None
-        self.shapes: list[torch.Size] = []
-        """Shapes of the inputs for which `schedule` was built."""
+        self.shapes: list[torch.Size] = []  # shapes of the inputs for which `schedule` was built
         self.batches: list[Batch] = []
         self.weights: Sequence[float] | torch.Tensor = ()
         """What the mean loss of each micro-batch is multiplied by."""
@@ -261,8 +257,7 @@ class PipelineRunner:
         self.requested: tuple[int, torch.Tensor | None] | None = None
         """The one part that the next call of the module runs, and its input; None for all parts."""
         self.running: int | None = None
-        self.hidden: torch.Tensor | None = None
-        """Input of the running part, from the part before."""
+        self.hidden: torch.Tensor | None = None  # input of the running part, from the part before
         strip_(module, partition, self.own, device)
         self.model_forward = module.forward
         module.forward = self._forward

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,8 +26,6 @@ from torch.distributed.tensor.parallel import (
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from compress.training.config.parallel import Parallel
@@ -63,7 +62,6 @@ LAYER_NAMES: tuple[tuple[str, str], ...] = (
 )
 HEADS = re.compile(r"^(?!.*(dim|size|width|mask|group)).*head")
 """Names of attributes with a number of heads, and not a size of one head."""
-
 
 Attributes: TypeAlias = "list[tuple[nn.Module, str]]"
 """Attributes of modules that hold a number of heads, or a width."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +18,6 @@ from compress.common.errors import CompressError, StageFailed, exits_refused, fi
 from compress.common.factories import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
     from compress.core.metrics import Metric
     from compress.training.checkpoint import Epoch
     from compress.training.config.training import Training
@@ -126,8 +125,7 @@ def clip_norm_(
     return total
 
 
-SCHEDULED = ("lr", "momentum", "betas")
-"""Options of a parameter group that schedulers change."""
+SCHEDULED = ("lr", "momentum", "betas")  # options of a parameter group that schedulers change
 
 
 class ScheduledOptions(torch.optim.Optimizer):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -33,14 +34,9 @@ from compress.artifacts.edits.removal import alike_entries
 from compress.common.errors import StageFailed
 from compress.common.process import random_state_kept
 from compress.core.validation_errors import closest
-from compress.training.config.training import ActivationSegments, Compilation
+from compress.training.config.training import ActivationSegments, Compilation, Training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from compress.training.config.training import Training
-
     ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
     Contexts = Callable[[], ContextPair]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,9 +22,6 @@ from compress.export.onnx.graph import (
     stored,
 )
 from compress.export.onnx.session import onnxruntime, session_options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
 
 quantized = torch.ops.quantized_decomposed
 ROW_ZERO_POINT = np.array(128, np.uint8)
@@ -174,8 +172,7 @@ def _quantized_weight(product: ir.Node) -> dict[str, np.ndarray[Any, Any]] | Non
 
 
 MICROSOFT = "com.microsoft"
-LARGEST = 127
-"""Largest integer of a row of a symmetric 8-bit weight."""
+LARGEST = 127  # largest integer of a row of a symmetric 8-bit weight
 
 
 def lower_quantized_rnns_(model: ir.Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,8 +18,6 @@ from compress.export.onnx.graph import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from torch.export import ExportedProgram
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 LINEAR = aten.linear.default
-PACKED = "_packed"
-"""End of the names that `quantize_weights` gives packed integers."""
+PACKED = "_packed"  # end of the names that `quantize_weights` gives packed integers
 ROUNDING_LEVEL = 4
 """`accuracy_level` at which onnxruntime rounds activations to 8 bits, by the weight's groups.
 

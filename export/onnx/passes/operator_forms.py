@@ -16,24 +16,19 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from onnxscript import ir, opset18
 from onnxscript.function_libs.torch_lib.ops import nn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 aten = torch.ops.aten
-op: Any = opset18
-"""Its functions are typed for one element type each."""
-RANK = 4
-"""Axes of onnxscript's attention: batch, head, place, feature."""
-NONE, MEAN = 0, 1
-"""torch's numbers of the reductions of a loss; the third is the sum."""
+op: Any = opset18  # its functions are typed for one element type each
+RANK = 4  # axes of onnxscript's attention: batch, head, place, feature
+NONE, MEAN = 0, 1  # torch's numbers of the reductions of a loss; the third is the sum
 BELOW_ONE = 0.5
 """|x| below which the forms for small numbers are used; from there on the plain ones are exact."""
 ERFC = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,16 +19,11 @@ from compress.export.onnx.graph import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.export import ExportedProgram
 
-INT4_OPSET = 21
-"""The first ONNX operator set with integers of 4 bits."""
-INT4 = -8, 7
-"""Smallest and largest integer of 4 bits."""
-SMALLEST_WEIGHT = 64
-"""Numbers from which 4 bits outweigh the Cast that they take."""
+INT4_OPSET = 21  # the first ONNX operator set with integers of 4 bits
+INT4 = -8, 7  # smallest and largest integer of 4 bits
+SMALLEST_WEIGHT = 64  # numbers from which 4 bits outweigh the Cast that they take
 WEIGHT_READERS = {"DequantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm"}
 
 

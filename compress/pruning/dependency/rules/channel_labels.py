@@ -8,24 +8,21 @@ together. A class with a reason is pinned and never removed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 Labels: TypeAlias = torch.Tensor
 Slot: TypeAlias = tuple[str, int]
 """A tensor of the module and one of its axes."""
 
-WILD = -1
-"""The label of constants, which broadcast to any number of channels."""
+WILD = -1  # the label of constants, which broadcast to any number of channels
 
 BROADCAST = "it is stretched over other channels"
 

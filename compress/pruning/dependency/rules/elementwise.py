@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,11 +18,6 @@ from compress.pruning.dependency.rules.channel_labels import (
     varies,
 )
 from compress.pruning.dependency.rules.op_call import Call, Result, Rule, pin_all
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from compress.pruning.dependency.rules.op_call import Call, Result, Rule
 
 STATISTICS = ("mean", "sum", "var", "std", "linalg_vector_norm")
 """Reductions from which normalisations are written by hand."""

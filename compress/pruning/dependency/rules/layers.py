@@ -11,8 +11,9 @@ model takes the statistics over the channels that stay.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,9 +34,6 @@ from compress.pruning.dependency.rules.op_call import (
     pin_all,
     pin_layer,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 def convolution(call: Call, book: LabelBook) -> Result:
