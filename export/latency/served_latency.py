@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
-from compress.export.latency.kernels import Arrays, Kernel, KernelTable, kernels_of
+from compress.export.latency.kernels import Kernel, KernelTable, kernels_of
 from compress.export.latency.resizing import MOST_EXPORTS, MixedModel, ResizableModel
 from compress.export.onnx.graph import strip_
 from compress.export.onnx.lowering import translate
@@ -33,7 +33,7 @@ from compress.profiling.benchmark import (
     compare_latency,
     unmeasurable,
 )
-from compress.profiling.interaction_sum import Choice, InteractionSum, Value
+from compress.profiling.interaction_sum import InteractionSum
 
 if TYPE_CHECKING:
     from random import Random
@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.stage import Stage
     from compress.export.common.runtime import PredictedRuntime
+    from compress.export.latency.kernels import Arrays
     from compress.profiling.benchmark import Opener
+    from compress.profiling.interaction_sum import Choice, Value
 
     Widths = Mapping[str, int]
     Grid = Mapping[str, Sequence[Value]]

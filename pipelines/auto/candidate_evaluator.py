@@ -39,7 +39,7 @@ from compress.pipelines.auto.cost_models import LatencyTables, LayerSensitivity
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
-from compress.profiling.benchmark import Comparison, Opener, compare_latency, unmeasurable
+from compress.profiling.benchmark import Comparison, compare_latency, unmeasurable
 from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.quantization.mixed_precision.bit_search import weighted_layers as layers_of_module
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.config.run_options import RunOptions
     from compress.pipelines.results.schema import Report
+    from compress.profiling.benchmark import Opener
 
 LAYERS_COMPARED_ON = 64
 """Samples on which the outputs of a model with one quantized layer are compared; `quantize_mixed`

@@ -47,7 +47,7 @@ from compress.export.onnx.proto_io import read
 from compress.pipelines.auto.candidates import QUANTIZING, Candidate
 from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 from compress.pipelines.config.registry import stages
-from compress.profiling.interaction_sum import Choice, InteractionSum, Value
+from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.latency.widths import WidthVariants
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.export.latency.kernels import KernelTable
     from compress.profiling.benchmark import Opener
+    from compress.profiling.interaction_sum import Choice, Value
 
     Grid = Mapping[str, Sequence[Value]]
 

@@ -25,7 +25,7 @@ from compress.pipelines.auto.front import (
     write_point,
     write_points,
 )
-from compress.pipelines.auto.search_state import BlockVariant, Programmes, SearchState
+from compress.pipelines.auto.search_state import BlockVariant, SearchState
 from compress.pipelines.system import jsonl_log
 from compress.pipelines.system.machine_info import machine, versions
 from compress.profiling.peak_memory import measurement_process
@@ -35,6 +35,7 @@ from compress.pruning.latency.solver import Programme
 
 if TYPE_CHECKING:
     from compress.pipelines.auto.cost_models import LatencyTables
+    from compress.pipelines.auto.search_state import Programmes
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.config.run_options import RunOptions

@@ -27,13 +27,14 @@ from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtim
 from compress.pipelines.system.jsonl_log import EventListener, EventName, RunEvent
 from compress.pipelines.system.machine_info import machine
 from compress.pruning.latency.solver import Limit, Programme
-from compress.pruning.latency.widths import LossIncreases, WidthSpace, measure_loss_increases
+from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
 from compress.pruning.recovery.recovery import name_before
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
     from compress.pipelines.auto.cost_models import LayerSensitivity
+    from compress.pruning.latency.widths import LossIncreases
 
     ModelKey = tuple[Format, Runtime, tuple[str, ...]]
     """Format, runtime and removed blocks."""

@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from compress.serve.worker.tensors import Array, run_batched
+from compress.serve.worker.tensors import run_batched
 
 if TYPE_CHECKING:
     from compress.profiling.batch_dependence import Call
+    from compress.serve.worker.tensors import Array
 
 CLOSE_SECONDS = 5.0  # time limit for all threads to end
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.export.exporter import EXPORTERS
-from compress.profiling.batch_dependence import Call, numpy_call, seeded_rows
+from compress.profiling.batch_dependence import numpy_call, seeded_rows
 from compress.serve.packaging.model_interface import (
     Interface,
     RecordedMeasurements,
@@ -27,6 +27,7 @@ from compress.serve.worker.loaders import LOADERS
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
+    from compress.profiling.batch_dependence import Call
     from compress.serve.worker.tensors import Named
 
 SERVED_KINDS = tuple(LOADERS)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.serve.worker import wire
-from compress.serve.worker.tensors import TOO_LARGE, Array, Named, Specs, check, describe_error
+from compress.serve.worker.tensors import TOO_LARGE, check, describe_error
 from compress.serve.worker.wire import (
     HEADER_LENGTH,
     JSON,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from compress.serve.http.options import Limits
+    from compress.serve.worker.tensors import Array, Named, Specs
     from compress.serve.worker.wire import Readers
 
     Message = MutableMapping[str, Any]

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.common.forward import Outputs, Predictor, Tensors, first_output
+from compress.common.forward import Predictor, first_output
 from compress.core.metrics.metric import Metric, MetricMeter, not_finite
 from compress.core.objectives.loss import Loss, loss_kind
 from compress.core.objectives.task import (
@@ -25,6 +25,7 @@ from compress.core.objectives.task import (
 if TYPE_CHECKING:
     import torch
 
+    from compress.common.forward import Outputs, Tensors
     from compress.core.objectives.task import Pair, Task
     from compress.data.batch import Batch
     from compress.data.targets import Targets

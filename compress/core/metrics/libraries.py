@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_a
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
 from compress.common.factories import local_sources, resolve, sources_digest
-from compress.common.forward import Outputs, first_output, output_argument
+from compress.common.forward import first_output, output_argument
 from compress.common.requirements import pip_install
 from compress.core.metrics.builtin import label_decisions
 from compress.core.metrics.metric import (
@@ -30,6 +30,7 @@ from compress.core.objectives.task import describe_outputs, describe_targets, ne
 if TYPE_CHECKING:
     import torch
 
+    from compress.common.forward import Outputs
     from compress.data.targets import Targets
 
 

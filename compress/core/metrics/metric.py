@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.common.errors import PipelineInvalid, StageFailed, first_line
-from compress.common.forward import Outputs, Predictor, Tensors, first_output, output_argument
+from compress.common.forward import Predictor, first_output, output_argument
 from compress.common.requirements import announced, announcing_package
 from compress.core.metrics.score import Score, jackknifed, pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pydantic import JsonValue
 
+    from compress.common.forward import Outputs, Tensors
     from compress.common.signature import Signature
     from compress.data.batch import Batch
     from compress.data.splits import Splits

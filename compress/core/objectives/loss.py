@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.factories import NameOrReference, local_sources, resolve, sources_digest
-from compress.common.forward import Outputs, first_output, output_argument
+from compress.common.forward import first_output, output_argument
 from compress.common.requirements import announced, announcing_package
 from compress.core.objectives.task import (
     TargetKind,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
+    from compress.common.forward import Outputs
     from compress.common.signature import Signature
     from compress.core.objectives.task import Pair, Task
     from compress.data.splits import Splits

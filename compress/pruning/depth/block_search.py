@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from compress.artifacts.edits.removal import alike_entries, keep_blocks_
 from compress.common.errors import StageFailed, first_line
 from compress.common.forward import Predictor, accept_any_batch, run_in_eval, torch_predictor
-from compress.common.tensor_difference import Pair, relative_error_of_batches
+from compress.common.tensor_difference import relative_error_of_batches
 from compress.core.metrics.builtin import joint_decisions
 from compress.data.batch import Batch
 from compress.pruning.verification.masked_equivalence import shallow_copy, shapes_in_training
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.common.signature import Signature
+    from compress.common.tensor_difference import Pair
     from compress.core.context import Context
     from compress.core.metrics import MetricMeter
     from compress.core.progress import Progress

@@ -19,7 +19,7 @@ import torch
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.forward import copy_module
 from compress.core.diagnosis.layer_diagnosis import (
-    SAMPLES,
+    RANGE_SAMPLES,
     UNLIKE,
     WHY,
     LayerDiagnosis,
@@ -325,7 +325,7 @@ class CutChannels(PruningDiagnosis):
     def _ranges(self) -> tuple[Any, Any]:
         data = self.context.need_data(WHY)
         samples = self.samples_for(self.own.samples or self.usual_samples)
-        return input_ranges(samples), input_ranges(data.batches("val", limit=SAMPLES))
+        return input_ranges(samples), input_ranges(data.batches("val", limit=RANGE_SAMPLES))
 
     def _sliced(
         self, slices: Sequence[Any], ranking: Ranking, batches: Sequence[Batch], *, refit: bool
