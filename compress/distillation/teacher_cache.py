@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import Dataset
+
 from compress.common.errors import StageFailed
 from compress.common.process import threads_to_use
 from compress.data.batch import SampleWithTeacher, adapt
-from compress.data.sample_cache import CachedDataset, RecordLog, Sample, probe, read_samples
+from compress.data.sample_cache import RecordLog, Sample, probe, read_samples
 from compress.training.loop.train_state import autocast
 from compress.training.loop.trainer import cpu_threads
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
     from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.distillation.distillation_objective import DistillationObjective
@@ -34,8 +34,19 @@ class CannotCache(StageFailed):
     """The outputs cannot be cached; the teacher has to run in each epoch."""
 
 
-class DatasetWithTeacher(CachedDataset):
+class DatasetWithTeacher(Dataset[Any]):
     """A dataset's samples, each with the teacher's outputs from a folder."""
+
+    # No CachedDataset, whose samples are known not to change.
+    def __init__(self, dataset: Dataset[Any], folder: Path) -> None:
+        self.dataset = dataset
+        self.records = RecordLog(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> SampleWithTeacher:
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[SampleWithTeacher]:
         wanted = [range(len(self))[index] for index in indices]

@@ -2,14 +2,19 @@
 
 import shutil
 from collections import Counter
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
+from torch.utils.data import Dataset
 
 from compress.common.errors import StageFailed
 from compress.data.batch import SampleWithTeacher, collate
 from compress.data.sample_cache import RecordLog, Sample
+from compress.data.splits import Splits
 from compress.distillation import teacher_cache
 
 
@@ -138,6 +143,35 @@ def test_a_damaged_record_is_refused_and_voided(school, tmp_path):
     assert RecordLog(tmp_path, len(dataset)).read(3) is None
 
 
+class Changing(Dataset):
+    """Samples that differ each time they are read."""
+
+    reads = count()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([float(next(self.reads))]), index
+
+
+def test_samples_that_change_are_found_beside_answers_too(tmp_path):
+    records = RecordLog(tmp_path, 4)
+    for index in range(4):
+        answer = Sample((torch.ones(2),), target=None, names=None)
+        records.append(index, answer.to_bytes())
+    plain = Splits({"train": Changing()})
+    with_outputs = plain.with_view(lambda _, data: teacher_cache.DatasetWithTeacher(data, tmp_path))
+    assert with_outputs.contents().unrepeatable == {"train"}
+
+
+def test_answers_that_were_stored_without_names_are_read():
+    content = save({str(i): torch.full((2,), float(i)) for i in range(12)})
+    restored = Sample.from_bytes(content)
+    assert [x[0].item() for x in restored.inputs] == list(range(12))
+    assert restored.target is None
+
+
 def test_each_sample_gets_its_own_answer_whatever_the_order(school):
     context = school.context()
     stage_data = school.data(train=50)
@@ -146,7 +180,6 @@ def test_each_sample_gets_its_own_answer_whatever_the_order(school):
     from compress.training.config.training import Training
 
     objective = DistillationObjective(Teacher.from_model(school.teacher), (), (), 0.0)
-    from dataclasses import replace
 
     data = teacher_cache.with_teacher_outputs(
         objective, Training(epochs=1, batch_size=16), replace(context, data=stage_data), "t"
