@@ -15,6 +15,7 @@ from compress.export import CompressedTensorsModel, ExportCompressedTensors
 from compress.export.common.packed_weights import DecoderWeights, decoder_weights
 from compress.export.compressed_tensors.stage import COMPRESSED_TENSORS
 from compress.export.compressed_tensors.tensors import (
+    compare_integers,
     packed_state,
     quantization_config,
     streamed_folder,
@@ -175,7 +176,7 @@ def test_an_integer_that_changed_is_found(quantized, folder, tmp_path) -> None:
     save_file(stored, tmp_path / "model.safetensors")
     weights = decoder_weights(model, context_for(source, tmp_path), "test")
     with pytest.raises(StageFailed, match=r"lm_head\.weight: packed differs in the file"):
-        ExportCompressedTensors()._compare_integers(tmp_path / "model.safetensors", weights)
+        compare_integers(tmp_path / "model.safetensors", weights, "export_compressed_tensors")
 
 
 @pytest.mark.slow
