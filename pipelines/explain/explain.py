@@ -283,6 +283,7 @@ class _RefusedBranch:
 
     def rerun(self, name: str, settings: Mapping[str, Any]) -> ir.Model | None:
         """Return the file made with other settings; None where a stage trains or fails."""
+        # Fine-tuning is left out, as it changes no size.
         artifact: Any = self.before(name)
         with self.context.in_temporary_folder() as context:
             for place, later in enumerate(self.names[self.names.index(name) :]):
