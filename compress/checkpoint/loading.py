@@ -152,7 +152,12 @@ def _shapes(tensors: list[Any]) -> list[tuple[int, ...]]:
 
 
 def consolidate(checkpoint: Path, file: Path) -> None:
-    """Write a checkpoint, of any format for :func:`read_state_dict`, as one safetensors file."""
+    """Write a checkpoint's weights as one safetensors file, a tensor at a time.
+
+    The checkpoint is any that :func:`read_state_dict` takes, such as a directory of
+    torch.distributed.checkpoint; the file's folder must exist. Raises ArtifactInvalid: the
+    checkpoint cannot be read.
+    """
     from compress.checkpoint.safetensors_io import write_safetensors
 
     write_safetensors(file, read_state_dict(checkpoint))

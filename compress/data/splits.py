@@ -395,8 +395,8 @@ class Splits:
                 counts[name] = len(indices) if is_repeatable else 0
                 if not is_repeatable:
                     unrepeatable.add(name)
-        sets = frozenset(self._cached), frozenset(unrepeatable)
-        return Contents(made, lengths, hashes, counts, *sets, facts, streams)
+        cached, varying = frozenset(self._cached), frozenset(unrepeatable)
+        return Contents(made, lengths, hashes, counts, cached, varying, facts, streams)
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
         """Return hashes of samples, [samples, 2]; [1, 2], of the dataset, if samples vary."""
@@ -407,8 +407,9 @@ class Splits:
             # Samples that only the user's function understands are hashed as batches of one.
             as_batch = self.collate_fn if self.loading.collate_fn else None
             collate_fn = partial(hash_samples, as_batch=as_batch)
-            options = {"keeps_workers": False, "records": is_sampled}
-            reader = Reader(dataset, self.loading, collate_fn, **options)
+            reader = Reader(
+                dataset, self.loading, collate_fn, keeps_workers=False, records=is_sampled
+            )
             # A cache was probed when it was made; two workers would read the same samples at once.
             is_cached = isinstance(dataset, CachedDataset)
             probes = [] if is_cached else [indices_to_probe(dataset)] * 2

@@ -183,10 +183,11 @@ def _refused(
     allowed = run.max_points(judged) - sum(lost for stage, lost in points.items() if stage != name)
     planned = run.state.plan.stage(name)
     context = run.context(name, judged, temporary_folder() / "explain")
-    stage = planned.stage, run.state.artifacts[planned.input], run.state.artifacts[name], context
+    before, after = run.state.artifacts[planned.input], run.state.artifacts[name]
+    missing = points[name] - allowed
     seconds = next((s.seconds for s in run.report.stages if s.name == name), 0.0)
-    rerun = RerunStage(*stage, points[name] - allowed, seconds, deadline)
-    return RefusedStage(*stage, (), None, allowed, rerun)
+    rerun = RerunStage(planned.stage, before, after, context, missing, seconds, deadline)
+    return RefusedStage(planned.stage, before, after, context, (), None, allowed, rerun)
 
 
 def _explain_causes(refused: RefusedStage[Any], gate: str) -> Found:
