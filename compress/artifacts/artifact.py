@@ -129,7 +129,10 @@ class Artifact:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Self:
-        """Open a directory's artifact (``Artifact``: of any kind), or raise ArtifactInvalid."""
+        """Open the artifact in a directory; ``Artifact`` itself opens any kind.
+
+        Raises ArtifactInvalid: no readable manifest of this kind, or names or sizes differ.
+        """
         artifact = cls.read_manifest(path)
         artifact.check_files()
         return artifact
@@ -236,7 +239,7 @@ class Artifact:
         return {name: (self.path / name).read_bytes() for name in names}
 
     def carried_json(self, name: str) -> Any:
-        """Return a carried file's content, None without it, or raise ArtifactInvalid."""
+        """Return the content of a carried JSON file, None without it, or raise ArtifactInvalid."""
         if name not in self.manifest.files:
             return None
         self.check_files(hashed=[name])
@@ -277,7 +280,7 @@ class Artifact:
 
     @contextmanager
     def keep_verified(self) -> Iterator[None]:
-        """Count files as hashed still though a block links them, which changes their ctime."""
+        """Let hashed files count as hashed after a block that links them, which changes ctimes."""
         before = {name: v for v, name in self.file_versions().items() if v in _known}
         yield
         for version, name in self.file_versions().items():
@@ -285,7 +288,10 @@ class Artifact:
                 _known[version] = _known[before[name]]
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
-        """Compare all names and sizes and some hashes, or raise ArtifactInvalid, naming a file."""
+        """Compare names and sizes of all files, and hashes of some, with the manifest.
+
+        Raises ArtifactInvalid, which names the file: it is missing, altered, a link, or was added.
+        """
         self._check_sizes()
         for name in hashed:
             if _digest(self.path / name) != self.manifest.files[name]:
@@ -320,7 +326,10 @@ class Artifact:
         return self.only_device or device
 
     def open(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
-        """Load the model as a predictor, for ``with artifact.open() as predict:`` or a call."""
+        """Load the model as a predictor with so many CPU threads.
+
+        ``with artifact.open() as predict: predict(x)``, or ``artifact.open()(x)``.
+        """
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
 
     def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
@@ -334,7 +343,10 @@ class Artifact:
     def generation_speed(
         self, prompt_tokens: int, tokens: int, threads: int
     ) -> tuple[float, float]:
-        """Return ms to the first generated token and tokens/s after it, or raise Unavailable."""
+        """Return milliseconds to the first generated token, and tokens a second after it.
+
+        Raises Unavailable where the runtime that generates is not installed.
+        """
         raise NotImplementedError(f"{self.kind} artifacts cannot generate")
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
@@ -369,7 +381,10 @@ class Artifact:
         return self._int_fact("parameters")
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
-        """Return the multiply-accumulates of a sample, or None; named axes are of these sizes."""
+        """Return the multiply-accumulates of a sample; None where the format has not the operators.
+
+        Named axes have their number in `sizes`, by default 8 as in :meth:`Signature.example`.
+        """
         return None if sizes else self._int_fact("macs")
 
     def fact(self, name: str) -> Any:
@@ -455,7 +470,10 @@ def protect(folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder that is renamed to `out` in the end; PipelineInvalid if that holds files."""
+    """Yield a temporary folder, which gets the name `out` at the end of the block.
+
+    Raises PipelineInvalid: `out` holds files, or lies in an artifact.
+    """
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise PipelineInvalid(f"{out}: exists; remove it, or choose another folder")

@@ -1,4 +1,7 @@
-"""Files of a Hugging Face folder that a model carries through every stage, names unchanged."""
+"""Files of a Hugging Face folder that its model carries through every stage, beside its payload.
+
+Names stay, so that transformers' `AutoTokenizer` and `AutoConfig` open an artifact's folder.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ CARRIED_NAMES = (CONFIG, TOKENIZER, *TOKENIZER_SETTINGS, IMAGES)
 
 
 def chat_template_of(files: Mapping[str, bytes]) -> str | None:
-    """Return a tokenizer's chat template, of its own file or of its settings; None without one."""
+    """Return a tokenizer's chat template, of its own file or of its settings, or None.
+
+    Several templates are a list there, by name, of which the one for chats is meant.
+    """
     if CHAT_TEMPLATE in files:
         return files[CHAT_TEMPLATE].decode()
     source = json.loads(files.get(TOKENIZER_CONFIG, b"{}")).get("chat_template")

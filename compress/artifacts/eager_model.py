@@ -53,7 +53,11 @@ class EagerModel(Artifact):
         facts: dict[str, Any] | None = None,
         carried: Mapping[str, bytes] | None = None,
     ) -> EagerModel:
-        """Write an artifact of a recipe, whose source lies in `folder`, and of its weights."""
+        """Write an artifact from a recipe, whose factory's source lies in a folder, and weights.
+
+        The state dict may be in memory or on disk; tied tensors are stored once. ``facts`` and
+        ``carried`` as in :meth:`atomic_write`.
+        """
         from compress.checkpoint.safetensors_io import write_safetensors
 
         sources = local_sources(recipe.factory, folder)
@@ -206,7 +210,10 @@ class EagerModel(Artifact):
         )
 
     def stored_weights(self) -> tuple[torch.nn.Module, Weights]:
-        """Return the module on the meta device, its weights on disk, or raise ArtifactInvalid."""
+        """Return the module on the meta device, and its weights, still on disk.
+
+        Raises ArtifactInvalid: the module cannot be built without its weights.
+        """
         from compress.artifacts.meta_init import match_state_dict
         from compress.checkpoint.safetensors_io import read_safetensors
 

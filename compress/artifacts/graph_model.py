@@ -57,7 +57,11 @@ class GraphModel(Artifact):
 
     @classmethod
     def from_eager(cls, model: EagerModel, path: Path) -> GraphModel:
-        """Trace an eager model to one `.pt2` file; StageFailed if its outputs are others."""
+        """Trace an eager model to one `.pt2` file, which loads without the model's class.
+
+        Its outputs are compared at two sizes of every named axis. Raises StageFailed: the model
+        cannot be traced, or its graph has other outputs.
+        """
         from compress.graph.torch_export import export_program
 
         signature, lineage = model.signature, model.manifest.lineage

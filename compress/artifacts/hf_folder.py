@@ -397,7 +397,10 @@ def offline_transformers(source: Path) -> Iterator[None]:
 
 @contextmanager
 def offline(source: object) -> Iterator[None]:
-    """Refuse this thread's connections in a block: an ArtifactInvalid that names `source`."""
+    """Refuse connections to other machines in a block, by whatever library, in this thread.
+
+    Raises ArtifactInvalid, which begins with the source that is read, where one is asked for.
+    """
     _watch_connections()
     token = _reading.set(source)
     try:

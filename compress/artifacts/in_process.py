@@ -30,7 +30,7 @@ def register(function: Callable[..., Any], name: str) -> str:
 
 
 def register_module(module: torch.nn.Module) -> str:
-    """Return a reference to a factory of copies of a module, or raise ArtifactInvalid."""
+    """Return a reference to a factory of copies of a module; ArtifactInvalid if none are made."""
     kind = type(module)
     try:
         original = copy_module(module)

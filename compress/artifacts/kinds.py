@@ -13,7 +13,7 @@ LOADED: dict[str, type[Any]] = {}  # classes by kind, of the modules that were i
 
 
 def artifact_class(kind: str) -> type[Any] | None:
-    """Return the class of a kind, imported if need be; None if no package here has it."""
+    """Return the class of a kind, imported if need be, or raise Unavailable; None if unknown."""
     # By name and not by an import: the formats lie above this package, in `export` and `serve`.
     if kind not in LOADED:
         for entry in entry_points(group=ENTRY_POINT_GROUP, name=kind):

@@ -75,7 +75,10 @@ def rebuilding_recipe(
 def check_rebuild(
     module: torch.nn.Module, recipe: Recipe, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recipe, Signature]:
-    """Return recipe and signature with :func:`fit_call`'s edits, or raise ArtifactInvalid."""
+    """Return the recipe with the edits of :func:`fit_call`, and the signature with output names.
+
+    Raises ArtifactInvalid: the factory builds another architecture, or one with other outputs.
+    """
 
     def rebuild() -> torch.nn.Module:
         built = recipe.build()

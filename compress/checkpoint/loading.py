@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.state_dict import Weights, mismatches
+from compress.checkpoint.state_dict import StoredTensor, Weights, mismatches
 from compress.common.atomic_files import file_beside, refuse_irregular, sha256_while_unchanged
 from compress.common.errors import ArtifactInvalid
 from compress.common.foreign.child_process import read_in_child
@@ -91,6 +91,8 @@ def read_state_dict(checkpoint: Path) -> Weights:
 
 
 def _read(entry: Path) -> dict[str, Any]:
+    import torch
+
     from compress.checkpoint.safetensors_io import weight_map
 
     read: Callable[[Path], Mapping[str, Any]]
@@ -110,7 +112,7 @@ def _read(entry: Path) -> dict[str, Any]:
         files = weight_map(entry)
         shards = {file: read(file) for file in sorted(set(files.values()))}
         for name, file in files.items():
-            if not hasattr(shards[file].get(name), "shape"):
+            if not isinstance(shards[file].get(name), torch.Tensor | StoredTensor):
                 raise ArtifactInvalid(f"checkpoint {entry}: {name} is not in {file.name}")
         return {name: shards[file][name] for name, file in files.items()}
 
@@ -150,7 +152,12 @@ def _shapes(tensors: list[Any]) -> list[tuple[int, ...]]:
 
 
 def consolidate(checkpoint: Path, file: Path) -> None:
-    """Write a checkpoint, of any format for :func:`read_state_dict`, as one safetensors file."""
+    """Write a checkpoint's weights as one safetensors file, a tensor at a time.
+
+    The checkpoint is any that :func:`read_state_dict` takes, such as a directory of
+    torch.distributed.checkpoint; the file's folder must exist. Raises ArtifactInvalid: the
+    checkpoint cannot be read.
+    """
     from compress.checkpoint.safetensors_io import write_safetensors
 
     write_safetensors(file, read_state_dict(checkpoint))

@@ -45,7 +45,7 @@ SHAPE_FUNCTION = re.compile(
 
 
 def find_code(archive: PT2ArchiveReader) -> Iterator[str]:
-    """Describe everything in an archive that could run code when torch loads it."""
+    """Describe what could run code when torch loads an archive: pickles, libraries, source."""
     names = archive.get_file_names()
     for name in names:
         if not RECORD.fullmatch(name):

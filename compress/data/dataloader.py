@@ -61,7 +61,10 @@ class Reader:
         keeps_workers: bool,
         records: bool = False,
     ) -> None:
-        """Workers stay alive between reads if ``keeps_workers``; ``records`` files opened."""
+        """Start the workers; with ``keeps_workers`` they stay alive between reads.
+
+        With ``records``, not needed if all samples are hashed, opened files are recorded.
+        """
         # Changed before each iteration, so that workers can stay alive.
         self.plan = _Plan()
         workers: dict[str, Any] = {}

@@ -114,7 +114,7 @@ def hashes_of_tensors(tensors: Tensors) -> NDArray[np.uint64]:
 def hash_samples(
     samples: list[Any], as_batch: Callable[[list[Any]], Batch] | None = None
 ) -> tuple[bytes, bytes, Recording]:
-    """Return hashes and facts of samples, and what a worker read: a collate_fn."""
+    """Return hashes and facts of samples, and the files that a worker read; a collate_fn."""
     hashes = facts = b""
     for sample in samples:
         if as_batch:

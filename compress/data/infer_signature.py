@@ -56,7 +56,10 @@ def inputs_of(
 
 
 def sample_inputs(data: Splits | None, signature: Signature) -> tuple[torch.Tensor, ...] | None:
-    """Return the first samples' inputs, as some models refuse invented ones; None if unfit."""
+    """Return the inputs of the first samples as a batch, as some models refuse invented ones.
+
+    None without data, or where they do not fit the signature, which stages then report.
+    """
     if data is None:
         return None
     name = next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
@@ -124,7 +127,10 @@ def _specs(
 
 
 def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
-    """Return declared inputs with the range, mask, NaN or infinities that samples show."""
+    """Return declared inputs with the range, mask, NaN or infinities that samples show.
+
+    They are unchanged where samples cannot be read or do not fit, which stages then report.
+    """
     names = [spec.name for spec in inputs]
     count = SAMPLES if any(spec.holds_integers for spec in inputs) else SAMPLES_OF_FLOATS
     try:

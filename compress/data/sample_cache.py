@@ -59,7 +59,10 @@ class Sample:
         return dict(zip(self.names, self.inputs, strict=True)) | labels
 
     def to_bytes(self) -> bytes:
-        """Return safetensors: `position:name` of inputs, `labels`, or `labels:number` and nest."""
+        """Return it as safetensors: inputs are named `position:name`, the target `labels`.
+
+        A nest of targets is named `labels:number`, and `labels:nest` holds it as JSON in bytes.
+        """
         names = self.names or [""] * len(self.inputs)
         inputs = enumerate(zip(names, self.inputs, strict=True))
         tensors = {f"{i}:{name}": x for i, (name, x) in inputs}
@@ -122,7 +125,7 @@ class CachedDataset(Dataset[Any]):
 
 
 def probe(dataset: Dataset[Any]) -> Probes:
-    """Digest a few samples, by index, read twice: with other seeds, to see what is random."""
+    """Digest a few evenly spaced samples of a dataset, read twice with different seeds."""
     indices, digests = indices_to_probe(dataset), []
     for seed in (0, 1):
         with seeded(seed, "cpu"):
@@ -138,7 +141,11 @@ def indices_to_probe(dataset: Dataset[Any]) -> list[int]:
 
 
 def cache_folder(cache: Path, split: str, origin: str, probes: Probes) -> Path:
-    """Create the folder of a split's samples, or raise PipelineInvalid if they are random."""
+    """Create and return the folder for a split's samples; changed data get another folder.
+
+    ``origin`` is what else the samples depend on: their number, the source code that makes them.
+    Raises PipelineInvalid: samples are drawn at random, or the folder cannot be made.
+    """
     drawn = next((index for index, (first, again) in probes.items() if first != again), None)
     if drawn is not None:
         raise PipelineInvalid(

@@ -240,7 +240,10 @@ class Splits:
     def batches(
         self, name: str, batch_size: int | None = None, limit: int | None = None
     ) -> Iterator[Batch]:
-        """Yield a split's batches in its order: of all samples, or of ``limit`` spread ones."""
+        """Yield a split's batches in its order: all samples, or ``limit`` spread over them.
+
+        Without ``batch_size`` batches of large samples are divided.
+        """
         samples = len(self.split(name))  # type: ignore[arg-type]
         order = range(samples) if limit is None else spread_indices(samples, limit)
         for batch in self.read(name, order, batch_size or self.batch_size):
@@ -350,7 +353,10 @@ class Splits:
         return self.contents().fingerprint
 
     def contents(self, most: int | None = None) -> Contents:
-        """Return what the data depend on; with `most`, so many samples of a split are read."""
+        """Return what the data depend on: hashes of samples, batch size, source of the factory.
+
+        With `most`, at most so many samples, spread over each split, are read one by one.
+        """
         made = {"batch_size": self.batch_size, **self._origin()}
         if self.loading.bucket_by or self.loading.pad_values:
             made["loader"] = f"{self.loading.bucket_by} {self.loading.pad_values}"
@@ -389,8 +395,8 @@ class Splits:
                 counts[name] = len(indices) if is_repeatable else 0
                 if not is_repeatable:
                     unrepeatable.add(name)
-        sets = frozenset(self._cached), frozenset(unrepeatable)
-        return Contents(made, lengths, hashes, counts, *sets, facts, streams)
+        cached, varying = frozenset(self._cached), frozenset(unrepeatable)
+        return Contents(made, lengths, hashes, counts, cached, varying, facts, streams)
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
         """Return hashes of samples, [samples, 2]; [1, 2], of the dataset, if samples vary."""
@@ -401,8 +407,9 @@ class Splits:
             # Samples that only the user's function understands are hashed as batches of one.
             as_batch = self.collate_fn if self.loading.collate_fn else None
             collate_fn = partial(hash_samples, as_batch=as_batch)
-            options = {"keeps_workers": False, "records": is_sampled}
-            reader = Reader(dataset, self.loading, collate_fn, **options)
+            reader = Reader(
+                dataset, self.loading, collate_fn, keeps_workers=False, records=is_sampled
+            )
             # A cache was probed when it was made; two workers would read the same samples at once.
             is_cached = isinstance(dataset, CachedDataset)
             probes = [] if is_cached else [indices_to_probe(dataset)] * 2
@@ -484,10 +491,12 @@ def _unpickled(
 
 
 def _append_unlabelled(splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-    return ConcatDataset([dataset, _WithoutLabels(splits.stored(UNLABELLED))])
+    return ConcatDataset([dataset, WithoutLabels(splits.stored(UNLABELLED))])
 
 
-class _WithoutLabels(Dataset[Any]):
+class WithoutLabels(Dataset[Any]):
+    """A dataset's samples without their targets; its name is part of fingerprints."""
+
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 

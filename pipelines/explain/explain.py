@@ -182,10 +182,11 @@ def _refused(
     allowed = run.max_points(judged) - sum(lost for stage, lost in points.items() if stage != name)
     planned = run.state.plan.stage(name)
     context = run.context(name, judged, temporary_folder() / "explain")
-    stage = planned.stage, run.state.artifacts[planned.input], run.state.artifacts[name], context
+    before, after = run.state.artifacts[planned.input], run.state.artifacts[name]
+    missing = points[name] - allowed
     seconds = next((s.seconds for s in run.report.stages if s.name == name), 0.0)
-    rerun = RerunStage(*stage, points[name] - allowed, seconds, deadline)
-    return RefusedStage(*stage, (), None, allowed, rerun)
+    rerun = RerunStage(planned.stage, before, after, context, missing, seconds, deadline)
+    return RefusedStage(planned.stage, before, after, context, (), None, allowed, rerun)
 
 
 def _explain_causes(refused: RefusedStage[Any], gate: str) -> Found:
@@ -282,6 +283,7 @@ class _RefusedBranch:
 
     def rerun(self, name: str, settings: Mapping[str, Any]) -> ir.Model | None:
         """Return the file made with other settings; None where a stage trains or fails."""
+        # Fine-tuning is left out, as it changes no size.
         artifact: Any = self.before(name)
         with self.context.in_temporary_folder() as context:
             for place, later in enumerate(self.names[self.names.index(name) :]):

@@ -305,14 +305,15 @@ def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
         else:  # its whole line
             start = text.rindex("\n", 0, keys[name].start_mark.index)
             changes.append((start, _line_end(text, end), ""))
+    added = {k: v for k, v in settings.items() if k not in known and v is not None}
     if stage.flow_style:
         place, separator = stage.end_mark.index - 1, ", "  # before the brace
-    else:  # behind the line of `stage:`, at the same indentation
+    elif added:  # behind the line of `stage:`, which may be merged, at the same indentation
         place = _line_end(text, known["stage"].end_mark.index)
         separator = "\n" + " " * stage.value[0][0].start_mark.column
-    added = {k: v for k, v in settings.items() if k not in known and v is not None}
-    lines = (f"{separator}{k}: {yaml_core.dump_on_one_line(v)}" for k, v in added.items())
-    changes.append((place, place, "".join(lines)))
+    if added:
+        lines = (f"{separator}{k}: {yaml_core.dump_on_one_line(v)}" for k, v in added.items())
+        changes.append((place, place, "".join(lines)))
     for start, end, replacement in sorted(changes, reverse=True):
         text = text[:start] + replacement + text[end:]
     return text

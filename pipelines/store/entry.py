@@ -135,7 +135,10 @@ class Entry:
             os.utime(self._record_path)
 
     def lookup(self, key: dict[str, Any], artifact: Artifact) -> StoredValue | None:
-        """Return a measured value by all it depends on, unless user code would read others."""
+        """Return what was measured on an artifact, unless user code would now read other files.
+
+        `key` has what was measured, and everything that the value depends on.
+        """
         stored = self._values_of(artifact).answers.get(canonical_json(key))
         return None if not stored or self._surroundings.change(stored.depends) else stored
 

@@ -58,7 +58,10 @@ class Cleaned(Settings):
 
 
 def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
-    """Remove artifacts of a run's directory or a shared store's URL, not used for some time."""
+    """Remove artifacts, of a run's directory or a shared store's URL, not used for some time.
+
+    `announce` receives a line where another run has to end first.
+    """
     age = re.fullmatch(r"(\d{1,6})([hdw])", older_than)
     if not age:
         raise PipelineInvalid(

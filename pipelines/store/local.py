@@ -63,7 +63,10 @@ class Store:
         code: Path | None = None,
         announce: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Use a folder as a store; `folder` is the pipeline file's, `code` has user modules."""
+        """Use a directory inside that of a run's results as a store.
+
+        Files that user code reads are relative to the pipeline's `folder`; `code` has its modules.
+        """
         self.root, self._remote, self._announce = root, remote, announce
         self.lock: int | None = None
         self.warnings: list[str] = []  # damaged or changed files that were found, for the report

@@ -91,8 +91,9 @@ class Remote:
     ) -> tuple[Artifact, Record] | None:
         """Download the artifact of a key to a path; return None if it is missing or damaged.
 
-        Also where `outdated` names something that user code read and that has changed. An OSError
-        of the local disk ends the run, other than one of the store.
+        Also where `outdated` names something that user code read and that has changed. Without
+        `downloads` the files are not fetched. An OSError of the local disk ends the run, other than
+        one of the store.
         """
         try:
             found = self._read_record(key, path, outdated) if self._reads else None

@@ -18,7 +18,11 @@ PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextmanager
 def readable_disk_errors(out: Path) -> Iterator[None]:
-    """Raise OSErrors of a block as PipelineInvalid (`out` is read-only) or StageFailed."""
+    """Turn OSErrors within a block into the toolkit's errors.
+
+    PipelineInvalid: the directory of the results cannot be written; StageFailed: the disk is full,
+    or fails otherwise.
+    """
     try:
         yield
     except OSError as error:

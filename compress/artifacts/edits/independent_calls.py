@@ -1,4 +1,8 @@
-"""Calls of a module that leave its state and inputs as they were, in whatever order they come."""
+"""Calls of a module that leave its state and its inputs as they were.
+
+A module may keep state between calls, such as the last frames of a stream, or change its inputs.
+Here models are called in any order, so each call starts from the state that the model was given.
+"""
 
 from __future__ import annotations
 
@@ -243,7 +247,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def script_attributes(module: torch.jit.ScriptModule) -> dict[str, str]:
-    """Return what TorchScript's forward reads: names → types; ArtifactInvalid if unrestorable."""
+    """Return what forward reads of a TorchScript module: dotted names → TorchScript types.
+
+    Raises ArtifactInvalid: it writes to an object that is no module, which cannot be restored.
+    """
     graph: Any = module.inlined_graph  # the nodes live as long as this name does
     parts = {name for name, _ in module.named_modules(remove_duplicate=False)}
     types = {}
@@ -301,11 +308,12 @@ def _is_same(a: Any, b: Any, compared: set[int] | None = None) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # A number for NaN, so that NaN equals NaN.
     return tensor.nan_to_num(nan=0.5) if tensor.is_floating_point() else tensor
 
 
 def _outcome(call: Call, inputs: Inputs) -> Outputs | None:
-    """Copy a call's outputs, with the same random numbers each time; None if it fails."""
+    """Copy a call's outputs, which may be views of state, under fixed seeds; None if it fails."""
     try:
         with random_state_kept("cpu"), torch.inference_mode():
             outputs = outputs_by_name(call([x.clone() for x in inputs]))

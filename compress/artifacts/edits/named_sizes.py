@@ -51,7 +51,10 @@ class NamedCall(Settings):
 
 
 def name_sizes_(module: nn.Module, calls: Sequence[NamedCall], sizes: Sizes) -> None:
-    """Let methods read sizes from attributes, set here by module, or raise ArtifactInvalid."""
+    """Replace methods of modules of one class, which read sizes from attributes that are set here.
+
+    Raises ArtifactInvalid: the code is not that for which the edit was made.
+    """
     classes: dict[type, type] = {}
     for name, values in sizes.items():
         part = module.get_submodule(name)

@@ -122,7 +122,10 @@ def _skeleton_of(recipe: Recipe) -> nn.Module:
 def packed_module(
     recipe: Recipe, stored: Mapping[str, StoredTensor], device: str = "cpu", *, rounds: bool
 ) -> nn.Module:
-    """Return a module that dequantizes a layer's weights, and `rounds` its inputs, when called."""
+    """Return a module that reads and dequantizes a layer's weights when it is called.
+
+    With `rounds` packed linear layers read activations rounded to 8 bits.
+    """
     from compress.artifacts.meta_init import stream_weights_
 
     module = _skeleton_of(recipe)

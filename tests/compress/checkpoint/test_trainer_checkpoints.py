@@ -195,6 +195,11 @@ def test_a_sharded_bin_is_read_and_all_its_files_count(tmp_path: Path) -> None:
     torch.save({"other": torch.zeros(3)}, last)
     with pytest.raises(ArtifactInvalid, match=r"2\.bias is not in pytorch_model-00004"):
         read_state_dict(folder)
+    shaped = OrderedDict[str, int]()
+    shaped.shape = (3,)  # type: ignore[attr-defined]  # torch restores attributes of these alone
+    torch.save({"2.bias": shaped}, last)
+    with pytest.raises(ArtifactInvalid, match=r"2\.bias is not in pytorch_model-00004"):
+        read_state_dict(folder)
     torch.save({"2.bias": _Call(eval, "raise SystemExit")}, last)
     with pytest.raises(ArtifactInvalid, match=r"names builtins\.eval"):
         read_state_dict(folder)

@@ -67,3 +67,11 @@ def test_another_stage_keeps_name_and_gates() -> None:
         "gates": [{"gate": "max_drop", "points": 0.5}],
         **settings,
     }
+
+
+def test_a_stage_that_merges_another_one_keeps_its_comments() -> None:
+    text = (
+        "stages:\n- &base\n  stage: prune\n  ratio: 0.5\n"
+        "- <<: *base\n  name: second\n  ratio: 0.3  # little\n"
+    )
+    assert changed_text(text, 1, {"ratio": 0.2}) == text.replace("0.3", "0.2")
