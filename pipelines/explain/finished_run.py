@@ -68,7 +68,6 @@ class FinishedRun:
             )
         pipeline = Pipeline.from_yaml(command[2])
         _, state = preview_state(pipeline, out, RunOptions(judge=report.judged, progress=progress))
-        state.progress = progress
         return cls(out, report, pipeline, state)
 
     def with_pipeline(self, pipeline: Pipeline, out: Path) -> FinishedRun:
@@ -81,7 +80,6 @@ class FinishedRun:
             cache=self.out / ".store", judge=self.report.judged, progress=self.state.progress
         )
         _, state = preview_state(pipeline, out, options)
-        state.progress = self.state.progress
         return FinishedRun(out, Report.read(out), pipeline, state)
 
     def judged(self, stage: str | None, gate: str | None) -> list[JudgedStage]:
