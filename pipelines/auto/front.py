@@ -164,7 +164,8 @@ def front_table(front: Front) -> Table:
     for name in cells[0] if cells else ():
         rows.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
     for number, own in enumerate(cells, 1):
-        rows.add_row(f"{number}{' *' * (own['model'] == front.best)}", *own.values())
+        mark = " *" if own["model"] == front.best else ""
+        rows.add_row(f"{number}{mark}", *own.values())
     return rows
 
 

@@ -61,7 +61,6 @@ class FinishedRun:
             )
         pipeline = Pipeline.from_yaml(command[2])
         _, state = preview_state(pipeline, out, RunOptions(judge=report.judged, progress=progress))
-        state.progress = progress
         return cls(out, report, pipeline, state)
 
     def with_pipeline(self, pipeline: Pipeline, out: Path) -> FinishedRun:
@@ -69,7 +68,6 @@ class FinishedRun:
         store, progress = self.out / ".store", self.state.progress
         options = RunOptions(cache=store, judge=self.report.judged, progress=progress)
         _, state = preview_state(pipeline, out, options)
-        state.progress = progress
         return FinishedRun(out, Report.read(out), pipeline, state)
 
     def judged(self, stage: str | None, gate: str | None) -> list[JudgedStage]:

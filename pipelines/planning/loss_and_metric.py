@@ -198,14 +198,16 @@ def _fitting_loss(
         f"{describe_outputs(output_argument(outputs, loss.outputs))}"
     )
     line = "" if pipeline.loss else f"loss: {loss_name}, as {forms}; metric: {plan.metric.name}"
-    warning = f"warning: {loss_name} takes logits, and the model's outputs look like probabilities;"
-    softmax = ""
+    mend = warning = ""
     if loss_name == "cross_entropy" and are_probabilities(first):
-        softmax = f"{warning} leave out the softmax, or use log_softmax and loss: nll"
+        mend = "leave out the softmax, or use log_softmax and loss: nll"
     # Of fewer samples all outputs may lie between 0 and 1 by chance.
     elif loss_name == "binary_cross_entropy" and len(first) == TRIED_SAMPLES:
-        softmax = f"{warning} leave out the sigmoid" * bool(((first >= 0) & (first <= 1)).all())
-    return [*filter(None, [line, softmax, _parts_warning(loss, outputs, batch_targets)])]
+        mend = "leave out the sigmoid" if ((first >= 0) & (first <= 1)).all() else ""
+    if mend:
+        looks = "takes logits, and the model's outputs look like probabilities"
+        warning = f"warning: {loss_name} {looks}; {mend}"
+    return [*filter(None, [line, warning, _parts_warning(loss, outputs, batch_targets)])]
 
 
 def _check_metric(

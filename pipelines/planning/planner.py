@@ -204,16 +204,22 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
                 f"{where}: holds all weights in memory, and model.stream keeps them on disk; "
                 f"leave out `stream`, or use {takes}"
             )
-        readers = [name for name, kinds in written.items() if _are(kinds, readable)]
-        fitting = [name for name in readers if not (quantizes and name in quantized)]
+        fitting = [
+            name
+            for name, kinds in written.items()
+            if _are(kinds, readable) and not (quantizes and name in quantized)
+        ]
         name_one = f"name one with `input:` ({', '.join(fitting)})"
         if quantizes and p.input in quantized:
             raise PipelineInvalid(
                 f"{where}: {p.input!r} is quantized already, expected a float model; {name_one}"
             )
         if not _are(found, readable):
-            mend = name_one if fitting else "add one before it"
-            if not fitting and written[SOURCE] != (EagerModel,):
+            if fitting:
+                mend = name_one
+            elif written[SOURCE] == (EagerModel,):
+                mend = "add one before it"
+            else:
                 known = known_stages().items()
                 readers = [name for name, s in known if _are(found, members_of(s.reads()))]
                 mend = f"begin with another form of the model, or with {', '.join(readers)}"
@@ -360,10 +366,11 @@ def _check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: S
 
 def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -> None:
     """Refuse limits of a stage that do not fit the metric's direction or unit."""
-    points = planned.stage.max_drop_points if isinstance(planned.stage, QuantizeMixed) else 0.0
-    if metric_class(metric).is_fraction and (problem := unlikely_points(points)):
-        where = pipeline.place("stages", planned.index)
-        raise PipelineInvalid(f"{where} ({planned.name}): max_drop_points: {problem}")
+    if isinstance(planned.stage, QuantizeMixed) and metric_class(metric).is_fraction:
+        problem = unlikely_points(planned.stage.max_drop_points)
+        if problem:
+            where = pipeline.place("stages", planned.index)
+            raise PipelineInvalid(f"{where} ({planned.name}): max_drop_points: {problem}")
     for i, gate in enumerate(planned.stage.gates):
         if problem := gate.unsuitable_metric(metric):
             where = pipeline.place("stages", planned.index, "gates", i)

@@ -2,11 +2,13 @@
 
 import re
 import tomllib
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
 
 from compress import Context, StageFailed, Unavailable
+from compress.artifacts import kinds
 from compress.common import requirements
 from compress.common.requirements import Requirement, pip_install
 from compress.pipelines.config.registry import stages
@@ -83,3 +85,31 @@ def test_an_installation_older_than_the_source_is_to_be_renewed(
             stages()
     finally:
         stages.cache_clear()
+
+
+def test_a_stage_of_another_package_takes_no_name_of_this_toolkit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = EntryPoint("another", "compress.training.stage:Train", "compress.stages")
+    both = (other, *entry_points(group="compress.stages"))  # found before this toolkit's
+    monkeypatch.setattr(requirements, "entry_points", lambda group: both)
+    stages.cache_clear()
+    try:
+        with pytest.raises(Unavailable, match=r"stage 'another' of .*:Train: the name is taken"):
+            stages()
+    finally:
+        stages.cache_clear()
+
+
+def test_an_unknown_kind_of_artifact_imports_stages_of_other_packages_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = EntryPoint("another", "another:Stage", "compress.stages")
+    own = (*entry_points(group="compress.stages"),)
+    loaded: list[EntryPoint] = []
+    monkeypatch.setattr(
+        kinds, "entry_points", lambda group, **_: (*own, other) if group == other.group else ()
+    )
+    monkeypatch.setattr(kinds, "load_entry_point", lambda entry, _: loaded.append(entry))
+    assert kinds.artifact_class("of_no_package") is None
+    assert loaded == [other]
