@@ -166,23 +166,51 @@ class PruneWeights(PruningStage):
         """
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.recovery.recovery import reestimate_batch_norms_, usual_calibration
-        from compress.pruning.unstructured.masks import (
-            AddZeros,
-            prunable_weights,
-            set_calibrated_zeros_,
-            set_uncalibrated_zeros_,
-            sparsity_facts,
-        )
+        from compress.pruning.unstructured.masks import AddZeros, prunable_weights, sparsity_facts
         from compress.training.objectives.objective import KeepZeros
 
-        module, amount = model.load(), self.amount or 0.0
+        module = model.load()
         prunable = prunable_weights(
             module, model.signature.example(seed=context.seed), self.include, self.exclude
         )
         if self.n_of_m or self.calibrates:
             prunable = prunable.with_known_layout(self.n_of_m)
         self._require_weights(prunable)
-        if self.schedule == "one_shot" and self.calibrates:
+        if self.schedule == "one_shot":
+            prunable = self._set_zeros_(module, prunable, context)
+        if self.batch_norm == "reestimate":
+            reestimate_batch_norms_(module, usual_calibration(context), context.device)
+        weights: torch.nn.Module | Weights = module
+        training: dict[str, JsonValue] = {}
+        if self.finetune is not None:
+            start = model.derive(context.work / "zeros", module)
+            names = tuple(prunable.layouts)
+            zeros: Constraint = KeepZeros(names)
+            if self.schedule != "one_shot":
+                zeros = AddZeros(
+                    tensors=names,
+                    amount=self.amount or 0.0,
+                    whole=self.scope == "global",
+                    schedule=self.schedule,
+                    until=self.until,
+                    updates=self.updates,
+                )
+            fitted = finetune(start, model, self.finetune, context, self.title, zeros)
+            weights, module, training = fitted.weights, fitted.module, fitted.facts()
+        facts = {**sparsity_facts(model.load(), module, prunable, self.n_of_m), **training}
+        return model.derive(context.root, weights, lineage=self.lineage(model), facts=facts)
+
+    def _set_zeros_(
+        self, module: torch.nn.Module, prunable: PrunableWeights, context: Context
+    ) -> PrunableWeights:
+        """Set all zeros at once, in place, and return the pruned weights."""
+        from compress.pruning.unstructured.masks import (
+            set_calibrated_zeros_,
+            set_uncalibrated_zeros_,
+        )
+
+        amount = self.amount or 0.0
+        if self.calibrates:
             data = context.need_data(f"method: {self.method}")
             left = set_calibrated_zeros_(
                 module,
@@ -196,7 +224,7 @@ class PruneWeights(PruningStage):
             )
             prunable = prunable.without(left)  # calibration may exclude more
             self._require_weights(prunable)
-        elif self.schedule == "one_shot":
+        else:
             set_uncalibrated_zeros_(
                 module,
                 prunable.layouts,
@@ -206,27 +234,7 @@ class PruneWeights(PruningStage):
                 is_global=self.scope == "global",
                 seed=context.seed,
             )
-        if self.batch_norm == "reestimate":
-            reestimate_batch_norms_(module, usual_calibration(context), context.device)
-        weights: torch.nn.Module | Weights = module
-        training: dict[str, JsonValue] = {}
-        if self.finetune is not None:
-            start = model.derive(context.work / "zeros", module)
-            names = tuple(prunable.layouts)
-            zeros: Constraint = KeepZeros(names)
-            if self.schedule != "one_shot":
-                zeros = AddZeros(
-                    tensors=names,
-                    amount=amount,
-                    whole=self.scope == "global",
-                    schedule=self.schedule,
-                    until=self.until,
-                    updates=self.updates,
-                )
-            fitted = finetune(start, model, self.finetune, context, self.title, zeros)
-            weights, module, training = fitted.weights, fitted.module, fitted.facts()
-        facts = {**sparsity_facts(model.load(), module, prunable, self.n_of_m), **training}
-        return model.derive(context.root, weights, lineage=self.lineage(model), facts=facts)
+        return prunable
 
     def _require_weights(self, prunable: PrunableWeights) -> None:
         if not prunable.layouts:

@@ -147,7 +147,6 @@ class PruningDiagnosis(LayerDiagnosis):
             self._shares[key] = found
         return self._shares[key]
 
-    @torch.no_grad()
     def statistics_shift(self) -> float:
         """Return how far BatchNorm statistics are from those of the pruned model, in deviations.
 

@@ -219,8 +219,9 @@ class PausedForward:
         if self._thread is None:
             self._requests: Requests = SimpleQueue()
             self._answers: Answers = SimpleQueue()
-            self._thread = Thread(target=copy_context().run, args=(self._run_module,), daemon=True)
-            self._thread.start()
+            thread = Thread(target=copy_context().run, args=(self._run_module,), daemon=True)
+            thread.start()
+            self._thread = thread  # once it runs, as close() waits for it
             self._pending = self._requests.get()
         # All of them, as compiled code that reads them asks for no torch function.
         self._files.load_(self._alive())

@@ -131,6 +131,16 @@ def test_a_stage_is_pruned_again_on_as_many_samples_as_it_was(tmp_path) -> None:
     assert all(torch.equal(again[name], made[name]) for name in made)
 
 
+def test_statistics_are_compared_after_a_cut_that_is_ranked_by_gradients(tmp_path) -> None:
+    torch.manual_seed(0)
+    recipe = Recipe(factory="digit_nets:net")
+    model = EagerModel.create(tmp_path / "m", recipe, net().state_dict(), IMAGES, folder=HERE)
+    context = Context(tmp_path / "made", Splits(data(0.0), 64), metric=Metric("accuracy"))
+    stage = PruneChannels(ratio=0.5, importance="taylor", calibration_samples=16)
+    after = stage.run(model, context)
+    assert CutChannels(stage, model, after, context, 1.0).statistics_shift() > 0
+
+
 def test_fewer_zeros_are_no_repair_where_a_pattern_says_how_many() -> None:
     (cause,) = [cause for cause in CAUSES if cause.key == "amount_too_high"]
     stages = [PruneWeights(pattern="2:4"), PruneWeights(amount=0.8)]

@@ -96,6 +96,22 @@ def test_activations_in_files_give_the_same_weights(monkeypatch, tmp_path: Path)
         assert torch.equal(one, other)
 
 
+def test_a_pass_that_cannot_begin_fails_and_is_closed(monkeypatch, tmp_path: Path) -> None:
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one = PausedForward(
+        nn.Linear(4, 2), Batch((torch.ones(3, 4),), None), ActivationFiles(str(tmp_path), 0)
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", full)
+        with pytest.raises(RuntimeError, match="new thread"):
+            one.outputs()
+    one.close()  # waits for no thread
+    assert one.outputs()[0].shape == (3, 2)
+    one.close()
+
+
 def test_a_layer_with_many_positions_is_fitted_on_the_first_samples(monkeypatch) -> None:
     monkeypatch.setattr(scores, "MIN_SAMPLES", 40)
     monkeypatch.setattr(scores, "POSITIONS_PER_COLUMN", 1)
