@@ -137,9 +137,6 @@ def check_bare_mar(
         raise ArtifactInvalid(
             f"{mar}: compress {command} takes an artifact's directory, or a .mar: {hint}"
         )
-        raise ArtifactInvalid(
-            f"{mar}: compress {command} takes an artifact's directory, or a .mar: {hint}"
-        )
     if sha256 is not None and (found := sha256_of(mar)) != sha256.lower():
         raise ArtifactInvalid(f"{mar}: sha256 is {found}, expected {sha256}")
     members = read_mar(mar)
