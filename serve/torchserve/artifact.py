@@ -87,7 +87,7 @@ class TorchServeArchive(Artifact):
         self.check()
         with (
             TorchServe(self.payload_path, threads=threads) as server,
-            server.client(self.signature, int(str(self.fact("max_rows")))) as client,
+            server.client(self.signature, self.max_rows) as client,
         ):
             self._predictors[threads] = predict
             try:
@@ -98,6 +98,11 @@ class TorchServeArchive(Artifact):
     def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
         """Return what :meth:`open` does: the model lies in memory of the server's."""
         return self.open(device, threads)
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of one request."""
+        return int(str(self.fact("max_rows")))
 
     def check(self) -> tuple[dict[str, bytes], Provenance]:
         """Verify the ``.mar``, its code too; return its members and provenance."""
