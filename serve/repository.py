@@ -436,12 +436,13 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
                 target = partial / REPOSITORY / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(model.path / name, target)
-            text = yaml.safe_dump(self._manifest(model), sort_keys=False)
+            text = yaml.safe_dump(self.manifest_of(model), sort_keys=False)
             (partial / KServeService.payload).write_text(text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_DEPLOYED)
         return KServeService.from_directory(context.root)
 
-    def _manifest(self, model: TritonRepository) -> dict[str, Any]:
+    def manifest_of(self, model: TritonRepository) -> dict[str, Any]:
+        """Return the InferenceService resource."""
         metadata = {"name": self.service_name}
         if self.namespace:
             metadata["namespace"] = self.namespace

@@ -193,7 +193,7 @@ def _serve_torchserve(
         curl = torchserve_line(server.url, server.model_name, signature, server.token)
         on_ready(ServedAt(str(mar), server.url, "torchserve", curl))
         sys.stdout.flush()
-        while not process.has_ended(server.pid):
+        while not server.has_ended():
             time.sleep(POLL_SECONDS)
     raise StageFailed(f"{mar}: TorchServe has ended by itself")
 

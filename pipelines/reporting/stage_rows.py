@@ -24,8 +24,6 @@ StageOutcome: TypeAlias = "StageReport | FailureReport | SkippedReport"
 SHOWN_FIRST = 5  # most deployable artifacts named at the top of the page
 NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
 """Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""
-NOT_SERVED = ("executorch", "tensorrt", "genai", "compressed-tensors", "gguf")
-"""Kinds that `compress serve` does not take."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +284,10 @@ def headline(report: Report) -> Headline | None:
     fastest: Any = artifact.facts.get("fastest")  # of export_fastest
     if fastest:
         gains.append(fastest["verdict"])
-    return Headline(", ".join(gains), artifact.path, artifact.file, artifact.kind not in NOT_SERVED)
+    from compress.serve.http.loaded_model import SERVED_KINDS  # imports every exporter
+
+    is_served = artifact.kind in (*SERVED_KINDS, "genai")
+    return Headline(", ".join(gains), artifact.path, artifact.file, is_served)
 
 
 def speed_in_words(after: Measurements, before: Measurements) -> str:

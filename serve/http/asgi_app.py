@@ -417,7 +417,7 @@ class Inference(SharedState):
         return response
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # a log must not show the token in its headers
 class WholeRequest:
     """One request, from its head to its response, which `_respond` is called with."""
 

@@ -83,7 +83,7 @@ class TorchServeArchive(Artifact):
         self.check()
         with (
             TorchServe(self.payload_path, threads=threads) as server,
-            server.client(self.signature, int(str(self.fact("max_rows")))) as client,
+            server.client(self.signature, self.max_rows) as client,
         ):
             self._predictors[threads] = predict
             try:
@@ -94,6 +94,11 @@ class TorchServeArchive(Artifact):
     def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
         """Return what :meth:`open` does: the model lies in memory of the server's."""
         return self.open(device, threads)
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of one request."""
+        return int(str(self.fact("max_rows")))
 
     def check(self) -> tuple[dict[str, bytes], Provenance]:
         """Verify the ``.mar``, its code too; return its members and provenance."""
@@ -130,9 +135,6 @@ def check_bare_mar(
         hint = f"no {MANIFEST} beside it"
         if (mar.parent / MANIFEST).is_file():
             hint = f"run compress {command} {mar.parent}"
-        raise ArtifactInvalid(
-            f"{mar}: compress {command} takes an artifact's directory, or a .mar: {hint}"
-        )
         raise ArtifactInvalid(
             f"{mar}: compress {command} takes an artifact's directory, or a .mar: {hint}"
         )

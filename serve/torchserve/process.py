@@ -131,6 +131,10 @@ class TorchServe:
         """PID of the server."""
         return self._process.pid
 
+    def has_ended(self) -> bool:
+        """Return whether the server has ended by itself."""
+        return has_ended(self.pid)
+
     def client(self, signature: Signature, max_rows: int) -> Client:
         """Return a client of the served model."""
         return Client(self.url, self.model_name, signature, token=self.token, max_rows=max_rows)

@@ -194,11 +194,11 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     assert list(closing_lines(report, Path("out")))[-1].plain == (
         "serve it: compress serve out/artifacts/fast"
     )
-    for_device = faster.model_copy(
-        update={"artifact": artifact.model_copy(update={"kind": "executorch"})}
-    )
-    on_device = report.model_copy(update={"stages": (*stages[:-1], for_device)})
-    assert "compress serve" not in list(closing_lines(on_device, Path("out")))[-1].plain
+    for kind, is_served in {"executorch": False, "packed": False, "genai": True}.items():
+        of_kind = faster.model_copy(update={"artifact": artifact.model_copy(update={"kind": kind})})
+        other = report.model_copy(update={"stages": (*stages[:-1], of_kind)})
+        last_line = list(closing_lines(other, Path("out")))[-1].plain
+        assert ("compress serve" in last_line) is is_served, kind
     kept = {"facts": {"fastest": {"verdict": "in onnx (faster than aot)"}}}
     fastest = faster.model_copy(update={"artifact": artifact.model_copy(update=kept)})
     packaged = faster.model_copy(
