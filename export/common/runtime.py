@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.requirements import Requirement
 
+logger = logging.getLogger(__name__)
 PredictedRuntime: TypeAlias = Literal["onnx", "openvino"]
 """Kinds of files whose latency is predicted from tables of kernels (`compress.export.latency`)."""
 
@@ -101,9 +102,6 @@ def refuse_unrolled_rnn(
             )
 
 
-logger = logging.getLogger(__name__)
-
-
 @contextmanager
 def failing_as(problem: str) -> Iterator[None]:
     """Raise StageFailed, which begins with the problem, for what a library raises in a block."""
@@ -126,7 +124,6 @@ NO_UINT16_KERNELS = (
     "AOTInductor's integer kernels take 8 bits, found uint16; quantize with 8 bits, or use "
     "export_onnx"
 )
-
 
 NO_UINT16_IN_OPSET = (
     f"opset {{}} has no 16-bit activations; set opset: {UINT16_OPSET} or more, or leave it out"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
     Cache = list[np.ndarray[Any, Any]]
+logger = logging.getLogger(__name__)
 
 
 class CachedSession:
@@ -80,7 +81,6 @@ def prefill_predictor(file: Path, threads: int, signature: Signature) -> Predict
     return predict
 
 
-logger = logging.getLogger(__name__)
 SHAPES = ((1, 1), (2, 7), (1, 33))
 """Batches and lengths of drawn tokens."""
 SAMPLES = 4
