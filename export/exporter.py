@@ -75,8 +75,8 @@ class ExportedModel(Artifact):
             self.verify()
         else:
             self.verify_cached()
-        place = self.payload_path, self.signature, self.manifest.facts, self.runs_on(device)
-        with self.open_file(*place, threads) as predict:
+        facts, device = self.manifest.facts, self.runs_on(device)
+        with self.open_file(self.payload_path, self.signature, facts, device, threads) as predict:
             yield predict
 
     @property
@@ -238,8 +238,8 @@ class Exporter(Stage[Reads, Writes]):
             self._parity_context(model, file, facts, context, inputs) as parity,
             report_on_mismatch(replace(parity, began=began)),
         ):
-            pair = parity.expected, parity.exported
-            allowed = self.compare(model, *pair, facts, val_batches, context)
+            expected, exported = parity.expected, parity.exported
+            allowed = self.compare(model, expected, exported, facts, val_batches, context)
         if allowed:  # the comparison on all of `val` needs it
             facts[ALLOWED] = allowed
 

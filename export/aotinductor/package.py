@@ -141,9 +141,7 @@ def refuse_one_channel_integers(program: ExportedProgram) -> None:
     # channels last: the code compiles, and its outputs are at chance.
     for node in program.graph.nodes:
         source = node.args[0] if CONVOLUTION.match(str(node.target)) else None
-        if source is None or not str(source.target).startswith(
-            "quantized_decomposed.dequantize_per_tensor"
-        ):
+        if source is None or not str(source.target).startswith(DEQUANTIZE_TENSOR):
             continue
         shape = source.meta["val"].shape
         if shape[1] == 1 and not all(isinstance(size, int) for size in shape):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.requirements import Requirement
 
+logger = logging.getLogger(__name__)
 PredictedRuntime: TypeAlias = Literal["onnx", "openvino"]
 """Kinds of files whose latency is predicted from tables of kernels (`compress.export.latency`)."""
 
@@ -98,9 +99,6 @@ def refuse_unrolled_rnn(
                 "number is a named axis; declare a number instead of the name in model.inputs, or "
                 f"use {other}export_onnx or export_torchscript"
             )
-
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager

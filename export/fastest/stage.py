@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.context import Context
+logger = logging.getLogger(__name__)
 
 
 class BenchRow(Settings):
@@ -124,7 +125,6 @@ def _described(signature: Signature) -> str:
     return " and ".join(f"{spec.dtype} [{sizes(spec.shape)}]" for spec in signature.inputs)
 
 
-logger = logging.getLogger(__name__)
 Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
 RUNTIMES: dict[Runtime, Callable[[], Exporter[Any, Any]]] = {
     name: cast("Any", EXPORTERS[name]) for name in get_args(Runtime)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
     Cache = list[np.ndarray[Any, Any]]
+logger = logging.getLogger(__name__)
 
 
 class CachedSession:
@@ -79,7 +80,6 @@ def prefill_predictor(file: Path, threads: int, signature: Signature) -> Predict
     return predict
 
 
-logger = logging.getLogger(__name__)
 SHAPES = ((1, 1), (2, 7), (1, 33))  # batches and lengths of drawn tokens
 SAMPLES = 4  # samples of `val`
 STEPS = 16  # tokens that are read one by one, and in two parts

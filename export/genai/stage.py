@@ -59,8 +59,8 @@ class GenaiModel(ExportedModel):
         """Return milliseconds to the first token, and tokens a second after it."""
         require_all([GENAI], str(self.path))
         self.verify_cached()
-        sizes = int(self.fact("vocabulary")), prompt_tokens, tokens
-        return measure_speed(self.path, *sizes, threads)
+        vocabulary = int(self.fact("vocabulary"))
+        return measure_speed(self.path, vocabulary, prompt_tokens, tokens, threads)
 
 
 class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):

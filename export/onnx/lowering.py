@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.common.signature import Signature
 
+logger = logging.getLogger(__name__)
 NOISY_LOGGERS = (
     "torch.onnx._internal.exporter._registration",
     "onnxscript.optimizer._constant_folding",  # it leaves alone what it cannot fold
@@ -225,7 +226,6 @@ def _registry(_vision: bool, **version: int) -> Any:
         return _build_registry(**version)
 
 
-logger = logging.getLogger(__name__)
 BY_OLDER_EXPORTER = "by torch's older, deprecated exporter: "
 """How the warning begins that a file has in its manifest; why the usual exporter failed follows."""
 

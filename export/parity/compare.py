@@ -114,9 +114,13 @@ def _all_kinds(
             change(x).to(x.dtype) if x.is_floating_point() and x.numel() else x for x in base
         )
 
-    seen = [[x for x in xs if x.numel()] for xs in zip(*val_batches, strict=True)]
-    lowest = [min((float(x.min()) for x in xs), default=0.0) for xs in seen]
-    highest = [max((float(x.max()) for x in xs), default=0.0) for xs in seen]
+    def extreme(pick: Callable[[torch.Tensor], torch.Tensor], xs: Tensors) -> float:
+        # torch's own, as Python's min passes over a NaN behind the first batch.
+        found = [pick(x).double() for x in xs if x.numel()]
+        return float(pick(torch.stack(found or [torch.zeros(())])))
+
+    columns = [*zip(*val_batches, strict=True)]
+    lowest, highest = ([extreme(pick, xs) for xs in columns] for pick in (torch.min, torch.max))
     zeros = [0 if low <= 0 <= high else low for low, high in zip(lowest, highest, strict=True)]
     yield "zeros", filled(zeros)
     yield "the smallest value seen everywhere", filled(lowest)

@@ -164,10 +164,10 @@ def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> st
     """Measure, search for the layer, write the folder; return what is added to the message."""
     now = time.monotonic()
     deadline = now + max(LEAST_SECONDS, SHARE_OF_STAGE * (now - parity.began))
-    pair = parity.expected, parity.exported
     rows, kind, total = [], "", -1.0
     inputs: Tensors = ()
-    for compared in outputs_by_kind(*pair, parity.source, parity.context):
+    source, context = parity.source, parity.context
+    for compared in outputs_by_kind(parity.expected, parity.exported, source, context):
         error_here = -1.0 if compared.refusal else compared.error
         rows.append(_row(compared, error_here))
         if error_here > total:

@@ -12,8 +12,7 @@ tells the error of an int8 file from how far its graph's outputs move where its 
 otherwise. A float that differs in its last bit may round to the next integer, and in an
 ill-conditioned network such flips grow from layer to layer: a ResNet-50 of seeded weights moves by
 0.46 of its outputs' spread. A right file differs from its graph by as much, as a runtime sums in
-another order.
-Both are made of the source and its float model alone; no export can change them.
+another order. Both are made of the source and its float model alone; no export can change them.
 """
 
 from __future__ import annotations

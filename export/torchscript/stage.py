@@ -157,8 +157,13 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
             # The file holds packed weights, which cannot be counted.
             facts |= {**kernels, **source_counts(model)}
         else:
-            how: Any = {"method": self.method, "scripted": self.scripted, "freeze": self.freeze}
-            module, guessed = to_torchscript(model.load(), model.signature, **how)
+            module, guessed = to_torchscript(
+                model.load(),
+                model.signature,
+                method=self.method,
+                scripted=self.scripted,
+                freeze=self.freeze,
+            )
             if guessed:
                 facts["warnings"].append(
                     f"the trace keeps what the example's data decided in {', '.join(guessed)}; "

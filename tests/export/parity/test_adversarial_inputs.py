@@ -111,6 +111,13 @@ def test_samples_without_a_number_to_scale_make_finite_inputs(rows: torch.Tensor
         assert x.shape == (2, rows.shape[1])
 
 
+def test_a_nan_of_any_batch_makes_the_smallest_and_largest_value_nan() -> None:
+    batches = [(torch.ones(2, 4),), (torch.full((2, 4), torch.nan),)]
+    kinds = dict(adversarial_inputs(ROWS, batches))
+    for kind in ("the smallest value seen everywhere", "the largest value seen everywhere"):
+        assert kinds[kind][0].isnan().all(), kind
+
+
 def test_a_fixed_batch_keeps_its_size() -> None:
     fixed = Signature(inputs=(TensorSpec(name="x", shape=(3, 4)),))
     kinds = dict(adversarial_inputs(fixed, []))
