@@ -74,6 +74,10 @@ def fuse_integer_products_(model: ir.Model) -> None:
     # onnxruntime fuses fixed ranges by itself; of those found at run time it fuses only what its
     # own quantizer writes: MatMulInteger, Cast, Mul.
     rounded: dict[ir.Value, ir.Value] = {}  # values that are rounded by rows → their integers
+    for ranges in model.graph:
+        if ranges.op_type == "DynamicQuantizeLinear":
+            for value in ranges.outputs[1:]:
+                value.type = value.shape = None  # torch's: double and int64, of one element
     for node in [n for n in model.graph if n.op_type in ("MatMul", "Gemm")]:
         _fuse_product_(model.graph, node, rounded)
     remove_unread_(model)

@@ -15,8 +15,10 @@ from compress.core.context import Context
 from compress.core.gates import MaxSize, Parity
 from compress.export.onnx import proto_io
 from compress.export.onnx.graph import check_class_count
+from compress.export.onnx.lowering import translate
 from compress.export.onnx.proto_io import read
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.serve.packaging.model_interface import record_probe
 from compress.serve.torchserve.stage import PackageTorchServe, archive_members
 from tests.export.builders import HERE, IMAGE, ROWS, network
@@ -90,6 +92,18 @@ def test_rewritten_graphs_answer_alike_and_are_written_alike(
     assert {node.domain for node in graph.graph.node} == set(domains)
     assert first.macs() == model.macs()
     assert exported(model, tmp_path / "second", optimize=level).digest == first.digest
+
+
+def test_ranges_found_at_run_time_have_the_types_of_onnx(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "networks:mlp")
+    quantized = QuantizeDynamic()(model, Context(root=tmp_path / "quantized"))
+    graph, _ = translate(quantized, None, "test")
+    proto_io.write(graph, tmp_path / "model.onnx")  # refuses types that do not fit
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    x = IMAGE.example(2)[0]
+    (found,) = session.run(None, {"image": x.numpy()})
+    with quantized.open() as predict:
+        assert torch.allclose(torch.from_numpy(found), predict(x)[0], atol=1e-5)
 
 
 @pytest.mark.slow
