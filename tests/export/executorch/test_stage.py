@@ -160,7 +160,11 @@ def test_ranges_found_at_run_time_are_those_of_rows(
     tokens = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(0))
     context = Context(root=tmp_path / "int8", data=samples(tokens))
     graph = QuantizeDynamic(target="xnnpack")(sequence, context)
-    assert graph.manifest.lineage[-1].settings["activation_range"] == "row"
+    with graph.open() as predict:
+        # no row's range depends on the others; with one range for all they differ by 1e-3 and more
+        torch.testing.assert_close(
+            predict(tokens[:3])[0], predict(tokens)[0][:3], rtol=0, atol=1e-6
+        )
     exported = ExportExecuTorch()(graph, context.with_root(tmp_path / "pte"))
     assert exported.manifest.facts["integer_kernels"] == {"aten.linear": 2}
     assert exported.manifest.facts["integer_share"] == 1
