@@ -19,7 +19,6 @@ from typing import Any
 from compress.common.errors import PipelineInvalid, first_line
 
 THREADS = "OMP_NUM_THREADS"
-NEVER = 2**31 - 1  # the largest threshold of the garbage collector, a C int
 
 
 def derive_seed(*parts: int) -> int:
@@ -97,18 +96,15 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 @contextmanager
-def own_garbage_only() -> Iterator[None]:
-    """Let the garbage collector see a block's own objects alone, and collect them at its end."""
-    # One collection over all objects of torch and its exporters takes a third of a second, and an
-    # export triggers several. Freezing them instead would end in `gc.unfreeze`, which also thaws
-    # what the command froze after its imports.
-    thresholds = gc.get_threshold()
-    gc.set_threshold(thresholds[0], NEVER, NEVER)
+def gc_frozen() -> Iterator[None]:
+    """Exempt existing objects from garbage collection for a block; collect its own at the end."""
+    # A collection over all objects of torch takes a third of a second, an export triggers several.
+    gc.freeze()
     try:
         yield
     finally:
-        gc.collect(1)  # what survived the youngest generation is in the second one
-        gc.set_threshold(*thresholds)
+        gc.collect()
+        gc.unfreeze()
 
 
 def usable_cores() -> int:

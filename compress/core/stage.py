@@ -12,7 +12,7 @@ from pydantic import Field
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.config import Settings, StageName, Unmet
 from compress.common.errors import GateRefused, exits_refused
-from compress.common.process import own_garbage_only
+from compress.common.process import gc_frozen
 from compress.common.requirements import Requirement, refuse_unmet, requirements_of, unmet_in
 from compress.core.gates.gate import AnyGate, Gate
 from compress.core.gates.runtime import baseline_for, baseline_name
@@ -106,7 +106,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         if self.needs_data:
             context.need_data(self.title)
         refuse_unmet(self.unmet(context), self.title)
-        with own_garbage_only(), exits_refused():
+        with gc_frozen(), exits_refused():
             return self.run(model, context)
 
     def rounding_error(self, model: Artifact, artifact: Artifact) -> float:
