@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAli
 from compress.common.counts import count
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.lazy_modules import torch
 from compress.common.signature import OutputSpec, Signature
 
 if TYPE_CHECKING:
-    import torch
-
     Tensors: TypeAlias = tuple[torch.Tensor, ...]
     Outputs: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
     """A model's flattened outputs, or its only one."""
@@ -57,8 +56,6 @@ class OpenedModel:
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         """Return the flattened outputs for inputs in the signature's order."""
-        import torch
-
         # Loading sets the process's number of threads, which is the caller's between two calls.
         own_threads = torch.get_num_threads()
         try:
@@ -73,8 +70,6 @@ class OpenedModel:
     def close(self) -> None:
         """Unload the model."""
         if self._predict is not None:
-            import torch
-
             own_threads = torch.get_num_threads()
             self._predict = None
             self._stack.close()
@@ -140,8 +135,6 @@ def count_forwards(predict: Predictor, kind: str) -> Predictor:
 @contextmanager
 def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predictor]:
     """Wrap a torch callable as a predictor that runs on a device with a number of CPU threads."""
-    import torch
-
     previous = torch.get_num_threads()
     torch.set_num_threads(threads)
 
@@ -172,7 +165,6 @@ def plain_attention() -> Iterator[None]:
     trace can follow: attention gets the mask itself. Whatever reads a model's outputs calls it in
     such a block; whatever measures its time does not.
     """
-    import torch
     from torch.nn import modules
 
     def is_causal(mask: Any, hint: bool | None = None, _: int | None = None) -> bool:
@@ -201,8 +193,6 @@ def split_batches(predict: Predictor, size: int) -> Predictor:
     """Let a predictor get batches of one size, whatever number of samples it is called with."""
 
     def predict_in_batches(*inputs: torch.Tensor) -> Tensors:
-        import torch
-
         rows = len(inputs[0])
         batches = []
         for start in range(0, rows, size):
@@ -216,8 +206,6 @@ def split_batches(predict: Predictor, size: int) -> Predictor:
 
 def run_in_eval(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Tensors:
     """Run a module in eval mode without gradients, then restore each submodule's own mode."""
-    import torch
-
     with preserve_modes(module), torch.inference_mode(), plain_attention():
         return flatten_outputs(module.eval()(*inputs))
 
@@ -254,7 +242,6 @@ def copy_module(
     ``prune`` compute before each call, or results that forward keeps. They are detached.
     `replacements` has by the ``id`` of a tensor what the copy has in its place.
     """
-    import torch
     from torch.utils import _pytree as pytree
 
     leaves = pytree.tree_leaves([vars(part) for part in module.modules()])
@@ -285,8 +272,6 @@ def flatten_outputs(output: Any) -> Tensors:
 
 def outputs_by_name(output: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's output by key; those without a key get a generated name."""
-    import torch
-
     flat: dict[str, torch.Tensor] = {}
     with suppress(ArtifactInvalid):
         flat = dict(_named_tensors(output))
@@ -304,8 +289,6 @@ def output_argument(
 
     If there are not as many names as outputs, these are ``output_0``, ``output_1`` and so on.
     """
-    import torch
-
     if isinstance(outputs, torch.Tensor):
         return outputs
     if len(outputs) == 1:
@@ -332,8 +315,6 @@ def image_advice(inputs: Sequence[torch.Tensor]) -> str:
 
 def first_output(outputs: Outputs) -> torch.Tensor:
     """Return the first of a model's flattened outputs."""
-    import torch
-
     return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
 
@@ -388,8 +369,6 @@ def _as_mapping(output: Any) -> Any:
 
 def _named_tensors(output: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of nested outputs in order, each with a name."""
-    import torch
-
     if isinstance(output, torch.Tensor):
         return [(name or OUTPUT, output)]
     if hasattr(output, "logits"):
@@ -417,8 +396,6 @@ def positional_parameters(module: torch.nn.Module) -> list[str]:
 
 def forward_parameters(module: torch.nn.Module) -> list[inspect.Parameter]:
     """Return forward's parameters; those of a TorchScript module from its schema."""
-    import torch
-
     if not isinstance(module, torch.jit.ScriptModule):
         return [*inspect.signature(module.forward).parameters.values()]
     forward: Any = module.forward

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.common.errors import PipelineInvalid, first_line
+from compress.common.lazy_modules import np, torch
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -37,18 +38,12 @@ def seeded(seed: int, device: str) -> Iterator[None]:
 
 def random_states() -> list[Any]:
     """Return the states of the generators of ``random``, NumPy and torch on the CPU."""
-    import numpy as np
-    import torch
-
     return [random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()]
 
 
 @contextmanager
 def random_state_kept(device: str) -> Iterator[None]:
     """Restore the states of torch, NumPy and ``random`` after a block."""
-    import numpy as np
-    import torch
-
     python_state, numpy_state, _ = random_states()
     try:
         devices = [torch.device(device)] if device.startswith("cuda") else []
@@ -64,9 +59,6 @@ def random_state_kept(device: str) -> Iterator[None]:
 
 def reseed(seed: int, device: str) -> None:
     """Seed torch, NumPy and ``random``."""
-    import numpy as np
-    import torch
-
     # torch.manual_seed seeds all devices of all kinds, which takes longer than a small step.
     torch.default_generator.manual_seed(seed)
     if device.startswith("cuda"):
@@ -133,8 +125,6 @@ def within_quota() -> Iterator[None]:
     if "torch" not in sys.modules and cpu_quota() is None:
         yield  # it will use no more by itself, and a run of cached results does not need it
         return
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(min(before, threads_to_use()))
     try:

@@ -6,15 +6,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from compress.common.config import Count, Settings
 from compress.common.errors import ArtifactInvalid
-
-if TYPE_CHECKING:
-    import torch
+from compress.common.lazy_modules import torch
 
 Dtype = Literal[
     "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"
@@ -274,8 +272,6 @@ class Signature(Settings):
         axis ``batch`` and others 8 elements, or the nearest number that is allowed; ArtifactInvalid
         is raised where they would not fit into memory.
         """
-        import torch
-
         axes = {axis: self.bounds(axis).nearest(EXAMPLE_LENGTH) for axis in self.dynamic_axes}
         axes |= {self.batch_axis or "": batch, **(sizes or {})}
         self.refuse_too_large(axes)

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from compress.common.lazy_modules import torch
 
+if TYPE_CHECKING:
     Pair = tuple[torch.Tensor, torch.Tensor]
 
 AT_ONCE = 2**20  # elements converted to float64 at a time, to bound memory: 8 MiB each
@@ -69,8 +69,6 @@ def largest_finite(tensor: torch.Tensor) -> float:
 
 def columns(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
     """Yield two batches of outputs a few columns at a time, with all rows."""
-    import torch
-
     if expected.numel():
         rows = len(expected) if expected.dim() else 1
         width = max(AT_ONCE // rows, 1)
@@ -91,7 +89,5 @@ def equally_not_finite(expected: torch.Tensor, got: torch.Tensor) -> torch.Tenso
 
 def _parts(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
     """Yield two tensors of the same shape a few elements at a time, on the CPU."""
-    import torch
-
     flat = (torch.split(t.detach().cpu().flatten(), AT_ONCE) for t in (expected, got))
     yield from zip(*flat, strict=True)

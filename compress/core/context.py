@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import remove, temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import CompressError, StageFailed
+from compress.common.lazy_modules import torch
 from compress.core.metrics import Metric, evaluate
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.progress import Progress, silent
@@ -26,8 +27,6 @@ from compress.profiling import benchmark
 from compress.profiling.output_summary import OutputSummarizer
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor, Tensors
     from compress.common.signature import Signature
@@ -193,8 +192,6 @@ class _Answers:
         return outputs
 
     def _keep(self, key: bytes, rows: list[bytes], outputs: Tensors) -> None:
-        import torch
-
         contents = [t.detach().cpu() for t in outputs if t.layout == torch.strided]
         size = sum(t.nbytes for t in contents)
         if self.bytes + size > MAX_BYTES or len(contents) < len(outputs):
@@ -219,8 +216,6 @@ class _Answers:
             self._rows |= {row: (place, i) for i, row in enumerate(rows)}
 
     def _read_rows(self, rows: list[bytes]) -> Tensors | None:
-        import torch
-
         if any(row not in self._rows for row in rows):
             return None
         outputs: list[list[torch.Tensor]] = []
@@ -235,8 +230,6 @@ class _Answers:
         return tuple(map(torch.stack, columns)) or None
 
     def _read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        import torch
-
         size = torch.Size(shape).numel() * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
@@ -262,8 +255,6 @@ def _row_hashes(inputs: Tensors) -> list[bytes]:
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

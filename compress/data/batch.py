@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
 from compress.common.errors import PipelineInvalid, first_line
+from compress.common.lazy_modules import torch
 from compress.data.targets import as_target, check_batch, describe, flatten, map_leaves, select
 
 if TYPE_CHECKING:
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 
 LABELS = "labels"
 IGNORED_LABEL = -100  # the target that torch's cross-entropy ignores
-NO_ARRAYS = (torch.bfloat16,)  # types of tensors that numpy has not
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,9 @@ class Batch:
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker sends each tensor by a file descriptor, of which the tensors of many samples
         # would need more than a process may open; arrays are sent as bytes.
-        target = self.target
+        target, no_array = self.target, torch.bfloat16  # a type that NumPy has not
         if target is not None and not isinstance(target, torch.Tensor):
-            target = map_leaves(target, lambda x: x if x.dtype in NO_ARRAYS else x.cpu().numpy())
+            target = map_leaves(target, lambda x: x if x.dtype == no_array else x.cpu().numpy())
         return _unpickled, (self.inputs, target, self.teacher_outputs)
 
     def to(self, device: str) -> Batch:
@@ -207,7 +204,8 @@ def _stack(column: Sequence[torch.Tensor], name: object, fill: Mapping[str, floa
     if len(shapes) == 1:
         return torch.stack(list(column))
     if isinstance(name, str) and all(len(shape) == 1 for shape in shapes):
-        return pad_sequence(list(column), batch_first=True, padding_value=fill.get(name, 0))
+        pad = torch.nn.utils.rnn.pad_sequence
+        return pad(list(column), batch_first=True, padding_value=fill.get(name, 0))
     shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
     raise PipelineInvalid(
         f"samples of one batch have shapes {shown}; only 1-D tensors of mapping samples are "

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, overload
 
-import torch
-
 from compress.common.errors import PipelineInvalid
+from compress.common.lazy_modules import torch
 
 Targets: TypeAlias = "torch.Tensor | list[Any] | dict[str, Any]"
 """The targets of a batch, or those of a sample."""

@@ -8,9 +8,7 @@ returns a scalar that is 0 for equal inputs.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-
+from compress.common.lazy_modules import F, torch
 from compress.training.objectives.objective import cosine_distance
 
 # Keeps the square root's gradient finite at 0, and the distances of equal samples from 0 / 0.

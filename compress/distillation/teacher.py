@@ -15,9 +15,9 @@ from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import onnx_runtime
 from compress.common.forward import Predictor, accept_any_batch, flatten_outputs
+from compress.common.lazy_modules import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -100,8 +100,6 @@ class Teacher:
 
     def load(self, device: str, modules: Sequence[str] = ()) -> LoadedTeacher:
         """Load the teacher; it returns its output and then the features of the named modules."""
-        import torch
-
         if self.kind is not None and issubclass(self.kind, EagerModel):
             module = self.module.to(device)
             recorder = FeatureRecorder(module, modules)
@@ -132,8 +130,6 @@ class Teacher:
 
 
 def _onnx_predictor(file: Path) -> Predictor:
-    import torch
-
     onnxruntime = onnx_runtime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()

@@ -10,6 +10,16 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Positive, Settings
 from compress.core.objectives.task import need_tensor
+from compress.distillation.losses import (
+    attention_distance,
+    contrastive_distance,
+    correlation_distance,
+    decoupled_divergence,
+    hint_distance,
+    relational_angles,
+    relational_distances,
+    similarity_distance,
+)
 from compress.training.objectives.objective import (
     cosine_distance,
     need_classes,
@@ -27,6 +37,7 @@ if TYPE_CHECKING:
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Modules = str | tuple[str, ...]
+WHICH = Field(description="Which term this is.")
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,7 @@ class Term(Settings):
 class Labels(Term):
     """The pipeline's loss on the targets; samples without one add nothing to it."""
 
-    loss: Literal["labels"]
-    """Which term this is."""
+    loss: Annotated[Literal["labels"], WHICH]
     needs_equal_outputs: ClassVar[bool] = False
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
@@ -91,8 +101,7 @@ class Labels(Term):
 class Kl(Term):
     """Divergence of softened distributions, times T squared (Hinton et al., 2015)."""
 
-    loss: Literal["kl"]
-    """Which term this is."""
+    loss: Annotated[Literal["kl"], WHICH]
     compares_classes: ClassVar[bool] = True
     temperature: Positive = 4.0
     """How far both distributions are softened before they are compared."""
@@ -108,8 +117,7 @@ class Dkd(Term):
     A sample without a label has the teacher's best class as its target.
     """
 
-    loss: Literal["dkd"]
-    """Which term this is."""
+    loss: Annotated[Literal["dkd"], WHICH]
     compares_classes: ClassVar[bool] = True
     temperature: Positive = 4.0
     """How far both distributions are softened before they are compared."""
@@ -120,8 +128,6 @@ class Dkd(Term):
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the weighted divergence."""
-        from compress.distillation.losses import decoupled_divergence
-
         need_classes(self.loss, outputs.teacher)
         target = outputs.teacher.argmax(1)
         labels = None if outputs.target is None else need_tensor("loss dkd", outputs.target)
@@ -146,8 +152,7 @@ class Dist(Term):
     For teachers much stronger than the student. Classes are compared over the batch.
     """
 
-    loss: Literal["dist"]
-    """Which term this is."""
+    loss: Annotated[Literal["dist"], WHICH]
     compares_classes: ClassVar[bool] = True
     temperature: Positive = 1.0
     """How far both distributions are softened before they are compared."""
@@ -158,8 +163,6 @@ class Dist(Term):
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the weighted distance."""
-        from compress.distillation.losses import correlation_distance
-
         need_classes(self.loss, outputs.teacher)
         return correlation_distance(
             outputs.student,
@@ -173,8 +176,7 @@ class Dist(Term):
 class Mse(Term):
     """Mean squared difference of outputs: of logits, or of embeddings."""
 
-    loss: Literal["mse"]
-    """Which term this is."""
+    loss: Annotated[Literal["mse"], WHICH]
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the mean."""
@@ -184,8 +186,7 @@ class Mse(Term):
 class Cosine(Term):
     """One minus the cosine of outputs, for embeddings."""
 
-    loss: Literal["cosine"]
-    """Which term this is."""
+    loss: Annotated[Literal["cosine"], WHICH]
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the mean."""
@@ -234,8 +235,7 @@ class FeatureTerm(Term):
 class Relational(FeatureTerm):
     """Distances between samples, and angles at each, of the batch (Park et al., 2019, RKD)."""
 
-    loss: Literal["relational"]
-    """Which term this is."""
+    loss: Annotated[Literal["relational"], WHICH]
     # Both weights are the paper's.
     distance_weight: Weight = 1.0
     """Weight of the distances, which are in units of their mean."""
@@ -244,8 +244,6 @@ class Relational(FeatureTerm):
 
     def distance(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of both losses."""
-        from compress.distillation.losses import relational_angles, relational_distances
-
         total = self.distance_weight * relational_distances(student, teacher)
         if self.angle_weight:  # cubic in the batch size
             total = total + self.angle_weight * relational_angles(student, teacher)
@@ -275,15 +273,12 @@ class Hint(ProjectedTerm):
     Projections are trained beside the student and dropped in the end.
     """
 
-    loss: Literal["hint"]
-    """Which term this is."""
+    loss: Annotated[Literal["hint"], WHICH]
     compare: Literal["mse", "cosine"] = "mse"
     """How features are compared: by `mse`, or by the `cosine` of channels."""
 
     def distance(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the distance of features."""
-        from compress.distillation.losses import hint_distance
-
         return hint_distance(student, teacher, self.compare)
 
 
@@ -293,16 +288,13 @@ class Attention(FeatureTerm):
     Maps have length 1, so that a weight near 1 is right, where the paper's means ask for 1000.
     """
 
-    loss: Literal["attention"]
-    """Which term this is."""
+    loss: Annotated[Literal["attention"], WHICH]
     student: Modules
     """Modules of the student, by name, several as a list or as a pattern in which `*` is one part
     of a name (`layers.*`)."""
 
     def distance(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the distance of attention maps."""
-        from compress.distillation.losses import attention_distance
-
         return attention_distance(student, teacher)
 
     def compares(self, student: torch.Size, teacher: torch.Size) -> bool:
@@ -314,13 +306,10 @@ class Attention(FeatureTerm):
 class Similarity(FeatureTerm):
     """Which samples of the batch resemble each other (Tung and Mori, 2019)."""
 
-    loss: Literal["similarity"]
-    """Which term this is."""
+    loss: Annotated[Literal["similarity"], WHICH]
 
     def distance(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the distance of similarities."""
-        from compress.distillation.losses import similarity_distance
-
         return similarity_distance(student, teacher)
 
 
@@ -330,15 +319,12 @@ class Contrastive(ProjectedTerm):
     After Tian et al. (2020), with the batch as negatives.
     """
 
-    loss: Literal["contrastive"]
-    """Which term this is."""
+    loss: Annotated[Literal["contrastive"], WHICH]
     temperature: Positive = 0.1
     """Temperature of the softmax over cosines; smaller is sharper."""
 
     def distance(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the contrastive loss."""
-        from compress.distillation.losses import contrastive_distance
-
         return contrastive_distance(student, teacher, self.temperature)
 
 

@@ -18,6 +18,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid, first_line
+from compress.common.lazy_modules import torch
 from compress.common.process import random_state_kept
 from compress.core.validation_errors import Location, closest, dotted, explain
 
@@ -72,8 +73,6 @@ def stage_function(
                 hint = f"; did you mean {close!r}?" if close else ""
                 raise TypeError(f"{name}() has no argument {argument!r}{hint}")
         settings = {n: arguments.pop(n) for n in [*arguments] if n in fields}
-        import torch
-
         threads, device = torch.get_num_threads(), str(arguments.get("device", "cpu"))
         try:
             # Libraries that a stage imports add filters, and users' models draw numbers.
@@ -129,8 +128,6 @@ def _run_stage(
     progress: bool | None = None,
 ) -> Any:
     # The functions' signatures are wanted by help and completion before torch is.
-    import torch
-
     from compress.core.context import Context
     from compress.core.metrics import Metric, default_metric
     from compress.core.objectives.loss import Loss

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.common.errors import CompressError, StageFailed
 from compress.common.forward import Predictor, accept_any_batch, torch_predictor
+from compress.common.lazy_modules import torch
 from compress.core.metrics import evaluate
 from compress.core.val_halves import HalfOfVal, halves_of_val
+from compress.data.batch import Batch
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.stage import Stage
-    from compress.data.batch import Batch
 
 ENTRY_POINT_GROUP = "compress.diagnoses"
 """Where packages announce the :class:`LayerDiagnosis` of a kind of stage, under the stage's key."""
@@ -260,8 +260,6 @@ class InputRange:
 
 def input_ranges(batches: Iterable[Batch]) -> list[InputRange | None]:
     """Return the range of each input over some batches; None for inputs that are no floats."""
-    import torch
-
     sums: dict[int, torch.Tensor] = {}
     count = 0
     for batch in batches:
@@ -381,8 +379,6 @@ class RerunStage:
 
     def share_in_range(self) -> float:
         """Return the share of the missing points that return on `val` in the range of `train`."""
-        from compress.data.batch import Batch
-
         train, val = self._ranges
         data = self.context.need_data(WHY)
         metric = self.context.metric.for_model(self.after.signature)

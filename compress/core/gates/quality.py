@@ -11,14 +11,13 @@ from pydantic import Field, JsonValue, model_validator
 
 from compress.common.config import Count, Fraction, Positive
 from compress.common.errors import StageFailed
+from compress.common.lazy_modules import F, torch
 from compress.common.tensor_difference import largest, largest_difference, measured
 from compress.core.gates.gate import Gate, Measured, describe_value
 from compress.core.metrics.builtin import labelled_outputs, predicted_decisions
 from compress.core.metrics.metric import metric_class
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
@@ -153,9 +152,6 @@ class MinCosine(_OutputsGate):
 
     def measure_by_output(self, before: Artifact, after: Artifact, context: Context) -> Measured:
         """Return the least cosine of all samples of `val`, of the worst output and of each."""
-        import torch
-        from torch.nn.functional import cosine_similarity
-
         cosines, count = defaultdict[int, list[torch.Tensor]](list), 0
         for expected, got in paired_outputs(before, after, context):
             count = len(expected)
@@ -168,7 +164,7 @@ class MinCosine(_OutputsGate):
                 if a.numel():
                     a, b = a.flatten(1), b.flatten(1)
                     # Nothing turns a vector of zeros that is equal; its cosine would be 0.
-                    cosines[i].append(cosine_similarity(a, b).masked_fill((a == b).all(1), 1.0))
+                    cosines[i].append(F.cosine_similarity(a, b).masked_fill((a == b).all(1), 1.0))
         if not cosines:
             raise StageFailed(NO_ELEMENTS)
         least = {i: float(torch.cat(found).min()) for i, found in cosines.items()}
@@ -203,9 +199,6 @@ class MaxDivergence(_NextTokenGate):
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the mean KL divergence from the model before to the one after."""
-        import torch
-        from torch.nn.functional import kl_div, log_softmax
-
         total, positions = 0.0, 0
         for expected, got in paired_outputs(before, after, context):
             a, b = expected[0], got[0]
@@ -217,8 +210,8 @@ class MaxDivergence(_NextTokenGate):
             # In parts: float64 scores of a whole batch would take much memory.
             parts = (torch.split(x.flatten(0, 1), 256) for x in (a, b))
             for one, other in zip(*parts, strict=True):
-                p, q = (log_softmax(x.double(), -1) for x in (one, other))
-                total += float(kl_div(q, p, reduction="sum", log_target=True))
+                p, q = (F.log_softmax(x.double(), -1) for x in (one, other))
+                total += float(F.kl_div(q, p, reduction="sum", log_target=True))
             positions += a.shape[0] * a.shape[1]
         if not positions:
             raise StageFailed("the outputs have no positions, so that there is nothing to compare")
@@ -288,8 +281,6 @@ def token_input(signature: Signature) -> int:
 
 def unmasked_inputs(signature: Signature, ids_BT: torch.Tensor) -> list[torch.Tensor]:
     """Return a model's inputs for token ids, with masks that let all of them through."""
-    import torch
-
     everywhere = torch.ones_like(ids_BT, dtype=torch.bool)
     is_mask = [spec.unmasked_value is not None for spec in signature.inputs]
     return [
@@ -305,8 +296,6 @@ def continue_greedily(
 
     They are fewer where the signature allows no longer inputs.
     """
-    import torch
-
     place, text_BT = token_input(signature), prompt_BT
     longest = signature.bounds(str(signature.inputs[place].shape[1])).max
     left = count if longest is None else min(count, longest - prompt_BT.shape[1])

@@ -16,12 +16,11 @@ from compress.artifacts.kinds import import_announced
 from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor, opened_model, torch_predictor
+from compress.common.lazy_modules import torch
 from compress.common.requirements import COMPILER, Requirement, require_all
 from compress.core.gates.gate import Gate
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
@@ -299,8 +298,6 @@ def nearest_float_model(model: Artifact, context: Context) -> Artifact:
 
 @contextmanager
 def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]:
-    import torch
-
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
 

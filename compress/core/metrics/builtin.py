@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.forward import Predictor, first_output
+from compress.common.lazy_modules import torch
 from compress.core.metrics.metric import Metric, MetricMeter, not_finite
 from compress.core.objectives.loss import Loss, loss_kind
 from compress.core.objectives.task import (
@@ -21,10 +22,9 @@ from compress.core.objectives.task import (
     same_shape,
     target_kind,
 )
+from compress.data.batch import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.common.forward import Outputs, Tensors
     from compress.core.objectives.task import Pair, Task
     from compress.data.batch import Batch
@@ -61,8 +61,6 @@ class Fidelity(Metric):
 
     def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
         """Count the equal labels of each sample, and all of them."""
-        import torch
-
         targets, task = need_tensor(f"metric {self.name}", targets), self.loss.task
         several = [outputs] if isinstance(outputs, torch.Tensor) else outputs
         decisions = joint_decisions(several, task)
@@ -128,8 +126,6 @@ class R2Meter(MetricMeter):
     """
 
     def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> None:
-        import torch
-
         pair = loss_kind("mse").match(first_output(outputs), need_tensor("metric r2", targets))
         predicted, true = (x.double().reshape(len(x), -1) for x in pair)
         mean = true.mean(0)
@@ -140,8 +136,6 @@ class R2Meter(MetricMeter):
 
     @staticmethod
     def _added(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-        import torch
-
         if one is None:
             return other
         if one.shape != other.shape:
@@ -190,8 +184,6 @@ class SlidingWindow(Settings):
 
         Every input with the targets' length on axis 1 is cut.
         """
-        from compress.data.batch import IGNORED_LABEL
-
         length, counted = targets.shape[1], 0
         for begin in range(0, length, self.stride):
             end = min(begin + self.context, length)
@@ -250,8 +242,6 @@ class Perplexity(Metric):
 
 def label_decisions(name: str, outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> Pair:
     """Return predicted and true labels of classes, or booleans of binary logits."""
-    from compress.data.batch import IGNORED_LABEL
-
     kind = loss.targets or target_kind(targets)
     if kind == "numbers":
         raise StageFailed(
@@ -277,10 +267,6 @@ def label_decisions(name: str, outputs: torch.Tensor, targets: torch.Tensor, los
 
 def count_equal(name: str, labels: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Count labels equal to their targets, and targets not ignored: `(2, samples)`, float64."""
-    import torch
-
-    from compress.data.batch import IGNORED_LABEL
-
     if labels.shape != targets.shape:
         raise StageFailed(
             f"metric {name}: labels have shape {tuple(labels.shape)} and targets "
@@ -333,8 +319,6 @@ def labelled_outputs(outputs: Sequence[torch.Tensor], task: Task | None = None) 
 
 def joint_decisions(outputs: Sequence[torch.Tensor], task: Task | None = None) -> torch.Tensor:
     """Return :func:`predicted_decisions` of all outputs with labels; several on a last axis."""
-    import torch
-
     found = [predicted_decisions(outputs[i], task) for i in labelled_outputs(outputs, task)]
     return torch.stack(found, -1) if len(found) > 1 else found[0]
 

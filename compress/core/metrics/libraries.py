@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_a
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.common.forward import first_output, output_argument
+from compress.common.lazy_modules import np, torch
 from compress.common.requirements import pip_install
 from compress.core.metrics.builtin import label_decisions
 from compress.core.metrics.metric import (
@@ -26,10 +27,9 @@ from compress.core.metrics.metric import (
 )
 from compress.core.objectives.loss import loss_kind
 from compress.core.objectives.task import describe_outputs, describe_targets, need_tensor
+from compress.data.batch import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.common.forward import Outputs
     from compress.data.targets import Targets
 
@@ -110,10 +110,6 @@ class _LabelMetric(Torchmetrics):
         import_library(self.name)
 
     def compared(self, outputs: Outputs, targets: Targets) -> tuple[Any, Targets, Any]:
-        import torch
-
-        from compress.data.batch import IGNORED_LABEL
-
         targets = need_tensor(f"metric {self.name}", targets)
         first, targets = self.loss.align(first_output(outputs), targets)
         labels, known = label_decisions(self.name, first, targets, self.loss)
@@ -202,8 +198,6 @@ class TorchmetricsMeter(MetricMeter):
 
     def add_shares_(self, states: Sequence[Any]) -> None:
         """Merge the states of all processes."""
-        import torch
-
         known = [state for state in states if state is not None]
         if not known:
             return
@@ -263,7 +257,6 @@ def metrics_in(metric: Any) -> list[Any]:
 
 def summed_state(metric: Any) -> torch.Tensor | None:
     """Return the state of an object of torchmetrics as float64 numbers, if all of it is sums."""
-    import torch
     from torchmetrics.utilities import dim_zero_sum
 
     values: list[torch.Tensor] = []
@@ -342,8 +335,6 @@ def matched_boxes(
         scores: what makes scores of `logits`: `softmax` over the classes, of which the last is
             "no object", or `sigmoid`.
     """
-    import numpy as np
-    import torch
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -415,8 +406,6 @@ def _predictions(
 
 
 def _ground_truth(targets: Targets) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    import torch
-
     pairs = []
     for target in targets if isinstance(targets, list) else [targets]:
         if target is None:
@@ -436,8 +425,6 @@ def _ground_truth(targets: Targets) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def _as_xywh(boxes: torch.Tensor, box_format: str) -> torch.Tensor:
     """Return boxes as left, top, width and height: `(boxes, 4)`."""
-    import torch
-
     first, second = boxes[:, :2], boxes[:, 2:]
     if box_format == "xyxy":
         return torch.cat([first, second - first], 1)

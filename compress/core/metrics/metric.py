@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.common.errors import PipelineInvalid, StageFailed, first_line
 from compress.common.forward import Predictor, first_output, output_argument
+from compress.common.lazy_modules import torch
 from compress.common.requirements import announced, announcing_package
 from compress.core.metrics.score import Score, jackknifed, pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.objectives.task import LabelOutOfRange, has_target, user_errors
 from compress.core.progress import Progress, silent
+from compress.data.targets import concatenate, interleave, select
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
     from pydantic import JsonValue
 
@@ -352,8 +353,6 @@ class MetricMeter:
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
         """Call a part of the user's metric; StageFailed where that raises."""
-        import torch
-
         # In the mode of the outputs, or torchmetrics' state could not change in place.
         with user_errors(f"metric {self.metric.name!r}", *arguments), torch.inference_mode():
             return function(*arguments, **settings)
@@ -383,8 +382,6 @@ class FunctionMeter(MetricMeter):
 
     def add_shares_(self, states: Sequence[tuple[Any, Targets] | None]) -> None:
         """Put the samples of all processes into their order."""
-        from compress.data.targets import interleave
-
         known = [state for state in states if state is not None]
         if len(known) > 1:
             outputs, targets = zip(*known, strict=True)
@@ -395,8 +392,6 @@ class FunctionMeter(MetricMeter):
 
     def pseudo_values(self) -> NDArray[np.float64] | None:
         """Return what each group adds to the metric; None for functions without groups."""
-        import torch
-
         added, groups = self.state(), self.jackknife_groups
         samples = 0 if added is None else len(has_target(added[1]))
         if not groups or samples < 2 * groups:
@@ -410,14 +405,10 @@ class FunctionMeter(MetricMeter):
 
     def _values_of(self, added: Any, parts: Sequence[torch.Tensor]) -> list[float]:
         """Return the function of each part of the samples, by a mask of these."""
-        from compress.data.targets import select
-
         return [self._value([select(each, part) for each in added]) for part in parts]
 
     def state(self) -> tuple[Any, Targets] | None:
         """Return all outputs and targets."""
-        from compress.data.targets import concatenate
-
         if not self.batches:
             return None
         try:
@@ -433,8 +424,6 @@ class FunctionMeter(MetricMeter):
 
 def one_number(name: str, value: Any) -> float:
     """Return a metric's value as a number; raise StageFailed where it is not one."""
-    import torch
-
     is_tensor = isinstance(value, torch.Tensor)
     try:
         if not is_tensor or value.numel() == 1:
@@ -467,8 +456,6 @@ def evaluate(
     batch_size: int | None = None,
 ) -> Score:
     """Compute a model's metric on a split, or raise StageFailed; `reference` is for `fidelity`."""
-    import torch
-
     # Once: of a few targets, as of a batch, the kind may be another.
     metric = metric.with_inferred_loss(splits)
     meter = metric.meter()
@@ -512,8 +499,6 @@ def _by_group(
     # Parts of one group of samples each: the group, its first row, and the rows. The batch begins
     # with sample `first` of a split's `samples`. It stays whole, without a group, if the metric
     # needs no groups, or its outputs have other rows than the targets.
-    from compress.data.targets import select
-
     rows = len(first_output(outputs)) if metric.adds_states else 0
     if not (rows and rows == len(has_target(targets))):
         yield None, 0, outputs, targets

@@ -12,11 +12,11 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
+from compress.common.lazy_modules import np
 from compress.core.verdict import Uncertainty
 from compress.profiling.output_summary import OutputSummary
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from numpy.typing import NDArray
     from pydantic import JsonValue
@@ -48,8 +48,6 @@ class Score:
 
         The divisor is one, or a text's labels; with `is_exponential` the value is exp of the mean.
         """
-        import numpy as np
-
         parts, counts = sums
         are_hits = bool(np.isin(parts, (0, 1)).all() and (counts == 1).all())
         if not are_hits:
@@ -82,8 +80,6 @@ class Score:
 
     def to_json(self) -> JsonValue:
         """Return it in a form that JSON can hold."""
-        import numpy as np
-
         parts = None
         if self.parts is not None:
             content = np.ascontiguousarray(self.parts).tobytes()
@@ -94,8 +90,6 @@ class Score:
     @classmethod
     def from_json(cls, content: Any) -> Score:
         """Restore what :meth:`to_json` returned."""
-        import numpy as np
-
         value, samples, parts, are_hits, outputs = content
         if parts is not None:
             parts = np.frombuffer(zlib.decompress(base64.b85decode(parts)))
@@ -178,8 +172,6 @@ def pseudo_values(
 
 def jackknifed(value: float, without: Sequence[float]) -> NDArray[np.float64] | None:
     """Return what each group adds to a metric, from its values without each; None for NaN."""
-    import numpy as np
-
     values = np.array(without)
     if not np.isfinite(values).all():
         return None

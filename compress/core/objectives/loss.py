@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.factories import NameOrReference, local_sources, resolve, sources_digest
 from compress.common.forward import first_output, output_argument
+from compress.common.lazy_modules import F, torch
 from compress.common.requirements import announced, announcing_package
 from compress.core.objectives.task import (
     TargetKind,
@@ -35,9 +36,10 @@ from compress.core.objectives.task import (
     target_kind,
     user_errors,
 )
+from compress.data.batch import IGNORED_LABEL
+from compress.data.targets import select
 
 if TYPE_CHECKING:
-    import torch
     from pydantic import JsonValue
 
     from compress.common.forward import Outputs
@@ -85,8 +87,6 @@ class LossKind:
         self, outputs: torch.Tensor, targets: torch.Tensor, reduction: str, **settings: Any
     ) -> torch.Tensor:
         """Compute the loss of matched outputs and targets with torch's reduction and settings."""
-        import torch.nn.functional as F
-
         value: torch.Tensor = getattr(F, self.torch_function)(
             outputs, targets, reduction=reduction, **settings
         )
@@ -132,8 +132,6 @@ class ClassLoss(LossKind):
 
     def count(self, targets: torch.Tensor) -> int:
         """Count labels that are not ignored, or rows of probabilities."""
-        from compress.data.batch import IGNORED_LABEL
-
         if targets.is_floating_point():
             return targets.numel() // targets.shape[1]
         return int((targets != IGNORED_LABEL).sum())
@@ -177,8 +175,6 @@ class BinaryCrossEntropy(LossKind):
     torch_function = "binary_cross_entropy_with_logits"
 
     def _match(self, outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
-        from compress.data.batch import IGNORED_LABEL
-
         outputs, targets = super()._match(outputs, targets)
         if not targets.is_floating_point():
             is_known = targets != IGNORED_LABEL
@@ -380,10 +376,6 @@ class Loss:
 
         By sample, `(2, samples)`, in float64; of the user's own loss for all together, `(2, 1)`.
         """
-        import torch
-
-        from compress.data.batch import IGNORED_LABEL
-
         first = first_output(outputs)
         if self.is_custom:
             function = self.function()
@@ -479,10 +471,6 @@ class LossFunction:
 
     def _mean_of_custom(self, outputs: Outputs, targets: Targets, over_all: bool) -> torch.Tensor:
         # With `over_all` on the samples that have a target.
-        import torch
-
-        from compress.data.targets import select
-
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         # The mean over nothing would be 0 / 0. All outputs, so that it depends on all weights.
         sums = (x.sum() for x in tensors if x.is_floating_point())
@@ -517,8 +505,6 @@ class LossFunction:
         None if that is the number of samples, all of one size: for targets that are floats, and
         for ``module:callable`` without an attribute ``count``.
         """
-        from compress.data.batch import IGNORED_LABEL
-
         if self.custom is not None:
             return self._custom_count(targets)
         if self.loss.task is not None and self.loss.task.next_token:
@@ -528,8 +514,6 @@ class LossFunction:
         return None if targets.is_floating_point() else (targets != IGNORED_LABEL).sum()
 
     def _custom_count(self, targets: Targets) -> torch.Tensor | None:
-        import torch
-
         count = getattr(self.custom, "count", None)
         if not callable(count):
             return None

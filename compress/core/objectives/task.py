@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
+from compress.common.lazy_modules import torch
+from compress.data.batch import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.data.splits import Splits
     from compress.data.targets import Targets
 
@@ -57,8 +57,6 @@ def sampled_targets(data: Splits) -> Targets | None:
 
     Of targets that are lists or mappings, it returns those of a batch.
     """
-    import torch
-
     batches = []
     for batch in data.batches(targets_split(data), limit=512):
         if isinstance(batch.target, list | dict):
@@ -136,10 +134,6 @@ def need_tensor(what: str, targets: Targets) -> torch.Tensor:
 
 def has_target(targets: Targets) -> torch.Tensor:
     """Return a boolean mask of the samples that have a target: a label, or numbers."""
-    import torch
-
-    from compress.data.batch import IGNORED_LABEL
-
     if isinstance(targets, dict):
         return torch.stack([has_target(entry) for entry in targets.values()]).any(0)
     if isinstance(targets, list):
@@ -175,7 +169,6 @@ def shape_of(tensor: torch.Tensor) -> str:
 
 def refuse_wrong_labels(labels: torch.Tensor, classes: int) -> None:
     """Raise LabelOutOfRange for a label that a model of so many classes does not have."""
-    from compress.data.batch import IGNORED_LABEL
     from compress.data.fingerprint import out_of_range
 
     is_wrong = ((labels < 0) | (labels >= classes)) & (labels != IGNORED_LABEL)

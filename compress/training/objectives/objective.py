@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
+from compress.artifacts.artifact import Artifact
 from compress.common.config import Positive, Settings
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
+from compress.common.lazy_modules import F, torch
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.objectives.task import infer_loss
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-    from compress.artifacts.artifact import Artifact
     from compress.common.forward import Outputs
     from compress.common.signature import Signature
     from compress.core.context import Context
@@ -94,8 +95,6 @@ class TargetLoss:
 
         With ``over_all`` the sum is divided by the number of all targets, unlabelled ones included.
         """
-        import torch
-
         weights = self.class_weights
         return partial(
             self.loss.function(),
@@ -172,11 +171,6 @@ class FromTeacher:
 
     def prepare(self, device: str) -> LossFunction:
         """Load the teacher and return the loss function."""
-        import torch
-
-        from compress.artifacts.artifact import Artifact
-        from compress.common.forward import flatten_outputs
-
         # In each process anew: an objective is sent to others as data, without tensors.
         teacher = Artifact.from_directory(self.teacher).load(device).requires_grad_(False)
         # The mean over all samples, so that those without a label add nothing.
@@ -240,8 +234,6 @@ def soft_cross_entropy(
     2: gradients of softened targets shrink with 1/T squared, and the factor undoes it. Classes lie
     on axis 1, as for ``cross_entropy``; the mean is taken over all other axes.
     """
-    import torch.nn.functional as F
-
     need_classes("kl", student_logits)
     student = F.log_softmax(student_logits / temperature, dim=1)
     teacher = F.log_softmax(teacher_logits / temperature, dim=1)
@@ -256,8 +248,6 @@ def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Compute the mean of one minus the cosine between vectors."""
-    import torch.nn.functional as F
-
     # The vectors lie on axis 1 of feature maps [N, C, H, W], and else on the last axis.
     axis = 1 if student.dim() == 4 else -1
     return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()
