@@ -18,6 +18,7 @@ from compress.common.counts import count
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.lazy_modules import torch
+from compress.common.process import torch_threads
 from compress.common.signature import OutputSpec, Signature
 
 if TYPE_CHECKING:
@@ -135,8 +136,6 @@ def count_forwards(predict: Predictor, kind: str) -> Predictor:
 @contextmanager
 def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predictor]:
     """Wrap a torch callable as a predictor that runs on a device with a number of CPU threads."""
-    previous = torch.get_num_threads()
-    torch.set_num_threads(threads)
 
     def predict(*inputs: torch.Tensor) -> Tensors:
         with torch.inference_mode():
@@ -145,10 +144,8 @@ def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predicto
             torch.cuda.synchronize(device)  # kernels run on by themselves: latency would miss them
         return outputs
 
-    try:
+    with torch_threads(threads):
         yield predict
-    finally:
-        torch.set_num_threads(previous)
 
 
 _attention_lock = threading.Lock()
@@ -165,12 +162,11 @@ def plain_attention() -> Iterator[None]:
     trace can follow: attention gets the mask itself. Whatever reads a model's outputs calls it in
     such a block; whatever measures its time does not.
     """
-    from torch.nn import modules
 
     def is_causal(mask: Any, hint: bool | None = None, _: int | None = None) -> bool:
         return bool(hint)
 
-    fused, transformer = torch.backends.mha, cast("Any", modules.transformer)
+    fused, transformer = torch.backends.mha, cast("Any", torch.nn.modules.transformer)
     with _attention_lock:
         _attention_before.append((fused.get_fastpath_enabled(), transformer._detect_is_causal_mask))
         fused.set_fastpath_enabled(False)
@@ -242,9 +238,7 @@ def copy_module(
     ``prune`` compute before each call, or results that forward keeps. They are detached.
     `replacements` has by the ``id`` of a tensor what the copy has in its place.
     """
-    from torch.utils import _pytree as pytree
-
-    leaves = pytree.tree_leaves([vars(part) for part in module.modules()])
+    leaves = torch.utils._pytree.tree_leaves([vars(part) for part in module.modules()])
     computed = [x for x in leaves if isinstance(x, torch.Tensor) and not x.is_leaf]
     memo = {id(x): x.detach().clone() for x in computed} | dict(replacements or {})
     return copy.deepcopy(module, memo)

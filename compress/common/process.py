@@ -125,8 +125,15 @@ def within_quota() -> Iterator[None]:
     if "torch" not in sys.modules and cpu_quota() is None:
         yield  # it will use no more by itself, and a run of cached results does not need it
         return
+    with torch_threads(min(torch.get_num_threads(), threads_to_use())):
+        yield
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Let torch compute with a number of CPU threads in a block, and after it with the former."""
     before = torch.get_num_threads()
-    torch.set_num_threads(min(before, threads_to_use()))
+    torch.set_num_threads(threads)
     try:
         yield
     finally:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import remove, temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import CompressError, StageFailed
+from compress.common.forward import accept_any_batch
 from compress.common.lazy_modules import torch
 from compress.core.metrics import Metric, evaluate
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.progress import Progress, silent
-from compress.profiling import benchmark
+from compress.profiling import benchmark, peak_memory
 from compress.profiling.output_summary import OutputSummarizer
 
 if TYPE_CHECKING:
@@ -433,8 +434,6 @@ class Context:
 
         What it was called with before, it answers from :attr:`answers`, unless not `kept`.
         """
-        from compress.common.forward import accept_any_batch
-
         artifact = self.form_of(artifact)
         open_model = partial(self.answers.predictor, artifact) if kept else artifact.open
         with open_model(self.device, self.threads) as predict:
@@ -479,11 +478,9 @@ class Context:
 
     def peak_memory(self, artifact: Artifact, batch: int) -> float:
         """Return the peak memory of opening an artifact and calling it on samples, in MiB."""
-        from compress.profiling.peak_memory import peak_memory, require_measurable
-
-        require_measurable(artifact)  # before the data are read
+        peak_memory.require_measurable(artifact)  # before the data are read
         batches = self.measured_batches(artifact.signature, batch)
-        return peak_memory(artifact, self.device, self.threads, batches)
+        return peak_memory.peak_memory(artifact, self.device, self.threads, batches)
 
     def measured_batches(self, signature: Signature, batch: int) -> list[tuple[torch.Tensor, ...]]:
         """Return batches to measure with, or raise StageFailed if the model's own size differs."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.artifacts.artifact import Artifact  # noqa: TC001 - a dataclass field
 from compress.artifacts.eager_model import EagerModel
+from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import onnx_runtime
@@ -36,8 +37,6 @@ class OnnxFile(Settings):
 
     def identity(self) -> dict[str, Any]:
         """Return what its outputs depend on, for cache keys."""
-        from compress.common.atomic_files import sha256_of
-
         return {"onnx": sha256_of(Path(self.onnx))}
 
 

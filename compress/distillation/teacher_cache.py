@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from compress.common.errors import StageFailed
-from compress.common.process import threads_to_use
+from compress.common.process import threads_to_use, torch_threads
 from compress.data.batch import SampleWithTeacher, adapt
 from compress.data.sample_cache import RecordLog, Sample, probe, read_samples
 from compress.training.loop.train_state import autocast
-from compress.training.loop.trainer import cpu_threads
 
 if TYPE_CHECKING:
     from compress.core.context import Context
@@ -105,7 +104,7 @@ def with_teacher_outputs(
     missing = [i for i in range(len(records.segment_of)) if records.read(i) is None]
     if missing:
         threads = max(1, threads_to_use() // training.parallel.ranks_per_node)
-        with cpu_threads(threads):
+        with torch_threads(threads):
             _fill(records, missing, objective, training, context, task)
     return data.with_view(partial(_view, folder.absolute()))
 

@@ -328,18 +328,7 @@ class Contrastive(ProjectedTerm):
         return contrastive_distance(student, teacher, self.temperature)
 
 
-AnyTerm = Annotated[
-    Labels
-    | Kl
-    | Dkd
-    | Dist
-    | Mse
-    | Cosine
-    | Relational
-    | Hint
-    | Attention
-    | Similarity
-    | Contrastive,
-    Field(discriminator="loss"),
-]
+OutputTerm = Labels | Kl | Dkd | Dist | Mse | Cosine
+AnyFeatureTerm = Relational | Hint | Attention | Similarity | Contrastive
+AnyTerm = Annotated[OutputTerm | AnyFeatureTerm, Field(discriminator="loss")]
 """A term of the loss; the key ``loss`` selects its class."""

@@ -19,7 +19,7 @@ from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid, first_line
 from compress.common.lazy_modules import torch
-from compress.common.process import random_state_kept
+from compress.common.process import random_state_kept, torch_threads
 from compress.core.validation_errors import Location, closest, dotted, explain
 
 if TYPE_CHECKING:
@@ -73,13 +73,14 @@ def stage_function(
                 hint = f"; did you mean {close!r}?" if close else ""
                 raise TypeError(f"{name}() has no argument {argument!r}{hint}")
         settings = {n: arguments.pop(n) for n in [*arguments] if n in fields}
-        threads, device = torch.get_num_threads(), str(arguments.get("device", "cpu"))
-        try:
-            # Libraries that a stage imports add filters, and users' models draw numbers.
-            with warnings.catch_warnings(), random_state_kept(device):
-                artifact: Writes = _run_stage(model, file, stage, settings, **arguments)
-        finally:
-            torch.set_num_threads(threads)
+        device = str(arguments.get("device", "cpu"))
+        # Libraries that a stage imports add filters, and users' models draw numbers.
+        with (
+            torch_threads(torch.get_num_threads()),
+            warnings.catch_warnings(),
+            random_state_kept(device),
+        ):
+            artifact: Writes = _run_stage(model, file, stage, settings, **arguments)
         return artifact
 
     function.__name__ = function.__qualname__ = name

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, JsonValue
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.kinds import import_announced
 from compress.common.config import Count
 from compress.common.errors import StageFailed
@@ -298,9 +300,6 @@ def nearest_float_model(model: Artifact, context: Context) -> Artifact:
 
 @contextmanager
 def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]:
-    from compress.artifacts.eager_model import EagerModel
-    from compress.artifacts.graph_model import GraphModel
-
     torch.compiler.reset()  # or earlier compilations count against torch's recompile limit
     if isinstance(model, EagerModel):
         module = model.load(device)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings, Unmet
 from compress.common.errors import PipelineInvalid, Unavailable
@@ -119,6 +119,21 @@ DEFAULT_LEARNING_RATE = {
     "rprop": 1e-2,
     "sgd": 0.1,
 }
+
+
+def _known_optimizer(name: str) -> str:
+    if name.lower() in DEFAULT_LEARNING_RATE:
+        return name.lower()
+    hint = did_you_mean(name.lower(), DEFAULT_LEARNING_RATE)
+    raise ValueError(f"unknown optimizer {name!r}; {hint}")
+
+
+Optimizer = Annotated[
+    str,
+    AfterValidator(_known_optimizer),
+    Field(json_schema_extra={"enum": [*DEFAULT_LEARNING_RATE]}),
+]
+"""Name of an optimizer, in any case."""
 DEFAULT_WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
 UNSHARDED_ONLY = ("adafactor", "rprop")  # optimizers that cannot step sharded weights (torch 2.13)
 SCHEDULES = (
@@ -217,20 +232,7 @@ class Training(Settings):
     """Whether weights and inputs of four dimensions (images) are laid out in memory with channels
     last, for which convolutions have faster kernels on CUDA (tensor cores) and on most CPUs.
     Results differ by rounding. A model that calls `view` on such tensors needs `reshape`."""
-    optimizer: Literal[
-        "adadelta",
-        "adafactor",
-        "adagrad",
-        "adam",
-        "adamax",
-        "adamw",
-        "asgd",
-        "nadam",
-        "radam",
-        "rmsprop",
-        "rprop",
-        "sgd",
-    ] = "sgd"
+    optimizer: Optimizer = "sgd"
     """An optimizer of torch.optim; `sgd` has momentum. The fused variant is used if possible."""
     optimizer_arguments: dict[str, JsonValue] = {}
     """Further arguments of the optimizer, such as `betas` or `eps`."""
@@ -287,14 +289,6 @@ class Training(Settings):
     callbacks: Annotated[Callbacks | Reference, Field(exclude=True)] = Callbacks()
     """Functions to call after steps and epochs, or `module:Class` with methods of these names. They
     get numbers and not the model, so that they change no result and are part of no cache key."""
-
-    @field_validator("optimizer", mode="before")
-    @classmethod
-    def _known_optimizer(cls, name: object) -> object:
-        if not isinstance(name, str) or name.lower() in DEFAULT_LEARNING_RATE:
-            return name.lower() if isinstance(name, str) else name
-        hint = did_you_mean(name.lower(), DEFAULT_LEARNING_RATE)
-        raise ValueError(f"unknown optimizer {name!r}; {hint}")
 
     @model_validator(mode="after")
     def _check_parallel(self) -> Self:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
+from compress.common.lazy_modules import torch
 from compress.training.config.parallel import TORCHRUN, Parallel
 from compress.training.launch.rank_environment import LocalRanks
 
@@ -159,12 +160,12 @@ class RankGroup:
     @classmethod
     def join(cls, environment: Mapping[str, str]) -> Self:
         """Meet the other processes, in the environment of :func:`launched_environment`."""
-        from torch.distributed.rendezvous import rendezvous
-
         os.environ.update(environment)
         where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        timeout = timedelta(seconds=SECONDS_TO_MEET)
         try:
-            store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=SECONDS_TO_MEET)))
+            meeting = torch.distributed.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]
+            store, _, _ = next(meeting)
         except (RuntimeError, ValueError) as error:
             raise StageFailed(
                 f"rank {environment['RANK']}: the {environment['WORLD_SIZE']} processes of the run "
@@ -185,8 +186,6 @@ class RankGroup:
         torchrun restarts processes with a store that may hold the keys of earlier ones: rank 0
         names a prefix for all keys of this start to each rank that has just introduced itself.
         """
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
         own, deadline = uuid.uuid4().hex, time.monotonic() + SECONDS_TO_MEET
         prefix, missing = own, set(range(1, self.world_size))
         if self.rank:
@@ -210,7 +209,7 @@ class RankGroup:
                     name = self.server.get(f"introduced/{rank}").decode()
                     self.server.set(f"prefix/{name}", own)
             time.sleep(SECONDS_BETWEEN_POLLS if missing else 0)
-        self.store = PrefixStore(prefix, self.server)
+        self.store = torch.distributed.PrefixStore(prefix, self.server)  # type: ignore[attr-defined]
         self._heartbeat.store = self.store
         self._heartbeat.start()
 
@@ -263,8 +262,6 @@ class RankGroup:
 
         ``answer`` takes a request other than a training, and returns why it cannot be met, or "".
         """
-        from torch.distributed import DistNetworkError
-
         try:
             for number in itertools.count(1):
                 # Not `Store.wait`, during which Python could not handle signals.
@@ -281,7 +278,7 @@ class RankGroup:
                     share = {n: request[n] for n in ("processes", "per_process", "attempt")}
                     with suppress(CompressError):  # rank 0 raises it
                         self._run_ranks(Path(request["folder"]), lambda record: None, **share)
-        except DistNetworkError as error:
+        except torch.distributed.DistNetworkError as error:
             raise StageFailed("rank 0 has ended; its own output says why") from error
         except BaseException as error:
             how = "was stopped"
@@ -326,11 +323,9 @@ class RankGroup:
 
     @contextmanager
     def _lost_store_explained(self) -> Iterator[None]:
-        from torch.distributed import DistNetworkError
-
         try:
             yield
-        except DistNetworkError as error:
+        except torch.distributed.DistNetworkError as error:
             raise StageFailed(
                 f"the connection to {self.host}:{self.port}, where the processes meet, is lost; "
                 "the output of the process there says why"

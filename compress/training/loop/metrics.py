@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -198,14 +198,14 @@ def recording_metrics(job: Job, strategy: Strategy) -> Iterator[StepMetrics]:
     """Record metrics inside the block; traces and memory snapshots are written at its end."""
     folder, profile = job.profiles or job.folder / "profiles", job.training.profile
     rank = dist.get_rank() if dist.is_initialized() else 0
-    trace: AbstractContextManager[Any] = nullcontext()
-    if profile.trace_settings:
-        file = folder / f"trace-rank{rank}.json"
-        trace = tracing(file, profile.trace_settings, job.device, lists_operators=rank == 0)
-    memory: AbstractContextManager[Any] = nullcontext()
-    if profile.memory:
-        memory = recording_memory(folder / f"memory-rank{rank}.pickle")
-    with memory, trace as profiler:
+    with ExitStack() as stack:
+        profiler = None
+        if profile.memory:
+            stack.enter_context(recording_memory(folder / f"memory-rank{rank}.pickle"))
+        if settings := profile.trace_settings:
+            trace = folder / f"trace-rank{rank}.json"
+            traced = tracing(trace, settings, job.device, lists_operators=rank == 0)
+            profiler = stack.enter_context(traced)
         yield StepMetrics(job, strategy, profiler)
 
 

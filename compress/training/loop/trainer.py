@@ -9,7 +9,7 @@ import math
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.foreign.lock_waits import bounded_lock_waits
 from compress.common.forward import Predictor, flatten_outputs, plain_attention
-from compress.common.process import derive_seed, reseed, seeded
+from compress.common.process import derive_seed, reseed, seeded, torch_threads
 from compress.data.dataloader import Reader, StreamReader
 from compress.data.fingerprint import hash_of_state
 from compress.data.targets import flatten, select
@@ -68,7 +68,7 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
     training = job.training
     with (
         bounded_lock_waits(),
-        cpu_threads(job.threads),
+        torch_threads(job.threads),
         matmul_precision(training),
         memory_budget(training),
         job.data.keep_workers(),
@@ -343,17 +343,6 @@ def is_finished(training: Training, history: Sequence[Epoch], metric: Metric) ->
     if training.early_stopping is None or not history:
         return False
     return epochs_without_gain(history, metric)[-1] >= training.early_stopping
-
-
-@contextmanager
-def cpu_threads(threads: int) -> Iterator[None]:
-    """Limit torch to a number of CPU threads inside the block."""
-    previous = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous)
 
 
 def on_device(batches: Iterable[Batch], device: str) -> Iterator[Batch]:

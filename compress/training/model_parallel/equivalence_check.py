@@ -109,14 +109,11 @@ def full_precision() -> Iterator[None]:
         *(cudnn.conv, cudnn.rnn),
         *(onednn.matmul, onednn.conv, onednn.rnn),
     ]
-    before = [operator.fp32_precision for operator in operators]
-    for operator in operators:
-        operator.fp32_precision = "ieee"
-    try:
+    with ExitStack() as stack:
+        for operator in operators:
+            stack.callback(setattr, operator, "fp32_precision", operator.fp32_precision)
+            operator.fp32_precision = "ieee"
         yield
-    finally:
-        for operator, precision in zip(operators, before, strict=True):
-            operator.fp32_precision = precision
 
 
 def forward_and_backward(
