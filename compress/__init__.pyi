@@ -30,7 +30,6 @@ from .core.gates import MinMetric as MinMetric
 from .core.gates import MinSpeedup as MinSpeedup
 from .core.gates import MinTokensPerSecond as MinTokensPerSecond
 from .core.gates import Parity as Parity
-from .core.gates import RunsIn as RunsIn
 from .core.metrics import Metric as Metric
 from .core.objectives.loss import Loss as Loss
 from .core.stage import Stage as Stage
@@ -48,6 +47,7 @@ from .export.functional import export_openvino as export_openvino
 from .export.functional import export_program as export_program
 from .export.functional import export_tensorrt as export_tensorrt
 from .export.functional import export_torchscript as export_torchscript
+from .export.web.gate import RunsIn as RunsIn
 from .functional.stages import convert_precision as convert_precision
 from .functional.stages import distill as distill
 from .functional.stages import prune_channels as prune_channels

@@ -17,7 +17,7 @@ from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
 from compress.export.fastest.stage import BenchCell, BenchRow, Runtime, export_to, measure_fastest
-from compress.export.web.page import ONNXRUNTIME_WEB, WEB, web_page
+from compress.export.web.page import ONNXRUNTIME_WEB, web_page
 from compress.functional.in_memory import Inputs, as_artifact, forward_names, make_splits
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.reporting.terminal_table import NOT_MEASURABLE
@@ -99,7 +99,7 @@ def _web_page(
     artifacts: Mapping[str, Artifact], context: Context, cells: Sequence[BenchCell], seconds: float
 ) -> str:
     """Return the page of the one ONNX file, with its latencies here on one thread."""
-    names = [name for name, artifact in artifacts.items() if artifact.kind in WEB.artifact_kinds]
+    names = [name for name, artifact in artifacts.items() if artifact.kind == "onnx"]
     if len(names) != 1:
         raise PipelineInvalid(
             f"web: expected one ONNX file, found {', '.join(names) or 'none'}; name one artifact "

@@ -6,7 +6,6 @@ import base64
 import gzip
 import html
 import json
-import math
 import os
 import shutil
 import signal
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.common.tensor_difference import largest_finite
-from compress.core.gates.runtime import OTHER_RUNTIMES, OtherRun, OtherRuntime
 
 if TYPE_CHECKING:
     import torch
@@ -269,8 +267,12 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def run_in_browser(model: Artifact, batches: Sequence[Batch]) -> OtherRun:
-    """Run an artifact's file in a headless Chromium on batches of one size, and measure it."""
+def run_in_browser(model: Artifact, batches: Sequence[Batch]) -> tuple[str, dict[str, Any]]:
+    """Run an artifact's file in a headless Chromium on batches of one size, and measure it.
+
+    Returns where it ran, and `difference` (the largest absolute one of an output to the artifact's
+    own runtime; None for NaN and other shapes), `p50_ms` and `p90_ms` of a call.
+    """
     from compress.profiling.benchmark import MEASURED_SECONDS
 
     sizes = {len(batches[0][0]): batches}
@@ -280,14 +282,4 @@ def run_in_browser(model: Artifact, batches: Sequence[Batch]) -> OtherRun:
     if "error" in found:
         raise StageFailed(f"does not run in {where}: {found['error']}")
     (size,) = found["sizes"]
-    difference = math.nan if size["difference"] is None else size["difference"]
-    return OtherRun(difference, size["p50_ms"], size["p90_ms"], where)
-
-
-WEB = OTHER_RUNTIMES["web"] = OtherRuntime(
-    run=run_in_browser,
-    artifact_kinds=frozenset({"onnx"}),
-    requirements=(ONNXRUNTIME_WEB, CHROMIUM),
-    versions=lambda: {"onnxruntime-web": ONNXRUNTIME_WEB.version()},
-)
-"""The runtime `web` of the gate `runs_in`."""
+    return where, size

@@ -23,4 +23,3 @@ from compress.core.gates.quality import MinMetric as MinMetric
 from compress.core.gates.quality import Parity as Parity
 from compress.core.gates.runtime import MinDelegated as MinDelegated
 from compress.core.gates.runtime import MinIntegerMacs as MinIntegerMacs
-from compress.core.gates.runtime import RunsIn as RunsIn

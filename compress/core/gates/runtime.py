@@ -1,21 +1,19 @@
-"""Runtimes: which kernels compute a file, how it answers elsewhere, and what a speedup is over."""
+"""Runtimes: which kernels compute a file, and what a speedup is over."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.kinds import import_announced
-from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.lazy_modules import torch
@@ -91,87 +89,6 @@ class MinIntegerMacs(_ShareGate):
         "is for the results of export_onnx, export_aot and export_executorch, found {kind}: what "
         "its kernels multiply is not counted"
     )
-
-
-class OtherRun(NamedTuple):
-    """What a file did in another runtime."""
-
-    difference: float
-    """Largest absolute difference of an output to that of the artifact's own runtime."""
-    p50_ms: float
-    p90_ms: float
-    described: str
-    """The runtime with its version, and where it ran."""
-
-
-class OtherRuntime(NamedTuple):
-    """A runtime that opens a kind of artifact's files elsewhere than in this process."""
-
-    run: Callable[[Artifact, Sequence[tuple[torch.Tensor, ...]]], OtherRun]
-    """Runs an artifact on batches of inputs."""
-    artifact_kinds: frozenset[str]
-    requirements: tuple[Requirement, ...]
-    versions: Callable[[], Mapping[str, str]]
-    """Versions that its answers depend on."""
-
-
-OTHER_RUNTIMES: dict[str, OtherRuntime] = {}
-"""By a gate's ``runtime``. As ``compress`` may not import ``export``, that adds its own here."""
-
-
-def _other_runtime(name: str) -> OtherRuntime:
-    if name not in OTHER_RUNTIMES:
-        import_announced()
-    return OTHER_RUNTIMES[name]
-
-
-class RunsIn(Gate):
-    """The file runs in another runtime, and answers there as it does here, on samples of `val`.
-
-    `web`: in a browser, by onnxruntime-web in a headless Chromium, for results of `export_onnx`.
-    The latency there is logged.
-    """
-
-    gate: Literal["runs_in"] = "runs_in"
-    runtime: Literal["web"] = "web"
-    """Where the file is to run."""
-    atol: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Largest absolute difference allowed between its outputs there and in this process."""
-    batch: Count = 1
-    """Samples per call."""
-
-    limit_field = "atol"
-    rule_template = "max |difference| in runtime {runtime} <= {atol:g}"
-    compares = False
-
-    @property
-    def requirements(self) -> tuple[Requirement, ...]:
-        """The runtime's libraries and programs."""
-        return _other_runtime(self.runtime).requirements
-
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the largest absolute difference to the answers in this process."""
-        if problem := self.unsuitable_artifact(type(after)):
-            raise StageFailed(problem)
-        batches = context.measured_batches(after.signature, self.batch)
-        found = _other_runtime(self.runtime).run(after, batches)
-        logger.info(
-            "%s: a call of %d takes %.3g ms (median), %.3g ms (90th percentile)",
-            *(found.described, self.batch, found.p50_ms, found.p90_ms),
-        )
-        if math.isnan(found.difference):
-            raise StageFailed(f"an output is NaN or of another shape in {found.described}")
-        return found.difference
-
-    def unsuitable_artifact(self, written: type[Artifact]) -> str:
-        """Return why the runtime cannot open such a result."""
-        kinds = _other_runtime(self.runtime).artifact_kinds
-        runs = f"{self.runtime} runs {' and '.join(sorted(kinds))} files"
-        return "" if written.kind in kinds else f"{runs}, found {written.kind}"
-
-    def measurement_key(self) -> dict[str, JsonValue]:
-        """Return what changes the value."""
-        return {**super().measurement_key(), **_other_runtime(self.runtime).versions()}
 
 
 class BaselineRuntime(NamedTuple):

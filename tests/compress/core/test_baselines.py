@@ -125,12 +125,12 @@ def test_a_missing_compiler_is_named_in_the_error(mlp, graph, context, monkeypat
     [
         "runtime.runtime_named('onnxruntime').title == 'ONNX Runtime'",
         "runtime.runtime_named('a_stage') is None",
-        "RunsIn(atol=1).requirements",
+        "compress.RunsIn(atol=1).requirements",
     ],
 )
 def test_a_runtime_is_found_where_no_exporter_was_imported(found: str) -> None:
     code = (
-        "from compress.core.gates import RunsIn, runtime\n"
+        "import compress\nfrom compress.core.gates import runtime\n"
         "assert 'onnxruntime' not in runtime.BASELINES\n"
         f"assert {found}"
     )
