@@ -321,10 +321,8 @@ def train_on_ranks(job: Job, on_record: Callable[[TrainingRecord], None]) -> Non
                     # Port 0: the system chooses a free one.
                     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                     ranks = LocalRanks(
-                        first=0,
                         count=parallel.ranks,
                         world_size=parallel.ranks,
-                        local_first=0,
                         local_world_size=parallel.ranks,
                         host="127.0.0.1",
                         port=store.port,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _take_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,7 +30,7 @@ from compress.common.errors import StageFailed
 from compress.training.checkpoint import DeferredWeights
 from compress.training.distributed.base import wait_for_hours_on_cpu
 from compress.training.distributed.ddp import DDPStrategy
-from compress.training.distributed.gradient_compression import CommCounter
+from compress.training.distributed.gradient_compression import CommCounter, shaped_like
 from compress.training.model_parallel.equivalence_check import (
     ReferenceRun,
     compare,
@@ -238,13 +238,13 @@ class DeviceMeshStrategy(FSDPStrategy):
                 weight.grad = torch.zeros_like(weight)
             if weight.grad is not None:
                 gradients.append(local(weight.grad))
-        for bucket in buckets(gradients, self.parallel.bucket_mebibytes or 25):
+        bucket_bytes = int((self.parallel.bucket_mebibytes or 25) * 2**20)
+        for bucket in _take_tensors(gradients, bucket_bytes):  # type: ignore[no-untyped-call]
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat, group=self.group)
-            flat.div_(self.ranks)
-            sizes = [gradient.numel() for gradient in bucket]
-            for gradient, mean in zip(bucket, torch.split(flat, sizes), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+            means = shaped_like(bucket, flat.div_(self.ranks))
+            for gradient, mean in zip(bucket, means, strict=True):
+                gradient.copy_(mean)
 
 
 def shard_(
@@ -370,18 +370,3 @@ def prefetch_(blocks: Sequence[Any], count: int) -> None:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def buckets(tensors: Sequence[torch.Tensor], mebibytes: float) -> Iterator[list[torch.Tensor]]:
-    """Group tensors of the same dtype into buckets of about a size."""
-    # torch.cat promotes tensors of several dtypes to one.
-    by_type = sorted(tensors, key=lambda t: str(t.dtype))
-    for _, same in groupby(by_type, key=lambda t: t.dtype):
-        bucket: list[torch.Tensor] = []
-        for tensor in same:
-            bucket.append(tensor)
-            if sum(t.nbytes for t in bucket) >= mebibytes * 2**20:
-                yield bucket
-                bucket = []
-        if bucket:
-            yield bucket

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.futures import Future
 
@@ -123,17 +123,9 @@ class HalfPrecisionAverage:
 
     def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Return the future of the averaged bucket, by an all-reduce beside the backward pass."""
-        buffer = bucket.buffer()
-        self.comm.count_all_reduce(buffer.numel(), self.dtype.itemsize)
-        if self.dtype == torch.float16:
-            return fp16_compress_hook(dist.distributed_c10d._get_default_group(), bucket)
-        # torch's own bf16 hook refuses every backend but NCCL.
-        rounded = buffer.to(self.dtype).div_(self.comm.ranks)
-        work: Any = dist.all_reduce(rounded, async_op=True)
-        done: Future[torch.Tensor] = work.get_future().then(
-            lambda reduced: buffer.copy_(reduced.value()[0])
-        )
-        return done
+        self.comm.count_all_reduce(bucket.buffer().numel(), self.dtype.itemsize)
+        # What torch's public hooks call, of which that for bf16 refuses every backend but NCCL.
+        return _compress_hook(self.dtype, dist.distributed_c10d._get_default_group(), bucket)
 
 
 class PendingAverage:

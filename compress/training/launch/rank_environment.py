@@ -7,16 +7,16 @@ from dataclasses import dataclass
 LOGS = "logs"  # folder, beside a training's state, of what its ranks print
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalRanks:
     """The ranks that one process starts: consecutive ones of one machine."""
 
-    first: int
+    first: int = 0
     """Global rank of the first of them."""
     count: int
     world_size: int
     """Ranks on all machines."""
-    local_first: int
+    local_first: int = 0
     """Rank of the first of them among those of its machine."""
     local_world_size: int
     """Ranks on this machine."""

@@ -247,15 +247,15 @@ class RankGroup:
         self, folder: Path, parallel: Parallel, on_record: Callable[[TrainingRecord], None]
     ) -> str:
         """Run a training of rank 0's on all processes, and return what user code has read."""
-        # Keys of an earlier attempt are still in the store, which outlives a training.
-        attempt = f"training-{time.time_ns()}"
-        share: dict[str, Any] = {
+        training: dict[str, Any] = {
+            "folder": str(folder),
             "processes": parallel.nodes * self.local_world_size,
             "per_process": parallel.ranks_per_node // self.local_world_size,
-            "attempt": attempt,
+            # Keys of an earlier attempt are still in the store, which outlives a training.
+            "attempt": f"training-{time.time_ns()}",
         }
-        self.request("train", folder=str(folder), **share)
-        return self._run_ranks(folder, on_record, **share)
+        self.request("train", **training)
+        return self._run_ranks(training, on_record)
 
     def serve(self, answer: Callable[[dict[str, Any]], str]) -> int:
         """Do what rank 0 requests until it leaves, and return the exit code to leave with.
@@ -275,9 +275,8 @@ class RankGroup:
                 if leaves:
                     return int(request["exit_code"])
                 if is_training and self.rank < request["processes"]:
-                    share = {n: request[n] for n in ("processes", "per_process", "attempt")}
                     with suppress(CompressError):  # rank 0 raises it
-                        self._run_ranks(Path(request["folder"]), lambda record: None, **share)
+                        self._run_ranks(request, lambda record: None)
         except torch.distributed.DistNetworkError as error:
             raise StageFailed("rank 0 has ended; its own output says why") from error
         except BaseException as error:
@@ -296,27 +295,22 @@ class RankGroup:
             self.request("leave", SECONDS_TO_LEAVE, exit_code=exit_code)
 
     def _run_ranks(
-        self,
-        folder: Path,
-        on_record: Callable[[TrainingRecord], None],
-        *,
-        processes: int,
-        per_process: int,
-        attempt: str,
+        self, training: Mapping[str, Any], on_record: Callable[[TrainingRecord], None]
     ) -> str:
         """Run this process's share of a training's ranks, which the first processes have."""
         # In processes of their own, so that a rank that fails ends no process of the run.
         from compress.training.launch.local_ranks import run_ranks
 
+        folder, per_process = Path(training["folder"]), training["per_process"]
         ranks = LocalRanks(
             first=self.rank * per_process,
             count=per_process,
-            world_size=processes * per_process,
+            world_size=training["processes"] * per_process,
             local_first=self.local_rank * per_process,
             local_world_size=self.local_world_size * per_process,
             host=self.host,
             port=self.port,
-            attempt=attempt,
+            attempt=training["attempt"],
         )
         with self._lost_store_explained():
             return run_ranks(folder, ranks, self.server, on_record, self._heartbeat.raise_if_lost)
