@@ -12,7 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +119,12 @@ def threads_to_use() -> int:
     return configured_threads() or usable_cores()
 
 
-@contextmanager
-def within_quota() -> Iterator[None]:
+def within_quota() -> AbstractContextManager[None]:
     """Limit torch to the usable cores, or to `OMP_NUM_THREADS`, for a block."""
     if "torch" not in sys.modules and cpu_quota() is None:
-        yield  # it will use no more by itself, and a run of cached results does not need it
-        return
-    with torch_threads(min(torch.get_num_threads(), threads_to_use())):
-        yield
+        # It will use no more by itself, and a run of cached results does not need it.
+        return nullcontext()
+    return torch_threads(min(torch.get_num_threads(), threads_to_use()))
 
 
 @contextmanager

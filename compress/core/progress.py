@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -46,16 +46,12 @@ def progress_bars(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-@contextmanager
-def show_bars(wanted: bool | None = None) -> Iterator[Progress]:
+def show_bars(wanted: bool | None = None) -> AbstractContextManager[Progress]:
     """Show the progress of a block as bars; by default on a terminal or in a notebook."""
     from rich.console import Console
 
     console = Console(stderr=True)
     # In a notebook rich draws bars as a widget, and without ipywidgets warns at each of them.
     drawable = console.is_terminal or (console.is_jupyter and bool(find_spec("ipywidgets")))
-    if not (drawable if wanted is None else wanted):
-        yield silent
-        return
-    with progress_bars(console) as progress:
-        yield progress
+    shows = drawable if wanted is None else wanted
+    return progress_bars(console) if shows else nullcontext(silent)

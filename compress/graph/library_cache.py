@@ -5,35 +5,27 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
+
+Patched = AbstractContextManager[Any]
 
 
-@contextmanager
-def patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
+def patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Patched:
     """Replace a library's attribute in a block; do nothing where this release does not have it."""
-    if name not in vars(owner):
-        yield
-        return
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return patch.object(owner, name, value) if name in vars(owner) else nullcontext()
 
 
-@contextmanager
-def cached_composite_ops() -> Iterator[None]:
+def cached_composite_ops() -> Patched:
     """Let torch list its composite operators once in a block in which none is registered."""
     from torch._export import utils
 
     # To decompose a graph, torch 2.13 lists all of them in each of some thirty namespaces, twice in
     # an export to ONNX: a quarter of the time that a small model takes.
     name = "_materialize_cpp_cia_ops"
-    with patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None))):
-        yield
+    return patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None)))
 
 
 @contextmanager

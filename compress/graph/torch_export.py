@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
@@ -305,7 +306,6 @@ class FlatOutputs(nn.Module):
 @contextlib.contextmanager
 def flat_outputs(module: nn.Module) -> Iterator[None]:
     """Flatten a module's outputs until the end of a block; its parameters keep their names."""
-    own = vars(module).get("forward")
     original = module.forward
 
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -313,13 +313,8 @@ def flat_outputs(module: nn.Module) -> Iterator[None]:
 
     # torch.export reads the parameters' names and number here.
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    module.forward = forward
-    try:
+    with patch.object(module, "forward", forward):
         yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 def save_program(program: ExportedProgram, file: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -253,18 +253,16 @@ class DeferredWeights:
         tensors, names = list(_tensors_with_owners(module)), self._stored_names(module)
         whole: dict[int, torch.Tensor] = {}
         file: Any = safe_open(self.file, framework="pt")
-        for owner, key, tensor in tensors:
-            if id(tensor) not in whole:  # tied weights stay tied
-                full = tensor.detach()
-                if tensor.is_meta:
-                    full = file.get_tensor(_key_in(file, names[id(tensor)])).to(tensor.dtype)
-                whole[id(tensor)] = _like(tensor, full.cpu())
-            setattr(owner, key, whole[id(tensor)])
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for owner, key, tensor in tensors:
-                setattr(owner, key, tensor)
+                if id(tensor) not in whole:  # tied weights stay tied
+                    full = tensor.detach()
+                    if tensor.is_meta:
+                        full = file.get_tensor(_key_in(file, names[id(tensor)])).to(tensor.dtype)
+                    whole[id(tensor)] = _like(tensor, full.cpu())
+                stack.callback(setattr, owner, key, tensor)
+                setattr(owner, key, whole[id(tensor)])
+            yield
 
     def fill_(self, module: nn.Module, offloaded: bool) -> None:
         """Read this rank's slices of sharded parameters, and all of the others, in place."""

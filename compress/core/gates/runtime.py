@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -21,6 +20,8 @@ from compress.common.requirements import COMPILER, Requirement, require_all
 from compress.core.gates.gate import Gate
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
@@ -215,8 +216,7 @@ def nearest_float_model(model: Artifact, context: Context) -> Artifact:
     return model
 
 
-@contextmanager
-def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]:
+def _compiled(model: Artifact, device: str, threads: int) -> AbstractContextManager[Predictor]:
     torch.compiler.reset()  # or earlier compilations count against torch's recompile limit
     if isinstance(model, EagerModel):
         module = model.load(device)
@@ -226,8 +226,7 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
         raise StageFailed(f"{model.kind} artifacts have no module")
     # By default an axis becomes dynamic when its size changes. With ``dynamic=False`` the model
     # would be compiled for each size, and not at all beyond the eighth.
-    with torch_predictor(torch.compile(module), device, threads) as predict:
-        yield predict
+    return torch_predictor(torch.compile(module), device, threads)
 
 
 EAGER = "eager PyTorch"  # title of the runtime that models come from

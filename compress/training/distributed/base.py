@@ -237,13 +237,12 @@ class DataParallelStrategy(SingleProcess):
             )
         return nn.DataParallel(module, device_ids=self.devices)
 
-    @contextmanager
-    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Seed all devices for a micro-batch; the training loop seeds the first one alone."""
         seed = int(torch.randint(2**62, ()))
         for index, generator in enumerate(torch.cuda.default_generators):
             generator.manual_seed(seed + index)
-        yield
+        return nullcontext()
 
 
 def wait_for_hours_on_cpu(group: dist.ProcessGroup | None) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
 from types import MethodType
@@ -203,16 +203,14 @@ class DDPStrategy(Strategy):
         self.gradients = GradientCommunication(wrapped, self.parallel)
         return wrapped
 
-    @contextmanager
-    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """All-reduce gradients in the last micro-batch; with a static graph also in the first."""
         # DDP learns a static graph in the very first backward, and asserts that it all-reduces
         # there. Then so does the first of each step, or a resumed training would add up the
         # gradients in another order.
         exchange = is_last or (self.parallel.static_graph and self.is_first_micro_batch)
         self.is_first_micro_batch = is_last
-        with nullcontext() if exchange else wrapped.no_sync():  # type: ignore[operator]  # a DistributedDataParallel
-            yield
+        return nullcontext() if exchange else wrapped.no_sync()  # type: ignore[operator]  # a DistributedDataParallel
 
     def reduce_gradients_(self, module: nn.Module) -> None:
         """Refuse a step without the gradients for which all other processes wait."""
@@ -362,11 +360,10 @@ class DeepSpeedStrategy(DDPStrategy):
         """Return an optimizer whose ``step()`` is the engine's."""
         return EngineOptimizer(self.engine)
 
-    @contextmanager
-    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Mark the last micro-batch, after which the engine reduces gradients."""
         self.engine.set_gradient_accumulation_boundary(is_last)
-        yield
+        return nullcontext()
 
     def backward(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
         """Compute gradients by the engine, which in stage 0 would otherwise miss them."""

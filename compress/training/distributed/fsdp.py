@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -86,12 +86,11 @@ class FSDPStrategy(DDPStrategy):
         """Return the bytes of gradients and weights sent per training step since the last call."""
         return self.comm.per_step(steps) if self.comm else None
 
-    @contextmanager
-    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Reduce-scatter gradients in the last micro-batch only; until then they are unsharded."""
         if isinstance(wrapped, FSDPModule):  # on a mesh, whole weights are possible too
             wrapped.set_requires_gradient_sync(is_last)
-        yield
+        return nullcontext()
 
     def release_buffers_(self, module: nn.Module) -> None:
         """Free gathered weights: the next forward pass must gather the updated shards."""

@@ -63,8 +63,7 @@ class ReferenceRun:
             for name, weight in module.named_parameters():
                 if weight.requires_grad:
                     hook = partial(keep_sketch_, name)
-                    handle = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    stack.callback(handle.remove)
+                    stack.enter_context(weight.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             outputs = forward_and_backward(module, inputs)
         on_cpu = tuple(output.cpu() for output in outputs)
         return cls(tuple(x.cpu() for x in inputs), on_cpu, sketches, norms)

@@ -147,17 +147,15 @@ class _TracedRun:
             for number, name in enumerate(self.result.split_points):
                 part = self.module.get_submodule(name)
                 before_part = partial(self._at_split_point, number, name)
-                handle = part.register_forward_pre_hook(before_part, with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.enter_context(part.register_forward_pre_hook(before_part, with_kwargs=True))
             for name in self.blocks:
                 block = self.module.get_submodule(name)
                 after_block = partial(self._after_block, name)
-                handle = block.register_forward_hook(after_block, with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.enter_context(block.register_forward_hook(after_block, with_kwargs=True))
             for name, part in self.module.named_modules():
                 if part._buffers:
-                    handle = part.register_forward_pre_hook(partial(self._use_buffers, name))
-                    stack.callback(handle.remove)
+                    use_buffers = partial(self._use_buffers, name)
+                    stack.enter_context(part.register_forward_pre_hook(use_buffers))
             with torch.enable_grad():
                 outputs = flatten_outputs(self.module.eval()(*inputs))
             self._assign([o.grad_fn for o in outputs if o.grad_fn is not None])
@@ -270,10 +268,9 @@ class PipelineRunner:
         stack = ExitStack()
         for number, name in enumerate(self.partition.split_points, 1):
             # Prepended: where a part ends, FSDP's hook must not gather a module that will not run.
-            handle = self.module.get_submodule(name).register_forward_pre_hook(
-                partial(self._at_split_point, number), with_kwargs=True, prepend=True
-            )
-            stack.callback(handle.remove)
+            part, enter = self.module.get_submodule(name), partial(self._at_split_point, number)
+            handle = part.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+            stack.enter_context(handle)
         return stack
 
     def run_part(

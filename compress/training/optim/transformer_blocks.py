@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -138,14 +138,11 @@ def matmul_precision(training: Training) -> Iterator[None]:
         torch.set_float32_matmul_precision(previous)
 
 
-@contextmanager
-def memory_budget(training: Training) -> Iterator[None]:
+def memory_budget(training: Training) -> AbstractContextManager[object]:
     """Let what torch.compile compiles inside a block keep fewer activations, as `selective`."""
     if training.activation_checkpointing != "selective" or training.compile == "none":
-        yield
-        return
-    with functorch_config.patch(activation_memory_budget=training.activation_budget):
-        yield
+        return nullcontext()
+    return functorch_config.patch(activation_memory_budget=training.activation_budget)  # type: ignore[no-any-return]
 
 
 IMAGE_DIMENSIONS = 4
