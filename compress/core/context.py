@@ -7,7 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -357,11 +357,11 @@ class Context:
         key = self.score_key(artifact, split)
         if key not in self.scores:
             data = self.need_data(f"metric {self.metric.name}")
-            with recording() as recorded, ExitStack() as stack:
-                predict = stack.enter_context(self.predictor(artifact))
-                reference = None
-                if self.metric.needs_reference:
-                    reference = stack.enter_context(self.predictor(self.artifact("source")))
+            with (
+                recording() as recorded,
+                self.predictor(artifact) as predict,
+                self.reference(self.metric) as reference,
+            ):
                 metric, summarizer = self.metric.for_model(artifact.signature), OutputSummarizer()
                 watched = summarizer.watch(predict)
                 score = evaluate(watched, data, split, metric, reference, self.progress, key[-1])
@@ -438,6 +438,10 @@ class Context:
         open_model = partial(self.answers.predictor, artifact) if kept else artifact.open
         with open_model(self.device, self.threads) as predict:
             yield accept_any_batch(predict, artifact.signature)
+
+    def reference(self, metric: Metric) -> AbstractContextManager[Predictor | None]:
+        """Provide the predictor that a metric compares with; None where it needs none."""
+        return self.predictor(self.artifact("source")) if metric.needs_reference else nullcontext()
 
     def form_of(self, artifact: Artifact) -> Artifact:
         """Return the exported file that answers in an artifact's place, else the artifact."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +64,7 @@ class HalfOfVal:
 
     def score(self, predict: Predictor) -> Score:
         """Measure the metric of a predictor that takes any number of samples."""
-        with ExitStack() as stack:
-            reference = None
-            if self.metric.needs_reference:
-                source = self.context.artifact("source")
-                reference = stack.enter_context(self.context.predictor(source))
+        with self.context.reference(self.metric) as reference:
             return evaluate(predict, self.data, "val", self.metric, reference)
 
     def drop_points(self, predict: Predictor) -> float:

@@ -15,6 +15,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     SequentialSampler,
+    StackDataset,
     Subset,
     TensorDataset,
     default_collate,
@@ -88,13 +89,16 @@ def as_dataset(data: Any, parameters: Sequence[str] = ()) -> Dataset[Any]:
     if isinstance(data, torch.Tensor | np.ndarray):
         return TensorDataset(_tensor(data))
     if isinstance(data, tuple) and data and all(hasattr(each, "shape") for each in data):
-        tensors = [_tensor(each) for each in data]
+        tensors: list[Any] = [_tensor(each) for each in data]
         if len({len(each) for each in tensors}) > 1:
             lengths = ", ".join(str(len(each)) for each in tensors)
             raise PipelineInvalid(f"the arrays have {lengths} rows, expected as many in each")
-        return TensorDataset(*tensors) if len(tensors) < 3 else _Arrays(tensors)
+        if len(tensors) < 3:
+            return TensorDataset(*tensors)
+        return StackDataset(StackDataset(*tensors[:-1]), tensors[-1])  # ((x1, x2, …), y)
     if isinstance(data, Mapping) and data and all(hasattr(each, "shape") for each in data.values()):
-        return _Columns(TensorDataset(*map(_tensor, data.values())), [*data], [*data])
+        by_name: dict[str, Any] = {_column_name(c): _tensor(each) for c, each in data.items()}
+        return StackDataset(**by_name)
     columns = getattr(data, "column_names", None)
     if isinstance(columns, list) and not isinstance(data, Mapping):
         kept = [c for c in columns if not parameters or c in (*parameters, LABELS, "label")]
@@ -140,34 +144,22 @@ def _tensor(array: Any) -> torch.Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-class _Arrays(Dataset[Any]):
-    """Samples ((x1, x2, …), y) of several inputs and a target."""
-
-    def __init__(self, columns: Sequence[torch.Tensor]) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __getitem__(self, index: int) -> Any:
-        *inputs, target = (column[index] for column in self.columns)
-        return tuple(inputs), target
-
-
 class _Columns(Dataset[Any]):
-    """Rows as mappings of tensors; `label` is named `labels`."""
+    """Rows as mappings of tensors."""
 
-    def __init__(self, rows: Any, kept: list[str], names: list[str] | None = None) -> None:
-        self.rows, self.kept, self.names = rows, kept, names
+    def __init__(self, rows: Any, kept: list[str]) -> None:
+        self.rows, self.kept = rows, kept
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
         row = self.rows[index]
-        if self.names is not None:
-            row = dict(zip(self.names, row, strict=True))
-        return {LABELS if c == "label" else c: torch.as_tensor(row[c]) for c in self.kept}
+        return {_column_name(c): torch.as_tensor(row[c]) for c in self.kept}
+
+
+def _column_name(column: str) -> str:
+    return LABELS if column == "label" else column
 
 
 def as_artifact(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -316,12 +315,8 @@ class Zero1Strategy(DDPStrategy):
                 layout = torch.empty_like(weights[weight], dtype=value.dtype, device=value.device)
                 value = layout.copy_(value)
             state.setdefault(indices[weight], {})[what] = value
-        # As in a state dict, where groups have numbers in the place of weights.
-        numbers = count()
-        groups = [
-            {**group, "params": [next(numbers) for _ in group["params"]]}
-            for group in optimizer.param_groups
-        ]
+        # Not its own `state_dict`, which wants the state gathered; groups have weights by number.
+        groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -461,15 +461,10 @@ def mlflow_name(name: str) -> str:
 
 def epoch_values(epoch: EpochMetrics, metric: str) -> dict[str, float]:
     """Return an epoch's known values by the names under which they are logged."""
-    values = {
-        "loss": epoch.loss,
-        f"val/{metric}": epoch.metric,
-        "learning_rate": epoch.learning_rate,
-        "samples_per_second": epoch.samples_per_second,
-        "tokens_per_second": epoch.tokens_per_second,
-    }
-    peaks = {f"peak_mebibytes/rank{r}": peak for r, peak in enumerate(epoch.peak_mebibytes)}
-    return {name: value for name, value in (values | peaks).items() if value is not None}
+    logged = {"loss", "learning_rate", "samples_per_second", "tokens_per_second"}
+    values: dict[str, float] = epoch.model_dump(include=logged, exclude_none=True)
+    values |= {} if epoch.metric is None else {f"val/{metric}": epoch.metric}
+    return values | {f"peak_mebibytes/rank{r}": p for r, p in enumerate(epoch.peak_mebibytes)}
 
 
 def step_values(record: StepRecord) -> dict[str, float]:

@@ -123,7 +123,7 @@ def test_gates_that_compare_outputs_keep_none(gate, mlp, blobs, tmp_path, monkey
 
     def most(batch_size: int) -> int:
         tracked = Tracked()
-        monkeypatch.setattr("compress.common.forward.accept_any_batch", lambda *_: tracked)
+        monkeypatch.setattr("compress.core.context.accept_any_batch", lambda *_: tracked)
         monkeypatch.setattr(Context, "judged_batch_size", lambda *_: batch_size)
         assert gate.evaluate(mlp, mlp, context).passed
         assert len(tracked.arrays) == 2 * 60 / batch_size
