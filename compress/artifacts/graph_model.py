@@ -17,10 +17,9 @@ from compress.common.forward import (
     run_in_eval,
     torch_predictor,
 )
+from compress.common.lazy_modules import torch
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.common.signature import Signature
 
 
@@ -91,7 +90,6 @@ class GraphModel(Artifact):
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return the graph as a new module; it computes as in eval mode."""
-        import torch
         import torch.ao.quantization.fx._decomposed  # registers choose_qparams
 
         choose = torch.ops.quantized_decomposed.choose_qparams.tensor
@@ -144,8 +142,6 @@ def program_of(model: Artifact) -> torch.export.ExportedProgram:
 
 def reshape_views_(module: Any) -> None:
     """Replace ``view`` by ``reshape`` in a graph, in place."""
-    import torch
-
     # Another kernel than the traced one, such as attention decomposed into matrix products to be
     # counted, may return other strides, for which the view does not exist.
     aten = torch.ops.aten
@@ -159,8 +155,6 @@ def refuse_other_answers(
     module: torch.nn.Module, program: torch.export.ExportedProgram, signature: Signature
 ) -> None:
     """Raise StageFailed if a program's outputs differ, by more than rounding, from its module's."""
-    import torch
-
     from compress.common.tensor_difference import largest_difference
 
     graph = program.module()

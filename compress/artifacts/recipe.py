@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
@@ -15,9 +15,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.factories import Reference, resolve
 from compress.common.foreign.lock_waits import bounded_lock_waits
 from compress.common.forward import outputs_by_name
-
-if TYPE_CHECKING:
-    import torch
+from compress.common.lazy_modules import torch
 
 
 class KeepIndices(Settings):
@@ -175,8 +173,6 @@ class Recipe(Settings):
 
     def build(self, folder: Path | None = None) -> torch.nn.Module:
         """Return a new module with the factory's weights; raise ArtifactInvalid if it fails."""
-        import torch
-
         factory: Any = resolve(self.factory, folder)
         try:
             with bounded_lock_waits():

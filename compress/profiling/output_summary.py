@@ -11,10 +11,9 @@ import math
 from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
+from compress.common.lazy_modules import np, torch
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.common.forward import Predictor
 
 SKETCH = 64  # numbers of a sketch: the distance of two models is off by 1 / √(2 · 64), some 9 %
@@ -50,8 +49,6 @@ class OutputSummary(Settings):
 
         Infinite where other elements are finite; None where the shapes differ.
         """
-        import numpy as np
-
         if (self.rows, self.elements) != (other.rows, other.elements):
             return None
         if self.not_finite != other.not_finite:
@@ -89,8 +86,6 @@ class _Sums:
     """The sums over the calls so far, of one output."""
 
     def __init__(self) -> None:
-        import torch
-
         self._rows = self._elements = self._not_finite = 0
         self._squared_norm = 0.0
         self._sum_E: torch.Tensor | None = None
@@ -100,8 +95,6 @@ class _Sums:
         self._row_generator = torch.Generator().manual_seed(1)
 
     def add(self, output: torch.Tensor) -> None:
-        import torch
-
         output = torch.view_as_real(output) if output.is_complex() else output
         rows_BE = output.detach().reshape(len(output) if output.dim() else 1, -1)
         width = rows_BE.shape[1] if rows_BE.numel() else 0

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import Unavailable
+from compress.common.lazy_modules import torch
 from compress.common.requirements import Requirement
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.common.signature import Signature
 
     Tensors = tuple[torch.Tensor, ...]
@@ -23,8 +22,6 @@ class CudaDevice(Requirement):
 
     def missing(self) -> bool:
         """Whether there is none."""
-        import torch
-
         return not torch.cuda.is_available()
 
 
@@ -33,8 +30,6 @@ CUDA = CudaDevice(what="a CUDA device", install="use `device: cpu`")
 
 def built_for(device: str) -> dict[str, Any]:
     """Return what code compiled here for a device needs: a processor, a system, a PyTorch."""
-    import torch
-
     host: dict[str, Any] = {
         "device": device,
         "system": platform.system(),
@@ -102,8 +97,6 @@ def in_parts(
     run: Callable[..., Tensors], signature: Signature, largest: int
 ) -> Callable[..., Tensors]:
     """Return a function that runs at most `largest` samples at once, on the first axis."""
-    import torch
-
     batched = [spec.shape[:1] == (signature.batch_axis,) for spec in signature.inputs]
 
     def run_in_parts(*inputs: torch.Tensor) -> Tensors:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from compress.common.config import Count, Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import onnx_runtime_genai
+from compress.common.lazy_modules import np
 from compress.common.requirements import Requirement, pip_install
 from compress.common.sealed_json import parse_settings
 from compress.profiling.benchmark import CallTimer, unmeasurable
@@ -225,8 +226,6 @@ def next_tokens(
     model: Any, prompt: Sequence[int], count: int, sampling: Sampling | None = None
 ) -> Generator[int, None, None]:
     """Yield up to so many next tokens, by default the likeliest, until one that ends the text."""
-    import numpy as np
-
     onnxruntime_genai = onnx_runtime_genai()
     temperature, top_p, seed = sampling or Sampling()
     options: dict[str, Any] = {"max_length": len(prompt) + count, "do_sample": temperature > 0}
@@ -253,8 +252,6 @@ def next_tokens_unlocked(
     genai 0.18 releases it in `Engine.run` alone. An engine of one request chooses the same tokens;
     it takes no seed.
     """
-    import numpy as np
-
     genai = onnx_runtime_genai()
     engine = genai.Engine(model)
     events = engine.create_event_buffer(1)
@@ -281,8 +278,6 @@ def next_tokens_unlocked(
 
 def next_scores(model: Any, tokens: Sequence[int]) -> Any:
     """Return the scores of each token after some, `(vocabulary,)`."""
-    import numpy as np
-
     onnxruntime_genai = onnx_runtime_genai()
     parameters = onnxruntime_genai.GeneratorParams(model)
     parameters.set_search_options(max_length=len(tokens) + 1, do_sample=False)
@@ -295,8 +290,6 @@ def measure_speed(
     folder: Path, vocabulary: int, prompt_tokens: int, tokens: int, threads: int
 ) -> GenerationSpeed:
     """Return how fast a folder continues drawn tokens; StageFailed where it cannot be told."""
-    import numpy as np
-
     model, timer = open_folder(folder, threads), CallTimer(threads)
     firsts, steps = list[float](), list[float]()
     for seed in range(REPEATS + 1):

@@ -11,6 +11,7 @@ from compress.artifacts.carried_files import TOKENIZER
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OpenedModel, Predictor, opened_model
+from compress.common.lazy_modules import torch
 from compress.serve.packaging.provenance import (
     PROVENANCE,
     Provenance,
@@ -69,8 +70,6 @@ class TorchServeArchive(Artifact):
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Start TorchServe, once the archive was checked; yield a predictor that calls it."""
-        import torch
-
         from compress.serve.torchserve.process import TorchServe
 
         def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from compress.common.lazy_modules import torch
 from compress.core.context import COMPARED_BATCHES, Context
 from compress.quantization.stages.base import QuantizationStage
 
@@ -47,8 +48,6 @@ class ConvertPrecision(QuantizationStage):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Measure the range of every tensor, choose the operators, cast, and save the graph."""
-        import torch
-
         from compress.data.batch import Batch
         from compress.quantization.mixed_precision.half_graph import (
             PrecisionConverter,

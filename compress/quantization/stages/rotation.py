@@ -12,6 +12,7 @@ from compress.artifacts.carried_files import CONFIG, TIED
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import UntieWeights
 from compress.common.errors import StageFailed
+from compress.common.lazy_modules import torch
 from compress.core.stage import Stage
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Fold the matrices into the weights, compare the outputs, and write the model."""
-        import torch
-
         from compress.artifacts.meta_init import stream_weights_
         from compress.quantization.algorithms.residual_rotation import (
             randomized_hadamard,
