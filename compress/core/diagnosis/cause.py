@@ -85,7 +85,7 @@ class RefusedStage(Generic[Measured]):
     """The same stage with other settings, and the metric on `train`; None without a metric."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cause:
     """A reason why a stage loses accuracy, or is too slow, too large or wrong: a row of a table."""
 
@@ -93,8 +93,6 @@ class Cause:
     """Its name in a report."""
     stages: tuple[str, ...]
     """Kinds of stages that it is tested on."""
-    gates: tuple[str, ...] = ACCURACY_GATES
-    """Gates whose refusals it explains."""
     limit: float
     """Threshold: the cause is found where the measured value is above it."""
     text: str
@@ -107,6 +105,8 @@ class Cause:
     gates the share of what the limit is missed by; None where unknown."""
     repairs: Callable[[RefusedStage[Any], Sequence[str]], tuple[Repair, ...]] = lambda *_: ()
     """Returns changes that may mend the cause in the layers that have it."""
+    gates: tuple[str, ...] = ACCURACY_GATES
+    """Gates whose refusals it explains."""
 
     def in_words(self, value: float) -> str:
         """Describe the cause with its value and its threshold."""

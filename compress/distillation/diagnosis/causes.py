@@ -48,15 +48,7 @@ def _cause(
         found = changes(refused.stage, refused.rerun) if refused.rerun else ()
         return tuple(Repair(settings, 4) for settings in found)
 
-    return Cause(
-        key=key,
-        stages=("distill",),
-        limit=limit,
-        text=text,
-        measure=measure,
-        recovered_share=recovered_share,
-        repairs=repairs,
-    )
+    return Cause(key, ("distill",), limit, text, measure, recovered_share, repairs)
 
 
 def _missed_by_teacher(stage: Distill, rerun: RerunStage) -> float | None:

@@ -55,15 +55,11 @@ def _cause(
             found.append(Repair({"finetune": {"epochs": EPOCHS}}, 4))
         return changing(own, found)
 
-    return Cause(
-        key=key,
-        stages=stages,
-        limit=limit,
-        text=text,
-        measure=measure,
-        recovered_share=lambda refused, _: refused.measured.shares(refused.layers).get(key),
-        repairs=repairs,
-    )
+    def recovered_share(refused: Refused, layers: Sequence[str]) -> float | None:
+        share: float | None = refused.measured.shares(refused.layers).get(key)
+        return share
+
+    return Cause(key, stages, limit, text, measure, recovered_share, repairs)
 
 
 def _new_statistics(refused: Refused, own: Own, layers: Sequence[str]) -> list[Repair]:

@@ -101,15 +101,7 @@ def _cause(
         found.append(Repair({"stage": "quantize_aware_training", "epochs": EPOCHS, **trained}, 4))
         return changing(own, found)
 
-    return Cause(
-        key=key,
-        stages=("quantize_static",),
-        limit=limit,
-        text=text,
-        measure=measure,
-        recovered_share=recovered_share,
-        repairs=repairs,
-    )
+    return Cause(key, ("quantize_static",), limit, text, measure, recovered_share, repairs)
 
 
 def _share_of_weights(refused: Refused, layers: Sequence[str]) -> float | None:

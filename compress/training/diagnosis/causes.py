@@ -142,15 +142,8 @@ def _cause(
             if any(written.get(name) != value for name, value in settings.items())
         )
 
-    return Cause(
-        key=key,
-        stages=TRAINING_STAGES,
-        limit=limit,
-        text=text,
-        measure=measure,
-        recovered_share=recovered_share or share,
-        repairs=repairs,
-    )
+    returned = recovered_share or share
+    return Cause(key, TRAINING_STAGES, limit, text, measure, returned, repairs)
 
 
 def _share_in_range(refused: Refused, layers: Sequence[str]) -> float | None:
