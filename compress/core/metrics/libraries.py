@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import io
@@ -9,7 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
 from compress.common.factories import local_sources, resolve, sources_digest
@@ -172,6 +173,11 @@ class TorchmetricsMeter(MetricMeter):
         self._call(self.own.update, compared, targets)
         if before is not None and (now := summed_state(self.own)) is not None:
             self._add_group(group, now - before)
+
+    def _copied(self) -> Self:
+        copied = super()._copied()
+        copied.own = copy.deepcopy(self.own)
+        return copied
 
     def _compute_of(self, sums: torch.Tensor) -> float:
         start = 0

@@ -319,8 +319,11 @@ class MetricMeter:
         if not self.groups:
             return None
         groups = [self.groups[number] for number in sorted(self.groups)]
-        # Of a copy the sums can be replaced, while this meter keeps its own.
-        return pseudo_values(self.compute(), groups, self._added, copy.deepcopy(self)._compute_of)
+        return pseudo_values(self.compute(), groups, self._added, self._copied()._compute_of)
+
+    def _copied(self) -> Self:
+        """Return a meter whose sums can be replaced while this one keeps its own."""
+        return copy.copy(self)
 
     def _compute_of(self, sums: torch.Tensor) -> float:
         """Return the metric of other sums, which replace the meter's own."""
