@@ -246,9 +246,9 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Return the settings that decide the result: all but name, input and gates."""
         return self.model_dump(mode="json", exclude={"name", "input", "gates"})
 
-    def lineage(self, model: Artifact, **others: Artifact) -> tuple[Step, ...]:
-        """Return the input's lineage with this step added."""
-        inputs = {"input": model.digest, **{role: a.digest for role, a in others.items()}}
+    def lineage(self, model: Artifact, **others: str) -> tuple[Step, ...]:
+        """Return the input's lineage with this step added; other inputs are digests by role."""
+        inputs = {"input": model.digest, **others}
         step = Step(stage=self.stage, settings=self.own_settings(), inputs=inputs)
         return (*model.manifest.lineage, step)
 

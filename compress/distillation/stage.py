@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from compress.artifacts.artifact import Artifact, Step
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.model_source import Origin
 from compress.artifacts.recipe import KeepBlocks
@@ -222,9 +222,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         except CompressError as error:
             raise type(error)(f"{self.title}: {error}") from error
         trained = fit(student, self, objective, context, self.title, accept_start=True)
-        inputs = {"input": model.digest, "teacher": objective.teacher.digest}
-        step = Step(stage=self.stage, settings=self.own_settings(), inputs=inputs)
-        lineage = (*model.manifest.lineage, step)
+        lineage = self.lineage(model, teacher=objective.teacher.digest)
         facts |= trained.facts()
         return student.derive(context.root, trained.weights, lineage=lineage, facts=facts)
 
