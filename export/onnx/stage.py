@@ -68,6 +68,7 @@ RUNTIME = Runtime(
         thread_parameters=("intra_op_thread_count", "inter_op_thread_count"),
         kserve_format="onnx",
     ),
+    from_onnx=lambda file, signature: file,
     torch_free_package="onnxruntime",
 )
 
@@ -104,9 +105,8 @@ class OnnxModel(ExportedModel):
         from compress.export.onnx.proto_io import read
 
         # Once fused into onnxruntime's own operators, weights cannot be counted in the file.
-        recorded: Any = self.manifest.facts.get("parameters")
-        if recorded is not None:
-            return recorded  # type: ignore[no-any-return]
+        if (recorded := super().parameters()) is not None:
+            return recorded
         return sum(weight_elements(read(self.payload_path)).values())
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
