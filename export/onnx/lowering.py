@@ -39,7 +39,7 @@ from compress.export.onnx.passes.float_layers import (
 from compress.export.onnx.passes.matmul_nbits import use_packed_weights
 from compress.export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
 from compress.export.onnx.passes.stored_integers import INT4_OPSET, compact_, has_four_bit_weights
-from compress.export.onnx.proto_io import read, write
+from compress.export.onnx.proto_io import read
 from compress.graph.library_cache import cached_composite_ops, patched_attribute
 from compress.graph.torch_export import (
     any_sequence_length,
@@ -143,15 +143,6 @@ def translate_small(source: EagerModel | GraphModel, title: str) -> tuple[ir.Mod
     compact_(graph)
     strip_(graph)
     return graph, {"operators": count_operators(graph), **translation.facts}
-
-
-def lower_to_file(
-    program: ExportedProgram, signature: Signature, opset: int | None, file: Path
-) -> None:
-    """Translate a program, and write it as a small ONNX file."""
-    model = lower(program, signature, opset)
-    strip_(model)
-    write(model, file)
 
 
 def make_attention_contiguous_(program: ExportedProgram) -> None:

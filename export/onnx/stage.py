@@ -235,7 +235,11 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
     ) -> dict[str, Any]:
         """Translate and write a graph as it is."""
-        from compress.export.onnx.lowering import lower_to_file
+        from compress.export.onnx.graph import strip_
+        from compress.export.onnx.lowering import lower
+        from compress.export.onnx.proto_io import write
 
-        lower_to_file(program, signature, self.opset, file)
+        graph = lower(program, signature, self.opset)
+        strip_(graph)
+        write(graph, file)
         return {}

@@ -22,7 +22,7 @@ from compress.export.common.runtime import (
     kernel_facts,
 )
 from compress.export.exporter import ExportedModel, Exporter, source_counts
-from compress.export.onnx.stage import ONNX_TARGETS, OnnxModel
+from compress.export.onnx.stage import ONNX_TARGETS, ExportOnnx, OnnxModel
 
 if TYPE_CHECKING:
     import torch
@@ -47,20 +47,18 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
     Its inputs have the bounds that the signature declares, so that other programs have them too.
     """
     openvino = open_vino()
-    shapes = {}
-    for spec in signature.inputs:
-        sizes = []
-        for axis in spec.shape:
-            if isinstance(axis, int):
-                sizes.append(openvino.Dimension(axis))
-            elif axis in signature.axes:
-                allowed = signature.bounds(axis)
-                most = -1 if allowed.max is None else allowed.max  # -1: any
-                sizes.append(openvino.Dimension(allowed.min, most))
-            else:
-                sizes.append(openvino.Dimension.dynamic())
-        if not signature.axes.keys().isdisjoint(spec.shape):
-            shapes[spec.name] = openvino.PartialShape(sizes)
+
+    def dimension(axis: int | str) -> Any:
+        if axis in signature.axes:
+            allowed = signature.bounds(str(axis))
+            return openvino.Dimension(allowed.min, -1 if allowed.max is None else allowed.max)
+        return openvino.Dimension(axis if isinstance(axis, int) else -1)  # -1: any
+
+    shapes = {
+        spec.name: openvino.PartialShape([*map(dimension, spec.shape)])
+        for spec in signature.inputs
+        if not signature.axes.keys().isdisjoint(spec.shape)
+    }
     try:
         model = openvino_core().read_model(onnx_file)
         if shapes:
@@ -263,7 +261,4 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
         self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
     ) -> dict[str, Any]:
         """Write a graph as ONNX, which OpenVINO compiles as well."""
-        from compress.export.onnx.lowering import lower_to_file
-
-        lower_to_file(program, signature, None, file)
-        return {}
+        return ExportOnnx().write_program(program, signature, file)

@@ -142,9 +142,8 @@ class PackageTorchServe(Stage[Artifact, TorchServeArchive]):
         """Pack the model; the same model, settings and data give the same bytes."""
         from compress.serve.packaging.model_interface import record_probe
         from compress.serve.packaging.val_preparation import compare_preparation
-        from compress.serve.torchserve.process import find_java, find_torchserve
+        from compress.serve.torchserve.process import find_torchserve
 
-        find_java()
         find_torchserve()
         model.verify()
         facts: dict[str, Any] = {
