@@ -169,10 +169,7 @@ def _lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 class PackagedRepository(Artifact):
-    """A model repository of Triton's: ``<name>/config.pbtxt`` and ``<name>/1/`` with the model.
-
-    ``open`` runs the model file in this process.
-    """
+    """A model repository in an artifact; ``open`` runs its model file in this process."""
 
     only_device: ClassVar[str] = "cpu"
     repository: ClassVar[str] = ""
@@ -217,7 +214,10 @@ class PackagedRepository(Artifact):
 
 
 class TritonRepository(PackagedRepository):
-    """A model repository; Triton ignores the artifact's manifest beside the model's folder."""
+    """A model repository: ``<name>/config.pbtxt`` and ``<name>/1/`` with the model.
+
+    Triton ignores the artifact's manifest beside the model's folder, because it is no folder.
+    """
 
     kind: ClassVar[str] = "triton"
     payload: ClassVar[str] = CONFIG

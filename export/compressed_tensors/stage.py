@@ -84,11 +84,11 @@ class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
         scheme = tensors.write_folder(file, weights)
         counted = tensors.compare_integers(file, weights, self.title)
         facts = {**source_counts(model), "equal_integers": counted, "opened_by": None}
-        wrong = f"{self.title}: {{}} answers otherwise than the quantized weights"
+        wrong = "answers otherwise than the quantized weights"
         if isinstance(model, PackedModel):
             error = tensors.streamed_scores_error(model, file.parent)
             facts[STREAMED] = True
-            facts["scores_error"] = refuse_scores(error, wrong.format("the folder"))
+            facts["scores_error"] = refuse_scores(error, f"{self.title}: the folder {wrong}")
         elif COMPRESSED_TENSORS.missing():  # where `run` is called, which checks no requirement
             logger.warning(
                 "%s: not opened by transformers, which needs compressed-tensors; %s",
@@ -96,7 +96,7 @@ class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
             )
         else:
             error = tensors.scores_error(model.signature, file.parent, weights)
-            facts["scores_error"] = refuse_scores(error, wrong.format("transformers"))
+            facts["scores_error"] = refuse_scores(error, f"{self.title}: transformers {wrong}")
             facts["opened_by"] = f"{NAME} {version(NAME)}"
         for limit in tensors.vllm_limits(weights, scheme):
             logger.warning("%s: %s", self.title, limit)

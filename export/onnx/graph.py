@@ -162,7 +162,7 @@ def values_in_order(model: ir.Model) -> Iterator[ir.Value]:
 
 def rename_values_(model: ir.Model, values: Iterable[ir.Value], names: Mapping[Any, str]) -> None:
     """Rename values by their names, in place; initializers keep their order."""
-    # What is renamed comes last among them: so all are, most of them to what they are called.
+    # onnx-ir puts those that it renames last: so all are renamed, some of them to their own name.
     held = (value for graph in model.graphs() for value in graph.initializers.values())
     renamed = [*dict.fromkeys(chain(held, values))]
     ir.convenience.rename_values(renamed, [names.get(v.name, str(v.name)) for v in renamed])
