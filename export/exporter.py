@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -98,6 +99,17 @@ class Exporter(Stage[Reads, Writes]):
     """Whether :meth:`write` itself compares what it wrote with the source, and nothing more is."""
     runtime: ClassVar[Runtime] = Runtime(name="any", title="any")
     """That of the artifact that is written, where it is one alone."""
+
+    opened_by: ClassVar[Requirement | None] = None
+    """Library whose version is a part of the result, as it writes or opens it where installed."""
+
+    @property
+    def machine_parts(self) -> dict[str, Any]:
+        """Which version of :attr:`opened_by` is here; None where none is."""
+        if (library := self.opened_by) is None:
+            return {}
+        name = library.what.replace("_", "-")
+        return {name: None if library.missing() else version(name)}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -329,7 +341,7 @@ def refuse_scores(error: float, wrong: str) -> float:
     return error
 
 
-def source_counts(model: Artifact) -> dict[str, int | None]:
+def source_counts(model: Artifact) -> dict[str, Any]:
     """Return facts that files do not show: weights and multiply-accumulates of the source."""
     return {"parameters": model.parameters(), "macs": model.macs()}
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -170,16 +168,12 @@ def _lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
                 yield f"{indent}{key}: {text}"
 
 
-class TritonRepository(Artifact):
-    """A model repository: ``<name>/config.pbtxt`` and ``<name>/1/`` with the model.
+class PackagedRepository(Artifact):
+    """A model repository in an artifact; ``open`` runs its model file in this process."""
 
-    ``open`` runs the model file in this process. Triton ignores the artifact's manifest beside the
-    model's folder, because it is no folder.
-    """
-
-    kind: ClassVar[str] = "triton"
-    payload: ClassVar[str] = CONFIG
     only_device: ClassVar[str] = "cpu"
+    repository: ClassVar[str] = ""
+    """Where the repository is in the artifact: nowhere else, or a folder with `/` at its end."""
 
     @property
     def model_name(self) -> str:
@@ -187,26 +181,47 @@ class TritonRepository(Artifact):
         return str(self.fact("model_name"))
 
     @property
-    def payload_name(self) -> str:
+    def model_file(self) -> str:
         """The model's file in its version folder."""
-        return str(self.manifest.facts.get("model_file", self.payload))
+        return str(self.fact("model_file"))
 
     @property
     def payload_bytes(self) -> int:
-        """Size in bytes of the whole repository."""
+        """Size in bytes of all files."""
         return sum(file.bytes for file in self.manifest.files.values())
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
-        """Check as every artifact's files are, and the entries of the configuration."""
+        """Check as every artifact's files are, and the entries of Triton's configuration."""
         super().check_files(hashed)
-        refuse_foreign_entries(self.path, self.manifest.files, self.model_name)
+        beside = {self.payload} if self.repository else set()
+        files = self.manifest.files.keys() - beside
+        within = [name.removeprefix(self.repository) for name in sorted(files)]
+        refuse_foreign_entries(self.path / self.repository, within, self.model_name)
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Yield a predictor of the packaged file; Triton is not started."""
+        """Yield a predictor of the packaged file; nothing is deployed."""
+        if self.model_file not in self.manifest.files:
+            raise ArtifactInvalid(f"{self.path}: {self.model_file} is not a file of this artifact")
         self.verify_cached()
-        with open_predictor(self, self.payload_path, threads) as predict:
+        file, facts = self.path / self.model_file, self.manifest.facts
+        model = EXPORTERS[kind_of(file)].writes()
+        for name in model.needs_facts:
+            self.fact(name)
+        # The configuration says KIND_CPU, whatever this machine has.
+        with model.open_file(file, self.signature, facts, "cpu", threads) as predict:
             yield predict
+
+
+class TritonRepository(PackagedRepository):
+    """A model repository: ``<name>/config.pbtxt`` and ``<name>/1/`` with the model.
+
+    Triton ignores the artifact's manifest beside the model's folder, because it is no folder.
+    """
+
+    kind: ClassVar[str] = "triton"
+    payload: ClassVar[str] = CONFIG
+    payload_name = PackagedRepository.model_file
 
 
 class PackageTriton(Stage[Artifact, TritonRepository]):
@@ -250,15 +265,14 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
     def run(self, model: Artifact, context: Context) -> TritonRepository:
         """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
-        from compress.serve.packaging.model_interface import infer_interface, why_not_joined
+        from compress.serve.packaging.model_interface import (
+            infer_interface,
+            refuse_code_for_gpu,
+            why_not_joined,
+        )
 
         backend = backends()[model.kind]
-        built_for: Any = model.manifest.facts.get("built_for", {"device": "cpu"})
-        if built_for["device"] != "cpu":
-            raise StageFailed(
-                f"{self.title}: the package was compiled for {built_for['device']}, and the "
-                "repository's instances are on the CPU; compile it with `device: cpu`"
-            )
+        refuse_code_for_gpu(model, self.title, "the repository's instances are on the CPU")
         model.verify()
         with model.open("cpu", context.threads) as predict:
             interface = infer_interface(numpy_call(predict, model.signature), model.signature)
@@ -278,23 +292,15 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         if interface.rows_stay_first and not joins:
             warnings.append(AUTO_COMPLETES)
         payload = f"{self.model_name}/{VERSION}/{backend.file}"
-        facts: dict[str, Any] = {
-            "model_name": self.model_name,
-            "model_file": payload,
-            "batched": interface.rows_stay_first,
-            "parameters": model.parameters(),
-            "macs": model.macs(),
-            "warnings": warnings,
-            **inherited_facts(model),
-        }
+        facts = packaged_facts(model, self.model_name, payload, warnings)
+        facts["batched"] = interface.rows_stay_first
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             folder = partial / self.model_name / VERSION
-            for name in model.model_files:  # external weights keep their names
-                target = partial / payload if name == model.payload else folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(model.path / name, target)
+            model.copy_files(model.model_files, folder)
+            # External weights keep their names.
+            (folder / model.payload).rename(folder / backend.file)
             text = model_config(self, model.kind, interface, joins=joins)
             lines = unchecked_ids(model) + [
                 f"{spec.name} may hold {' and '.join(spec.not_finite)}, as samples of the data do"
@@ -307,17 +313,6 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         return TritonRepository.from_directory(context.root)
 
 
-@contextmanager
-def open_predictor(packaged: Artifact, file: Path, threads: int) -> Iterator[Predictor]:
-    """Yield a predictor of a repository's model file, run in this process on the CPU."""
-    model, facts = EXPORTERS[kind_of(file)].writes(), packaged.manifest.facts
-    for name in model.needs_facts:
-        packaged.fact(name)
-    # The configuration says KIND_CPU, whatever this machine has.
-    with model.open_file(file, packaged.signature, facts, "cpu", threads) as predict:
-        yield predict
-
-
 def kind_of(file: Path) -> str:
     """Return the kind of artifact that a repository's model file is, by its suffix."""
     for kind, backend in backends().items():
@@ -326,10 +321,22 @@ def kind_of(file: Path) -> str:
     raise ArtifactInvalid(f"{file}: no backend of Triton's that is known here reads such files")
 
 
-def inherited_facts(model: Artifact) -> dict[str, Any]:
-    """Return the machine that native code was compiled for, and the rows of embedding tables."""
-    facts = model.manifest.facts
-    return {name: facts[name] for name in ("built_for", TABLE_ROWS) if name in facts}
+def packaged_facts(
+    model: Artifact, name: str, file: str, warnings: Sequence[str]
+) -> dict[str, Any]:
+    """Return facts of a repository: name, file, counts, warnings, and what opening the file needs.
+
+    The latter are the machine that native code was compiled for, and the rows of embedding tables.
+    """
+    known = model.manifest.facts
+    return {
+        "model_name": name,
+        "model_file": file,
+        "parameters": model.parameters(),
+        "macs": model.macs(),
+        "warnings": [*warnings],
+        **{key: known[key] for key in ("built_for", TABLE_ROWS) if key in known},
+    }
 
 
 def unchecked_ids(model: Artifact) -> list[str]:
@@ -342,37 +349,12 @@ def unchecked_ids(model: Artifact) -> list[str]:
     ]
 
 
-class KServeService(Artifact):
-    """``inference_service.yaml``, and the model repository to upload to its `storageUri`.
-
-    ``open`` runs the repository's model file in this process.
-    """
+class KServeService(PackagedRepository):
+    """``inference_service.yaml``, and the model repository to upload to its `storageUri`."""
 
     kind: ClassVar[str] = "kserve"
-    only_device: ClassVar[str] = "cpu"
     payload: ClassVar[str] = "inference_service.yaml"
-
-    @property
-    def payload_bytes(self) -> int:
-        """Size in bytes of the manifest and of the repository."""
-        return sum(file.bytes for file in self.manifest.files.values())
-
-    def check_files(self, hashed: Iterable[str] = ()) -> None:
-        """Check as every artifact's files are, and the entries of Triton's configuration."""
-        super().check_files(hashed)
-        within = [name.removeprefix(f"{REPOSITORY}/") for name in self.manifest.files]
-        within.remove(self.payload)
-        refuse_foreign_entries(self.path / REPOSITORY, within, str(self.fact("model_name")))
-
-    @opened_model
-    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Yield a predictor of the packaged file; nothing is deployed."""
-        name = self.fact("model_file")
-        if name not in self.manifest.files:
-            raise ArtifactInvalid(f"{self.path}: {name} is not a file of this artifact")
-        self.verify_cached()
-        with open_predictor(self, self.path / name, threads) as predict:
-            yield predict
+    repository: ClassVar[str] = f"{REPOSITORY}/"
 
 
 class PackageKServe(Stage[TritonRepository, KServeService]):
@@ -421,21 +403,12 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
         import yaml
 
         model.verify()
-        facts: dict[str, Any] = {
-            "model_name": model.model_name,
-            "model_file": f"{REPOSITORY}/{model.payload_name}",
-            "parameters": model.parameters(),
-            "macs": model.macs(),
-            "warnings": [NOT_DEPLOYED, *unchecked_ids(model)],
-            **inherited_facts(model),
-        }
+        file, warnings = f"{REPOSITORY}/{model.model_file}", [NOT_DEPLOYED, *unchecked_ids(model)]
+        facts = packaged_facts(model, model.model_name, file, warnings)
         with KServeService.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
-            for name in model.manifest.files:
-                target = partial / REPOSITORY / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(model.path / name, target)
+            model.copy_files(model.manifest.files, partial / REPOSITORY)
             text = yaml.safe_dump(self.manifest_of(model), sort_keys=False)
             (partial / KServeService.payload).write_text(text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_DEPLOYED)

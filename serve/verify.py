@@ -163,7 +163,6 @@ def start_serving(
     from compress.serve.torchserve import process
 
     try:
-        process.find_java()
         process.find_torchserve()
     except Unavailable as missing:
         with process.HandlerProcess(members, origin.signature) as harness:

@@ -36,7 +36,7 @@ def attack_torchserve(only: str, most: int | None) -> Section:
     """Kill the worker under load several times, then the process that started the server."""
     from compress.common.errors import CompressError
     from compress.core.context import Context
-    from compress.serve.torchserve.process import TorchServe, find_java, find_torchserve
+    from compress.serve.torchserve.process import TorchServe, find_torchserve
     from compress.serve.torchserve.stage import PackageTorchServe
     from tests.serve.served_here import sealed
 
@@ -44,7 +44,6 @@ def attack_torchserve(only: str, most: int | None) -> Section:
     if only and only not in section.name:
         return section
     try:
-        find_java()
         find_torchserve()
     except CompressError as missing:
         section.skipped = str(missing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -253,6 +254,12 @@ class Artifact:
         """Names of the first output's classes, in an ONNX file or a config; empty if unknown."""
         recorded: Any = self.manifest.facts.get("class_names")
         return tuple(recorded) if recorded else names_in(self.carried_json(CONFIG))
+
+    def copy_files(self, names: Iterable[str], folder: Path) -> None:
+        """Copy files of the artifact into a folder, where they keep their names."""
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.path / name, folder / name)
 
     def verify(self) -> None:
         """Hash every file again; raise ArtifactInvalid as :meth:`check_files`."""

@@ -21,7 +21,7 @@ from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.export.common.compiled_code import refuse_misfit
 from compress.export.common.macs import count_macs
-from compress.export.common.runtime import NO_UINT16_KERNELS, refuse_unrolled_rnn
+from compress.export.common.runtime import NO_UINT16_KERNELS, kernel_facts, refuse_unrolled_rnn
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
 
@@ -70,8 +70,8 @@ def compile_package(
         raise StageFailed(NO_UINT16_KERNELS)
     refuse_one_channel_integers(program)
     refuse_unrolled_rnn(program, "AOTInductor", kernels=("LSTM",))
-    share = IntegerShare()
-    settings: dict[str, Any] = {**SETTINGS, "post_grad_custom_pre_pass": share}
+    counted = PackAndCount()
+    settings: dict[str, Any] = {**SETTINGS, "post_grad_custom_pre_pass": counted}
     if hasattr(config.aot_inductor, "enable_line_tables"):  # torch 2.11 writes no line tables
         # They name the folder that was compiled in, which would make two packages differ.
         settings["aot_inductor.enable_line_tables"] = False
@@ -89,7 +89,6 @@ def compile_package(
             if device == "cpu":
                 merge_products_(program)
                 multiply_rows_(program)
-                settings["post_grad_custom_pre_pass"] = PassSequence(PackForImages(), share)
             else:
                 program = move_program(program, device)
                 settings["freezing"] = False  # it is for oneDNN's kernels
@@ -107,7 +106,7 @@ def compile_package(
                 aoti_compile_and_package(
                     program, package_path=str(package), inductor_configs=settings
                 )
-            return {**_without_sources(package, file), "integer_share": share.value}
+            return {**_without_sources(package, file), "integer_share": counted.integer_share}
         except Exception as error:  # noqa: BLE001 - raised below, once the cache is removed
             failure = error
     raise StageFailed(
@@ -171,12 +170,8 @@ def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:
 
 def count_kernels(source: str) -> dict[str, dict[str, int]]:
     """Return how many integer and float kernels a package's code calls for heavy operators."""
-    calls = Counter(CALL.findall(source))
-
-    def matching(pattern: re.Pattern[str]) -> dict[str, int]:
-        return {name: calls[name] for name in sorted(calls) if pattern.match(name)}
-
-    return {"integer_kernels": matching(INTEGER_KERNEL), "float_kernels": matching(FLOAT_KERNEL)}
+    calls = CALL.findall(source)
+    return kernel_facts(filter(INTEGER_KERNEL.match, calls), filter(FLOAT_KERNEL.match, calls))
 
 
 aten = torch.ops.aten
@@ -311,66 +306,38 @@ SHARED = ("stride", "padding", "dilation", "groups")
 INTEGER_OPERATOR = re.compile(r"onednn\.q(conv|linear)|aten\._int_mm")
 
 
-class PassSequence(CustomGraphPass):
-    """Graph pass of Inductor: applies passes one after the other (torch 2.11 takes only one)."""
-
-    def __init__(self, *passes: CustomGraphPass) -> None:
-        """Take the passes in their order."""
-        self.passes = passes
-
-    def __call__(self, graph: Graph) -> None:
-        """Apply all passes to a graph, in place."""
-        for graph_pass in self.passes:
-            graph_pass(graph)
-
-    def uuid(self) -> str:
-        """Return the passes' key in the compiler's cache."""
-        return " ".join(str(graph_pass.uuid()) for graph_pass in self.passes)
-
-
-class PackForImages(CustomGraphPass):
-    """Graph pass of Inductor: packs weights for one image of the traced size.
+class PackAndCount(CustomGraphPass):
+    """Graph pass of Inductor: packs weights for one image of the traced size, and counts products.
 
     Where the batch is dynamic, Inductor (torch 2.13) packs them for an image of no particular size.
     oneDNN's kernels that want another order then reorder the weights in each call. The order for
     one image suits any batch.
     """
 
-    def __call__(self, graph: Graph) -> None:
-        """Repack the weights of a graph, in place."""
-        for node in list(graph.nodes):
-            if str(node.target).startswith(QUANTIZED_CONVOLUTION) and node.target is not PREPACK:
-                pack_(graph, node)
-
-    def uuid(self) -> str:
-        """Return the pass's key in the compiler's cache."""
-        return f"{__name__}:1"
-
-
-class IntegerShare(CustomGraphPass):
-    """Graph pass of Inductor: counts the multiply-accumulates of integer operators and of all."""
-
     def __init__(self) -> None:
         """Begin with nothing counted."""
         self.macs: Counter[bool] = Counter()
+        """Multiply-accumulates at the traced sizes: of integer operators (True), and of others."""
 
-    def __deepcopy__(self, _: dict[int, Any]) -> IntegerShare:
+    def __deepcopy__(self, _: dict[int, Any]) -> PackAndCount:
         return self  # Inductor copies its settings, and the count would be lost
 
     def __call__(self, graph: Graph) -> None:
-        """Count those of a graph, at the sizes that were traced."""
-        for node in graph.nodes:
-            if node.op == "call_function":
-                self.macs[bool(INTEGER_OPERATOR.match(str(node.target)))] += count_macs(node)
+        """Repack the weights of a graph, in place, and count its multiply-accumulates."""
+        for node in [n for n in graph.nodes if n.op == "call_function"]:
+            operator = str(node.target)
+            if operator.startswith(QUANTIZED_CONVOLUTION) and node.target is not PREPACK:
+                pack_(graph, node)
+            self.macs[bool(INTEGER_OPERATOR.match(operator))] += count_macs(node)
 
     @property
-    def value(self) -> float | None:
+    def integer_share(self) -> float | None:
         """The integer operators' share; None where nothing is multiplied."""
         return self.macs[True] / self.macs.total() if self.macs.total() else None
 
     def uuid(self) -> str:
         """Return the pass's key in the compiler's cache."""
-        return f"{__name__}.{type(self).__name__}:1"
+        return f"{__name__}:1"
 
 
 def pack_(graph: Graph, convolution: Node) -> None:

@@ -68,14 +68,12 @@ class AotModel(ExportedModel):
     @property
     def memory_unavailable_reason(self) -> str:
         """Why the memory of a call cannot be measured on a GPU; empty on the CPU."""
-        built_for: Any = self.fact("built_for")
         reason = "compiled code takes memory of the GPU that PyTorch does not count"
-        return reason if built_for["device"] == "cuda" else ""
+        return reason if self.fact("built_for")["device"] == "cuda" else ""
 
     def runs_on(self, device: str) -> str:
         """Return what it was compiled for, with the number of a CUDA device that is asked for."""
-        built_for: Any = self.fact("built_for")
-        return _numbered(built_for["device"], device)
+        return _numbered(self.fact("built_for")["device"], device)
 
     @classmethod
     def open_file(

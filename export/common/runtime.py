@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed, first_line
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact
     from compress.common.requirements import Requirement
+    from compress.common.signature import Signature
 
 logger = logging.getLogger(__name__)
-PredictedRuntime: TypeAlias = Literal["onnx", "openvino"]
-"""Kinds of files whose latency is predicted from tables of kernels (`compress.export.latency`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,17 @@ class Runtime:
     reproducer: Reproducer | None = None
     """None: no parity report is written."""
     triton: TritonBackend | None = None
+    from_onnx: Callable[[Path, Signature], Path] | None = None
+    """Returns its file of a model, given the model as an ONNX file alone in its folder. Latencies
+    in such a runtime are predicted from onnxruntime's kernels (`compress.export.latency`)."""
     torch_free_package: str = ""
     """Package by which the built-in server runs a file without torch, as in images."""
+
+
+def kernel_facts(integer: Iterable[str], floats: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Return facts of a file: how many kernels of each name compute in integers, and in floats."""
+    counts = {"integer_kernels": Counter(integer), "float_kernels": Counter(floats)}
+    return {group: dict(sorted(found.items())) for group, found in counts.items()}
 
 
 RECURRENT = re.compile(r"aten\.(lstm|gru|rnn)(?:_tanh|_relu)?\.input")

@@ -73,11 +73,7 @@ class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
     streams: ClassVar[bool] = True
     keeps_outputs: ClassVar[bool] = False
     proves_itself: ClassVar[bool] = True
-
-    @property
-    def machine_parts(self) -> dict[str, Any]:
-        """Which version of compressed-tensors opened the folder; None where none is installed."""
-        return {NAME: None if COMPRESSED_TENSORS.missing() else version(NAME)}
+    opened_by: ClassVar[Requirement | None] = COMPRESSED_TENSORS
 
     def write(self, model: GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Write the tensors and the config, and read both back."""
@@ -87,22 +83,20 @@ class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
         weights = decoder_weights(model, context, self.title)
         scheme = tensors.write_folder(file, weights)
         counted = tensors.compare_integers(file, weights, self.title)
-        facts: dict[str, Any] = {**source_counts(model), "equal_integers": counted}
+        facts = {**source_counts(model), "equal_integers": counted, "opened_by": None}
+        wrong = "answers otherwise than the quantized weights"
         if isinstance(model, PackedModel):
             error = tensors.streamed_scores_error(model, file.parent)
-            wrong = f"{self.title}: the folder answers otherwise than the quantized weights"
-            facts |= {STREAMED: True, "opened_by": None}
-            facts["scores_error"] = refuse_scores(error, wrong)
+            facts[STREAMED] = True
+            facts["scores_error"] = refuse_scores(error, f"{self.title}: the folder {wrong}")
         elif COMPRESSED_TENSORS.missing():  # where `run` is called, which checks no requirement
-            facts["opened_by"] = None
             logger.warning(
                 "%s: not opened by transformers, which needs compressed-tensors; %s",
                 *(self.title, COMPRESSED_TENSORS.install),
             )
         else:
             error = tensors.scores_error(model.signature, file.parent, weights)
-            wrong = f"{self.title}: transformers answers otherwise than the quantized weights"
-            facts["scores_error"] = refuse_scores(error, wrong)
+            facts["scores_error"] = refuse_scores(error, f"{self.title}: transformers {wrong}")
             facts["opened_by"] = f"{NAME} {version(NAME)}"
         for limit in tensors.vllm_limits(weights, scheme):
             logger.warning("%s: %s", self.title, limit)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from compress.core.diagnosis.cause import (
@@ -27,6 +26,7 @@ from compress.core.diagnosis.cause import (
 )
 from compress.export.diagnosis.costs import LEAST_ERROR
 from compress.export.diagnosis.profile import QUANTIZE
+from compress.export.exporter import EXPORTERS
 from compress.export.latency.resizing import weighted_layers
 from compress.export.onnx.graph import sizes, stored
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     Sized = RefusedStage[SizeDiagnosis]
     Wrong = RefusedStage[ParityDiagnosis]
     Settings = dict[str, Any]
-    Measure = Callable[[RefusedStage[Any], str], float | None]
     Timed = list[tuple[float, Repair]]  # milliseconds that changes save, and the changes
 
 STATIC = ("quantize_static", "quantize_aware_training")
@@ -72,38 +71,16 @@ def _formats_with_kernels(own: Mapping[str, Any]) -> Iterator[Settings]:
         yield {"target": "onnxruntime-cpu"}
 
 
-def _slow(
-    key: str,
-    stages: tuple[str, ...],
-    limit: float,
-    text: str,
-    measure: Measure,
-    saved: Callable[[Slow, Sequence[str]], float],
-    repairs: Callable[[Slow, Sequence[str]], tuple[Repair, ...]] = lambda refused, layers: (),
-) -> Cause:
+def _slow(saved: Callable[[Slow, Sequence[str]], float], **cause: Any) -> Cause:
     """Return a cause of a slow file, given the milliseconds that are saved without it."""
-    return Cause(
-        key=key,
-        stages=stages,
-        gates=SPEED_GATES,
-        limit=limit,
-        text=text,
-        measure=measure,
-        recovered_share=lambda refused, layers: refused.measured.recovered_share(
-            saved(refused, layers)
-        ),
-        repairs=repairs,
-    )
+
+    def recovered_share(refused: Slow, layers: Sequence[str]) -> float:
+        return refused.measured.recovered_share(saved(refused, layers))
+
+    return Cause(gates=SPEED_GATES, recovered_share=recovered_share, **cause)
 
 
-def _slow_and_timed(
-    key: str,
-    stages: tuple[str, ...],
-    limit: float,
-    text: str,
-    measure: Measure,
-    changes: Callable[[Slow, Sequence[str]], Timed],
-) -> Cause:
+def _slow_and_timed(changes: Callable[[Slow, Sequence[str]], Timed], **cause: Any) -> Cause:
     """Return a cause of a slow file whose repairs are timed, and named where they are faster."""
 
     def repairs(refused: Slow, layers: Sequence[str]) -> tuple[Repair, ...]:
@@ -113,7 +90,7 @@ def _slow_and_timed(
     def saved(refused: Slow, layers: Sequence[str]) -> float:
         return max((ms for ms, _ in changes(refused, layers)), default=0.0)
 
-    return _slow(key, stages, limit, text, measure, saved, repairs)
+    return _slow(saved, repairs=repairs, **cause)
 
 
 def _float_island_share(refused: Slow, layer: str) -> float | None:
@@ -178,6 +155,17 @@ def _slowdown(refused: Slow, layer: str) -> float | None:
     return now / before if before and layer in measured.profile.integer_modules else None
 
 
+def _other_runtimes(refused: Slow, layers: Sequence[str]) -> tuple[Repair, ...]:
+    """Return the exporters of the installed runtimes that fuse more than onnxruntime does."""
+    return tuple(
+        Repair({"stage": exporter.model_fields["stage"].default}, 1)
+        for kind, exporter in EXPORTERS.items()
+        if exporter.runtime.from_onnx
+        and kind != refused.after.kind
+        and not any(need.missing() for need in exporter.runtime.requirements)
+    )
+
+
 # Of a gate that two measurements may answer either way. No stage has it: it is tested first.
 NOISE = Cause(
     key="noise",
@@ -193,84 +181,79 @@ NOISE = Cause(
 SPEED_CAUSES = (
     # Operators in float between integer kernels, with conversions on both sides.
     _slow_and_timed(
-        "float_islands",
-        STATIC,
-        0.1,
-        "computed in float between integer kernels ({value:.0%} of the time; limit {limit:.0%})",
-        _float_island_share,
         _without_islands,
+        key="float_islands",
+        stages=STATIC,
+        limit=0.1,
+        text="computed in float between integer kernels ({value:.0%} of the time; limit "
+        "{limit:.0%})",
+        measure=_float_island_share,
     ),
     # Values are rounded to integers and made floats again, and no kernel reads them in between.
     _slow(
-        "lone_pairs",
-        (*STATIC, "export_onnx"),
-        0.05,
-        "quantized and dequantized for no integer kernel ({value:.0%} of the time; "
-        "limit {limit:.0%})",
-        _lone_pair_share,
         lambda refused, _: refused.measured.saved_without(
             n for n in refused.measured.profile.lone_pairs if n.node.op_type == QUANTIZE
         ),
-        _other_formats,
+        key="lone_pairs",
+        stages=(*STATIC, "export_onnx"),
+        limit=0.05,
+        text="quantized and dequantized for no integer kernel ({value:.0%} of the time; "
+        "limit {limit:.0%})",
+        measure=_lone_pair_share,
+        repairs=_other_formats,
     ),
     # Numbers of channels fill blocks of the kernels in part.
     _slow_and_timed(
-        "odd_widths",
-        ("prune_channels",),
-        0.1,
-        "kernels compute blocks of 8 or 16 channels ({value:.0%} more than there are; "
-        "limit {limit:.0%})",
-        _missing_in_block,
         _whole_blocks,
+        key="odd_widths",
+        stages=("prune_channels",),
+        limit=0.1,
+        text="kernels compute blocks of 8 or 16 channels ({value:.0%} more than there are; "
+        "limit {limit:.0%})",
+        measure=_missing_in_block,
     ),
     # The layer's integer kernel takes longer than its float kernel.
     _slow(
-        "slow_integers",
-        QUANTIZING,
-        1.25,
-        "slower in integers than in float ({value:.3g} times the time; limit {limit:g})",
-        _slowdown,
         lambda refused, layers: refused.measured.saved_in_float(layers),
-        lambda refused, layers: (excluding(refused.stage.own_settings(), layers, 1),),
+        key="slow_integers",
+        stages=QUANTIZING,
+        limit=1.25,
+        text="slower in integers than in float ({value:.3g} times the time; limit {limit:g})",
+        measure=_slowdown,
+        repairs=lambda refused, layers: (excluding(refused.stage.own_settings(), layers, 1),),
     ),
     # Normalisations and activations are computed apart from the layer before them; without them the
     # file is as fast as with a kernel that fuses them, at best.
     _slow(
-        "unfused",
-        ("export_onnx",),
-        0.1,
-        "normalisation or activation apart from its layer's kernel ({value:.0%} of the time; "
+        lambda refused, _: refused.measured.saved_without(refused.measured.profile.unfused),
+        key="unfused",
+        stages=("export_onnx",),
+        limit=0.1,
+        text="normalisation or activation apart from its layer's kernel ({value:.0%} of the time; "
         "limit {limit:.0%})",
-        lambda refused, layer: refused.measured.share(
+        measure=lambda refused, layer: refused.measured.share(
             n for n in refused.measured.profile.unfused if layer in ("", n.module)
         ),
-        lambda refused, _: refused.measured.saved_without(refused.measured.profile.unfused),
-        lambda *_: (Repair({"stage": "export_openvino"}, 1),) if find_spec("openvino") else (),
+        repairs=_other_runtimes,
     ),
     # The model is so small that most of a call is spent around its kernels.
     _slow(
-        "call_overhead",
-        ("export_onnx",),
-        0.4,
-        "a call of any model takes {value:.0%} of the time (limit {limit:.0%}); larger batches "
-        "share it",
-        lambda refused, layer: (
+        lambda refused, _: refused.measured.empty_call_ms,
+        key="call_overhead",
+        stages=("export_onnx",),
+        limit=0.4,
+        text="a call of any model takes {value:.0%} of the time (limit {limit:.0%}); larger "
+        "batches share it",
+        measure=lambda refused, layer: (
             None if layer else refused.measured.empty_call_ms / refused.measured.ms
         ),
-        lambda refused, _: refused.measured.empty_call_ms,
     ),
     NOISE,
 )
 
 
 def _counted(
-    key: str,
-    gates: tuple[str, ...],
-    stages: tuple[str, ...],
-    limit: float,
-    text: str,
-    measure: Measure,
-    changes: Callable[[RefusedStage[Any], Sequence[str]], Iterable[Settings]],
+    changes: Callable[[RefusedStage[Any], Sequence[str]], Iterable[Settings]], **cause: Any
 ) -> Cause:
     """Return a cause of too many bytes, weights or products in float, given what mends it."""
 
@@ -279,16 +262,10 @@ def _counted(
         saved = [measured.saved_with(title, change) for change in changes(refused, layers)]
         return measured.recovered_share(max(saved)) if saved else None
 
-    return Cause(
-        key=key,
-        stages=stages,
-        gates=gates,
-        limit=limit,
-        text=text,
-        measure=measure,
-        recovered_share=recovered_share,
-        repairs=lambda refused, layers: tuple(Repair(s, 0) for s in changes(refused, layers)),
-    )
+    def repairs(refused: Counted, layers: Sequence[str]) -> tuple[Repair, ...]:
+        return tuple(Repair(change, 0) for change in changes(refused, layers))
+
+    return Cause(recovered_share=recovered_share, repairs=repairs, **cause)
 
 
 def _tables_in_integers(refused: Sized, layers: Sequence[str]) -> Iterator[Settings]:
@@ -324,40 +301,40 @@ def _activation_share(refused: Sized, layer: str) -> float | None:
 COUNTED_CAUSES = (
     # Tables of embeddings that a quantized model holds in float.
     _counted(
-        "float_tables",
-        BYTE_GATES,
-        (*QUANTIZING, "quantize_mixed"),
-        0.1,
-        "tables of embeddings left in float ({value:.0%} of the file; limit {limit:.0%})",
-        lambda refused, layer: refused.measured.share_where(
+        _tables_in_integers,
+        key="float_tables",
+        gates=BYTE_GATES,
+        stages=(*QUANTIZING, "quantize_mixed"),
+        limit=0.1,
+        text="tables of embeddings left in float ({value:.0%} of the file; limit {limit:.0%})",
+        measure=lambda refused, layer: refused.measured.share_where(
             layer, lambda t: t.is_table and t.is_float
         ),
-        _tables_in_integers,
     ),
     # Layers that `exclude` leaves in float, or whose channels it keeps.
     _counted(
-        "excluded_layers",
-        (*BYTE_GATES, *PARAMETER_GATES, *MACS_GATES),
-        (*QUANTIZING, "quantize_mixed", "prune_channels"),
-        0.1,
-        "left out by exclude ({value:.0%} of the whole; limit {limit:.0%})",
-        _excluded_share,
         _nothing_excluded,
+        key="excluded_layers",
+        gates=(*BYTE_GATES, *PARAMETER_GATES, *MACS_GATES),
+        stages=(*QUANTIZING, "quantize_mixed", "prune_channels"),
+        limit=0.1,
+        text="left out by exclude ({value:.0%} of the whole; limit {limit:.0%})",
+        measure=_excluded_share,
     ),
     # Layers with weights in integers that the runtime multiplies in float all the same.
     _counted(
-        "float_kernels",
-        MACS_GATES,
-        QUANTIZING,
-        0.05,
-        "weights in integers, but a float kernel ({value:.0%} of the multiply-accumulates; limit "
-        "{limit:.0%})",
-        lambda refused, layer: (
+        lambda refused, _: _formats_with_kernels(refused.stage.own_settings()),
+        key="float_kernels",
+        gates=MACS_GATES,
+        stages=QUANTIZING,
+        limit=0.05,
+        text="weights in integers, but a float kernel ({value:.0%} of the multiply-accumulates; "
+        "limit {limit:.0%})",
+        measure=lambda refused, layer: (
             refused.measured.share_of(layer, floats_alone=True)
             if layer in refused.measured.quantized
             else None
         ),
-        lambda refused, _: _formats_with_kernels(refused.stage.own_settings()),
     ),
     # Tensors of the same values, of which one would do.
     Cause(

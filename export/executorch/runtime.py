@@ -24,7 +24,12 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.signature import AxisBounds, Signature
 from compress.export.common.compiled_code import in_parts, refuse_misfit
 from compress.export.common.macs import count_macs, operator_of
-from compress.export.common.runtime import SIGNED_8_BITS, failing_as, refuse_unrolled_rnn
+from compress.export.common.runtime import (
+    SIGNED_8_BITS,
+    failing_as,
+    kernel_facts,
+    refuse_unrolled_rnn,
+)
 from compress.export.parity.bisect import module_of
 from compress.graph.torch_export import axis_limits, trace
 
@@ -249,23 +254,23 @@ def describe_delegation(program: ExportedProgram) -> dict[str, Any]:
     by_module: dict[str, Counter[str]] = {}
     for node in portable:
         by_module.setdefault(module_of(node), Counter())[name_of(node)] += 1
-    kinds: dict[str, Counter[str]] = {"integer_kernels": Counter(), "float_kernels": Counter()}
-    macs: Counter[str] = Counter()
-    for node in (*delegated, *portable):
-        if count := count_macs(node):
-            reads_integers = "dequantize" in str(getattr(node.args[1], "target", ""))
-            group = "integer_kernels" if reads_integers and node in delegated else "float_kernels"
-            kinds[group][name_of(node)] += 1
-            macs[group] += count
-    ours, theirs = (sum(map(count_macs, nodes)) for nodes in (delegated, portable))
+    macs = {node: count for node in (*delegated, *portable) if (count := count_macs(node))}
+    integer = {
+        node
+        for node in macs.keys() & delegated
+        if "dequantize" in str(getattr(node.args[1], "target", ""))
+    }
+    in_integers, total = sum(macs[node] for node in integer), sum(macs.values())
+    ours = sum(macs.get(node, 0) for node in delegated)
+    theirs = total - ours
     if not ours + theirs:
         ours, theirs = len(delegated), len(portable)
     return {
-        "integer_share": macs["integer_kernels"] / macs.total() if macs else None,
+        "integer_share": in_integers / total if total else None,
         "delegated_share": ours / (ours + theirs) if ours + theirs else 1.0,
         "delegated_operators": len(delegated),
         "portable_operators": {m: dict(sorted(by_module[m].items())) for m in sorted(by_module)},
-        **{group: dict(sorted(counts.items())) for group, counts in kinds.items()},
+        **kernel_facts(map(name_of, integer), map(name_of, macs.keys() - integer)),
     }
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -126,10 +125,6 @@ def _described(signature: Signature) -> str:
 
 
 Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
-RUNTIMES: dict[Runtime, Callable[[], Exporter[Any, Any]]] = {
-    name: cast("Any", EXPORTERS[name]) for name in get_args(Runtime)
-}
-"""The stage with default settings that exports to each runtime."""
 Exported: TypeAlias = OnnxModel | TorchScriptModel | AotModel | OpenVINOModel
 
 
@@ -196,9 +191,7 @@ class ExportFastest(Exporter[EagerModel | GraphModel, Exported]):
             with winner.atomic_write(
                 context.root, winner.signature, lineage=lineage, facts=facts
             ) as sealed:
-                for name in winner.manifest.files:
-                    (sealed / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(winner.path / name, sealed / name)
+                winner.copy_files(winner.manifest.files, sealed)
             return winner.from_directory(context.root)  # type: ignore[no-any-return]
 
 
@@ -224,7 +217,7 @@ def export_to(
     exported: dict[str, Artifact] = {}
     failures: dict[str, str] = {}
     for runtime in runtimes:
-        stage = RUNTIMES[runtime]()
+        stage = EXPORTERS[runtime].model_validate({})
         reads = members_of(stage.reads())
         if not isinstance(model, reads):
             kinds = " or ".join(kind.kind for kind in reads)

@@ -14,7 +14,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
-from compress.common.requirements import require_all
+from compress.common.requirements import Requirement, require_all
 from compress.export.common.runtime import NO_BFLOAT16, Runtime
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.genai.runtime import GENAI, GenaiConfig, GreedyText, measure_speed, open_folder
@@ -81,11 +81,7 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
     streams: ClassVar[bool] = True
     keeps_outputs: ClassVar[bool] = False
     proves_itself: ClassVar[bool] = True
-
-    @property
-    def machine_parts(self) -> dict[str, Any]:
-        """Whether onnxruntime-genai opened the folder, and which version."""
-        return {"onnxruntime-genai": None if GENAI.missing() else version("onnxruntime-genai")}
+    opened_by: ClassVar[Requirement | None] = GENAI
 
     def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why a format has no place in such a folder; empty where it has."""

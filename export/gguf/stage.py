@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -58,11 +57,7 @@ class ExportGguf(Exporter[EagerModel | GraphModel, GgufModel]):
     stage: Literal["export_gguf"] = "export_gguf"
     keeps_outputs: ClassVar[bool] = False
     proves_itself: ClassVar[bool] = True
-
-    @property
-    def machine_parts(self) -> dict[str, Any]:
-        """Which version of gguf wrote the file; None where none is installed."""
-        return {"gguf": None if GGUF.missing() else version("gguf")}
+    opened_by: ClassVar[Requirement | None] = GGUF
 
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Write settings, tokenizer and tensors, and read them back."""

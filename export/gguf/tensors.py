@@ -186,12 +186,9 @@ def add_vocabulary(writer: GGUFWriter, carried: Mapping[str, bytes], module: Any
     end = end[0] if isinstance(end, list) else end
     # Whether a prompt gets them, too.
     encoded = Tokenizer.from_str(carried[TOKENIZER].decode()).encode("a").ids
-    if begin is not None:
-        writer.add_bos_token_id(begin)
-    if end is not None:
-        writer.add_eos_token_id(end)
-    if pad is not None:
-        writer.add_pad_token_id(pad)
+    for name, token in (("bos", begin), ("eos", end), ("pad", pad)):
+        if token is not None:
+            getattr(writer, f"add_{name}_token_id")(token)
     writer.add_add_bos_token(begin is not None and encoded[:1] == [begin])
     writer.add_add_eos_token(end is not None and encoded[-1:] == [end])
     template = chat_template_of(carried)

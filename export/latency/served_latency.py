@@ -20,11 +20,10 @@ from scipy.optimize import nnls
 
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
+from compress.export.exporter import EXPORTERS
 from compress.export.latency.kernels import Kernel, KernelTable, kernels_of
 from compress.export.latency.resizing import MOST_EXPORTS, MixedModel, ResizableModel
-from compress.export.onnx.graph import strip_
-from compress.export.onnx.lowering import translate
-from compress.export.onnx.passes.stored_integers import compact_
+from compress.export.onnx.lowering import translate_small
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import opened_session
 from compress.profiling.benchmark import (
@@ -42,11 +41,9 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.artifacts.graph_model import GraphModel
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.stage import Stage
-    from compress.export.common.runtime import PredictedRuntime
     from compress.export.latency.kernels import Arrays
     from compress.profiling.benchmark import Opener
     from compress.profiling.interaction_sum import Choice, Value
@@ -220,7 +217,8 @@ def spread_widths(grid: Grid, count: int, generator: Random) -> list[dict[str, V
 class OnnxLatency:
     """Latency in the runtime that a file is served with, predicted from kernels."""
 
-    runtime: PredictedRuntime
+    runtime: str
+    """Kind of its files."""
     stages: tuple[Stage[Any, Any], ...]
     """What quantizes the model between, if anything."""
     folder: Path
@@ -237,7 +235,7 @@ class OnnxLatency:
     @property
     def runtime_version(self) -> str:
         """The runtime and its version."""
-        package = {"onnx": "onnxruntime"}.get(self.runtime, self.runtime)
+        package = EXPORTERS[self.runtime].runtime.torch_free_package
         return f"{package} {version(package)}"
 
     @contextmanager
@@ -304,7 +302,7 @@ class OnnxLatency:
         quantized: Any = model
         for number, stage in enumerate(self.stages):
             quantized = stage.run(quantized, context.with_root(folder / str(number)))
-        return graph_to_serve(quantized, "latency")
+        return translate_small(quantized, "latency")[0]
 
 
 @dataclass
@@ -362,14 +360,6 @@ class ServedFile(NamedTuple):
     open: Opener
 
 
-def graph_to_serve(model: EagerModel | GraphModel, title: str) -> ir.Model:
-    """Return the graph that `export_onnx` writes, which is not compared with the model here."""
-    graph, _ = translate(model, None, title)
-    compact_(graph)
-    strip_(graph)
-    return graph
-
-
 def write_alone(graph: ir.Model, folder: Path) -> Path:
     """Write a graph into a new folder of its own, and return the file."""
     folder.mkdir()
@@ -377,21 +367,15 @@ def write_alone(graph: ir.Model, folder: Path) -> Path:
     return folder / "model.onnx"
 
 
-def open_as_served(
-    file: Path, runtime: PredictedRuntime, signature: Signature, threads: int
-) -> ServedFile:
-    """Return the file of `export_onnx` or `export_openvino` for an ONNX file alone in its folder.
+def open_as_served(file: Path, runtime: str, signature: Signature, threads: int) -> ServedFile:
+    """Return a runtime's file, by the file's kind, for an ONNX file alone in its folder.
 
     Raises:
-        StageFailed: OpenVINO has no such operators.
+        StageFailed: the runtime has no such operators.
     """
-    if runtime == "onnx":
-        size = sum(part.stat().st_size for part in file.parent.iterdir() if part.is_file())
-        return ServedFile(size, partial(opened_session, file, threads))
-    from compress.export.openvino import stage as openvino
-
-    model = file.parent / "openvino" / "model.xml"
-    model.parent.mkdir()
-    openvino.write(file, model, signature)
-    size = sum(part.stat().st_size for part in model.parent.iterdir())
-    return ServedFile(size, partial(openvino.opened, model, threads))
+    exporter = EXPORTERS[runtime]
+    assert exporter.runtime.from_onnx is not None  # the only ones whose latency is predicted
+    model = exporter.runtime.from_onnx(file, signature)
+    size = sum(part.stat().st_size for part in model.parent.iterdir() if part.is_file())
+    open_file: Opener = partial(exporter.writes().open_file, model, signature, {}, "cpu", threads)
+    return ServedFile(size, open_file)

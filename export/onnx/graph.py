@@ -19,6 +19,7 @@ from compress import __version__
 from compress.artifacts.carried_files import IMAGES, TOKENIZER
 from compress.common.errors import StageFailed
 from compress.common.sealed_json import canonical_json
+from compress.export.common.runtime import kernel_facts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,14 +162,10 @@ def values_in_order(model: ir.Model) -> Iterator[ir.Value]:
 
 def rename_values_(model: ir.Model, values: Iterable[ir.Value], names: Mapping[Any, str]) -> None:
     """Rename values by their names, in place; initializers keep their order."""
-    held = [(graph, [*graph.initializers.values()]) for graph in model.graphs()]
-    for graph, _ in held:
-        graph.initializers.clear()
-    for value in values:
-        value.name = names.get(value.name, value.name)
-    for graph, initializers in held:
-        for value in initializers:
-            graph.initializers.add(value)
+    # onnx-ir puts those that it renames last: so all are renamed, some of them to their own name.
+    held = (value for graph in model.graphs() for value in graph.initializers.values())
+    renamed = [*dict.fromkeys(chain(held, values))]
+    ir.convenience.rename_values(renamed, [names.get(v.name, str(v.name)) for v in renamed])
 
 
 def remove_unread_(model: ir.Model) -> None:
@@ -285,22 +282,28 @@ def _macs(node: ir.Node) -> int | None:
         return None
     if node.op_type not in COUNTED:
         return 0
-    left, right = map(_shape, node.inputs[:2])
-    if node.op_type in RECURRENT:
+    source, *weights = map(_shape, node.inputs[:3])
+    if node.op_type.startswith("MatMul") and not source[-1]:  # only the other one was inferred
+        source = (*source[:-1], weights[0][-2:][0])
+    # 0: a shape was not inferred
+    return _products(node, source, weights, _shape(node.outputs[0])) or None
+
+
+def _products(
+    node: ir.Node,
+    source: Sequence[int],
+    weights: Sequence[Sequence[int]],
+    result: Sequence[int],
+) -> int:
+    """Return an operator's multiply-accumulates, by the shapes of what it reads and gives."""
+    if node.op_type in RECURRENT_KERNELS:
         # Sequence and batch come first in either layout; each step reads both weights once.
-        steps, recurrent = prod(left[:2]), _shape(node.inputs[2])
-        macs = steps * (prod(right) + prod(recurrent)) if prod(recurrent) and prod(right) else 0
-    elif node.op_type == "ConvTranspose":
-        macs = prod(left) * prod(right[1:])
-    else:
-        if node.op_type == "Conv":
-            reduced = prod(right[1:])
-        elif node.op_type in ("MatMul", "MatMulInteger"):
-            reduced = left[-1] or right[-2:][0]  # one of them may not have been inferred
-        else:
-            reduced = left[0] if node.attributes.get_int("transA") else left[-1]
-        macs = prod(_shape(node.outputs[0])) * reduced
-    return macs or None  # 0: a shape was not inferred
+        of_inputs, of_states = map(prod, weights[:2])
+        return prod(source[:2]) * (of_inputs + of_states) if of_inputs and of_states else 0
+    if node.op_type in CONVOLUTIONS:
+        return prod(source if node.op_type == "ConvTranspose" else result) * prod(weights[0][1:])
+    reduced = source[-2:][0] if node.attributes.get_int("transA") else source[-1]
+    return prod(result) * reduced
 
 
 INPUT = "compress_input_{}"
@@ -403,11 +406,9 @@ ACTIVATIONS_IN_8_BITS = 4
 
 def count_kernels(optimized: ir.Model) -> dict[str, dict[str, int]]:
     """Return how many integer and float kernels the heavy operators of a rewritten model are."""
-    kernels = Counter(node.op_type for node in optimized.graph)
-    return {
-        "integer_kernels": {k: kernels[k] for k in sorted(kernels) if is_integer_kernel(k)},
-        "float_kernels": {k: kernels[k] for k in sorted(FLOAT_KERNELS & kernels.keys())},
-    }
+    kernels = [node.op_type for node in optimized.graph]
+    floats = filter(FLOAT_KERNELS.__contains__, kernels)
+    return kernel_facts(filter(is_integer_kernel, kernels), floats)
 
 
 def is_integer_kernel(operator: str) -> bool:
@@ -448,17 +449,11 @@ def kernel_macs(node: ir.Node, arguments: Mapping[str, Any]) -> tuple[int, bool]
         [tuple(shape) for tensor in arguments[key] for shape in tensor.values()]
         for key in ("input_type_shape", "output_type_shape")
     )
-    weights = [sizes(tensor) if (tensor := stored(value)) else () for value in node.inputs]
-    if node.op_type in RECURRENT_KERNELS:
-        # Sequence and batch come first in either layout; each step reads both weights once.
-        size = sum(map(prod, weights[1:3]))
-        return prod(inputs[0][:2]) * size, in_integers
-    if node.op_type in CONVOLUTIONS:
-        # The profile leaves out weights that onnxruntime packed.
-        weight = weights[3 if node.op_type == "QLinearConv" else 1] or inputs[1]
-        read = inputs[0] if node.op_type == "ConvTranspose" else outputs[0]
-        return prod(read) * prod(weight[1:]), in_integers
+    # The profile leaves out weights that onnxruntime packed.
+    place = 3 if node.op_type == "QLinearConv" else 1
+    weights = [sizes(t) if (t := stored(value)) else () for value in node.inputs[place:]]
+    if node.op_type in CONVOLUTIONS and not weights[0]:
+        weights = inputs[1:]
     if node.op_type == PACKED_MATMUL:
         in_integers = node.attributes.get_int("accuracy_level") == ACTIVATIONS_IN_8_BITS
-    reduced = inputs[0][-2 if node.attributes.get_int("transA") else -1]
-    return prod(outputs[0]) * reduced, in_integers
+    return _products(node, inputs[0], weights, outputs[0]), in_integers

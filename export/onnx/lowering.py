@@ -26,7 +26,7 @@ from compress.common.errors import StageFailed, first_line
 from compress.common.forward import plain_attention
 from compress.common.process import gc_disabled
 from compress.export.common.runtime import NO_BFLOAT16, NO_UINT16_IN_OPSET, UINT16_OPSET
-from compress.export.onnx.graph import INPUT, OUTPUT, name_values_, strip_
+from compress.export.onnx.graph import INPUT, OUTPUT, count_operators, name_values_, strip_
 from compress.export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_, lower_quantized_rnns_
 from compress.export.onnx.passes.float_layers import (
@@ -38,8 +38,8 @@ from compress.export.onnx.passes.float_layers import (
 )
 from compress.export.onnx.passes.matmul_nbits import use_packed_weights
 from compress.export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
-from compress.export.onnx.passes.stored_integers import INT4_OPSET, has_four_bit_weights
-from compress.export.onnx.proto_io import read, write
+from compress.export.onnx.passes.stored_integers import INT4_OPSET, compact_, has_four_bit_weights
+from compress.export.onnx.proto_io import read
 from compress.graph.library_cache import cached_composite_ops, patched_attribute
 from compress.graph.torch_export import (
     any_sequence_length,
@@ -137,13 +137,12 @@ def lower(
     return model
 
 
-def lower_to_file(
-    program: ExportedProgram, signature: Signature, opset: int | None, file: Path
-) -> None:
-    """Translate a program, and write it as a small ONNX file."""
-    model = lower(program, signature, opset)
-    strip_(model)
-    write(model, file)
+def translate_small(source: EagerModel | GraphModel, title: str) -> tuple[ir.Model, dict[str, Any]]:
+    """Return a model as `export_onnx` writes it by default, without metadata; and its facts."""
+    graph, translation = translate(source, None, title)
+    compact_(graph)
+    strip_(graph)
+    return graph, {"operators": count_operators(graph), **translation.facts}
 
 
 def make_attention_contiguous_(program: ExportedProgram) -> None:

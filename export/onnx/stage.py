@@ -68,6 +68,7 @@ RUNTIME = Runtime(
         thread_parameters=("intra_op_thread_count", "inter_op_thread_count"),
         kserve_format="onnx",
     ),
+    from_onnx=lambda file, signature: file,
     torch_free_package="onnxruntime",
 )
 
@@ -104,9 +105,8 @@ class OnnxModel(ExportedModel):
         from compress.export.onnx.proto_io import read
 
         # Once fused into onnxruntime's own operators, weights cannot be counted in the file.
-        recorded: Any = self.manifest.facts.get("parameters")
-        if recorded is not None:
-            return recorded  # type: ignore[no-any-return]
+        if (recorded := super().parameters()) is not None:
+            return recorded
         return sum(weight_elements(read(self.payload_path)).values())
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
@@ -235,7 +235,11 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
     ) -> dict[str, Any]:
         """Translate and write a graph as it is."""
-        from compress.export.onnx.lowering import lower_to_file
+        from compress.export.onnx.graph import strip_
+        from compress.export.onnx.lowering import lower
+        from compress.export.onnx.proto_io import write
 
-        lower_to_file(program, signature, self.opset, file)
+        graph = lower(program, signature, self.opset)
+        strip_(graph)
+        write(graph, file)
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -15,9 +14,15 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import open_vino, openvino_core
 from compress.common.requirements import Requirement, pip_install
 from compress.common.signature import TABLE_ROWS, Signature
-from compress.export.common.runtime import NO_BFLOAT16, Reproducer, Runtime, TritonBackend
+from compress.export.common.runtime import (
+    NO_BFLOAT16,
+    Reproducer,
+    Runtime,
+    TritonBackend,
+    kernel_facts,
+)
 from compress.export.exporter import ExportedModel, Exporter, source_counts
-from compress.export.onnx.stage import ONNX_TARGETS, OnnxModel
+from compress.export.onnx.stage import ONNX_TARGETS, ExportOnnx, OnnxModel
 
 if TYPE_CHECKING:
     import torch
@@ -42,20 +47,18 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
     Its inputs have the bounds that the signature declares, so that other programs have them too.
     """
     openvino = open_vino()
-    shapes = {}
-    for spec in signature.inputs:
-        sizes = []
-        for axis in spec.shape:
-            if isinstance(axis, int):
-                sizes.append(openvino.Dimension(axis))
-            elif axis in signature.axes:
-                allowed = signature.bounds(axis)
-                most = -1 if allowed.max is None else allowed.max  # -1: any
-                sizes.append(openvino.Dimension(allowed.min, most))
-            else:
-                sizes.append(openvino.Dimension.dynamic())
-        if not signature.axes.keys().isdisjoint(spec.shape):
-            shapes[spec.name] = openvino.PartialShape(sizes)
+
+    def dimension(axis: int | str) -> Any:
+        if axis in signature.axes:
+            allowed = signature.bounds(str(axis))
+            return openvino.Dimension(allowed.min, -1 if allowed.max is None else allowed.max)
+        return openvino.Dimension(axis if isinstance(axis, int) else -1)  # -1: any
+
+    shapes = {
+        spec.name: openvino.PartialShape([*map(dimension, spec.shape)])
+        for spec in signature.inputs
+        if not signature.axes.keys().isdisjoint(spec.shape)
+    }
     try:
         model = openvino_core().read_model(onnx_file)
         if shapes:
@@ -108,9 +111,12 @@ def predictor(model: Any) -> Predictor:
     return predict
 
 
-def opened(file: Path, threads: int) -> AbstractContextManager[Predictor]:
-    """Open `model.xml`, or an ONNX file, on the CPU for a ``with`` block."""
-    return nullcontext(predictor(compiled(file, threads)))
+def from_onnx(onnx_file: Path, signature: Signature) -> Path:
+    """Write an ONNX file as an OpenVINO model in a folder beside it, and return the model."""
+    file = onnx_file.parent / "openvino" / OpenVINOModel.payload
+    file.parent.mkdir()
+    write(onnx_file, file, signature)
+    return file
 
 
 def within_bounds(predict: Predictor, signature: Signature) -> Predictor:
@@ -137,14 +143,13 @@ def within_bounds(predict: Predictor, signature: Signature) -> Predictor:
 
 def count_kernels(model: Any) -> dict[str, dict[str, int]]:
     """Return how many kernels for integers and for floats do the heavy work of a compiled model."""
-    kinds: dict[str, Counter[str]] = {"integer_kernels": Counter(), "float_kernels": Counter()}
-    for node in model.get_runtime_model().get_ops():
-        facts = node.get_rt_info()
-        kind, precision = (facts[key].astype(str) for key in ("layerType", "runtimePrecision"))
-        if kind in HEAVY:
-            group = "integer_kernels" if precision in INTEGERS else "float_kernels"
-            kinds[group][kind] += 1
-    return {group: dict(sorted(counts.items())) for group, counts in kinds.items()}
+    nodes = [node.get_rt_info() for node in model.get_runtime_model().get_ops()]
+    kinds = [
+        (kind, facts["runtimePrecision"].astype(str) in INTEGERS)
+        for facts in nodes
+        if (kind := facts["layerType"].astype(str)) in HEAVY
+    ]
+    return kernel_facts((k for k, integer in kinds if integer), (k for k, i in kinds if not i))
 
 
 def _reason(error: Exception) -> str:
@@ -183,6 +188,7 @@ RUNTIME = Runtime(
             "setting for float32, by which the gates judged"
         ),
     ),
+    from_onnx=from_onnx,
     torch_free_package="openvino",
 )
 
@@ -232,9 +238,8 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
 
     def _as_onnx(self, model: Source, file: Path) -> tuple[Path, dict[str, Any]]:
         """Return the model as an ONNX file, and facts: its operators, the limits of axes."""
-        from compress.export.onnx.graph import count_operators, strip_
-        from compress.export.onnx.lowering import translate
-        from compress.export.onnx.passes.stored_integers import compact_
+        from compress.export.onnx.graph import count_operators
+        from compress.export.onnx.lowering import translate_small
         from compress.export.onnx.proto_io import read, write
 
         if isinstance(model, OnnxModel):
@@ -242,10 +247,7 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
             limits = {k: v for k, v in model.manifest.facts.items() if k in known}
             operators = count_operators(read(model.payload_path))
             return model.payload_path, {"operators": operators, **limits}
-        graph, translation = translate(model, None, self.title)
-        compact_(graph)
-        strip_(graph)
-        facts = {"operators": count_operators(graph), **translation.facts}
+        graph, facts = translate_small(model, self.title)
         write(graph, file)
         return file, facts
 
@@ -259,7 +261,4 @@ class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel
         self, program: ExportedProgram, signature: Signature, file: Path, device: str = "cpu"
     ) -> dict[str, Any]:
         """Write a graph as ONNX, which OpenVINO compiles as well."""
-        from compress.export.onnx.lowering import lower_to_file
-
-        lower_to_file(program, signature, None, file)
-        return {}
+        return ExportOnnx().write_program(program, signature, file)

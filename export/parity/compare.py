@@ -161,14 +161,10 @@ def find_adversarial_mismatch(
     with suppress(Exception):  # whatever the user's own code raises
         outputs = expected(*signature.example())
         rounding = ROUNDING * largest(largest_finite(t) for t in outputs if t.is_floating_point())
-    for kind, inputs in cases:
-        try:
-            outputs = expected(*inputs)
-        except Exception:  # noqa: BLE001 - whatever the user's own code raises
+    for kind, inputs, outputs, answers, refusal, failure in outputs_for(expected, exported, cases):
+        if refusal:
             continue
-        try:
-            answers = exported(*inputs)
-        except Exception:  # noqa: BLE001 - each runtime raises its own
+        if failure:
             return kind, inputs, math.inf
         error = _error(outputs, answers, 0.0 if kind == TINY_KIND else rounding)
         if error < math.inf and _misses_infinities(inputs, outputs, answers, reference):
@@ -354,7 +350,15 @@ def outputs_by_kind(
 ) -> Iterator[KindOutputs]:
     """Yield what two models answer to each kind of input."""
     expected, exported = (accept_any_batch(p, source.signature) for p in (expected, exported))
-    for kind, inputs in parity_inputs(source.signature, list(val_inputs(context, source))):
+    cases = parity_inputs(source.signature, list(val_inputs(context, source)))
+    yield from outputs_for(expected, exported, cases)
+
+
+def outputs_for(
+    expected: Predictor, exported: Predictor, cases: Iterable[tuple[str, Tensors]]
+) -> Iterator[KindOutputs]:
+    """Yield what two models answer to some inputs, which come after the name of their kind."""
+    for kind, inputs in cases:
         found = KindOutputs(kind, inputs)
         try:
             found = found._replace(expected=expected(*inputs))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from string import Template
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
@@ -61,48 +62,7 @@ LEAST_SECONDS = 5.0  # how long a report may take at least
 SOURCE = "source.pt2"
 INPUTS = "inputs.npz"
 SCRIPT = "reproduce.py"
-TEMPLATE = '''"""{what}
-
-`{source}` is a part of the model as a torch.export program, `{exported}` the same part exported.
-Run with `python {script}`; it needs torch, numpy{needs} alone, and exits with 1 where the answers
-differ by more than LIMIT of their norm.
-"""
-
-import sys
-from pathlib import Path
-
-import numpy as np
-import torch
-import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
-{imports}
-HERE = Path(__file__).parent
-LIMIT = {limit!r}
-DTYPES = {dtypes!r}
-
-
-def answers_of_the_export(inputs):
-{answers}
-
-stored = np.load(HERE / "{inputs}", allow_pickle=False)
-inputs = [torch.from_numpy(stored[name]).to(getattr(torch, DTYPES[name])) for name in DTYPES]
-with torch.no_grad():
-    expected = torch.export.load(HERE / "{source}").module(check_guards=False)(*inputs)
-expected = expected if isinstance(expected, (tuple, list)) else [expected]
-worst = 0.0
-for i, (a, b) in enumerate(zip(expected, answers_of_the_export(inputs))):
-    a, b = a.double(), b.double()
-    print(f"output {{i}}: PyTorch {{tuple(a.shape)}}, exported {{tuple(b.shape)}}")
-    if a.shape != b.shape:
-        sys.exit(1)
-    same = (a == b) | (a.isnan() & b.isnan())
-    error = torch.where(same, 0.0, b - a)
-    norm = torch.linalg.vector_norm(torch.where(a.isfinite(), a, 0.0)).clamp_min(1e-9)
-    relative = float(torch.linalg.vector_norm(error) / norm)
-    largest = float(error.abs().max()) if error.numel() else 0.0
-    print(f"  differ by {{relative:.3g}} of the norm, by at most {{largest:.3g}} in an element")
-    worst = relative if not relative <= worst else worst
-sys.exit(0 if worst <= LIMIT else 1)
-'''
+TEMPLATE = Path(__file__).with_name("reproduce.py.template")
 
 
 @dataclass(frozen=True)
@@ -313,7 +273,7 @@ def _write_script(
         for spec, x in zip(signature.inputs, inputs, strict=True)
     }
     np.savez(folder / INPUTS, allow_pickle=False, **arrays)
-    text = TEMPLATE.format(
+    text = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         what=summary,
         source=SOURCE,
         exported=reproducer.file,
@@ -321,7 +281,7 @@ def _write_script(
         inputs=INPUTS,
         needs=f" and {reproducer.library}" if reproducer.library else "",
         imports=reproducer.imports,
-        limit=search.limit,
+        limit=repr(search.limit),
         dtypes={spec.name: spec.dtype for spec in signature.inputs},
         answers="\n".join(f"    {line}" for line in (*reproducer.run_lines, "")),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -15,7 +14,7 @@ from torch.fx.graph import CodeGen
 
 from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import StageFailed
-from compress.export.common.runtime import UINT8_ONLY, failing_as
+from compress.export.common.runtime import UINT8_ONLY, failing_as, kernel_facts
 from compress.export.torchscript.file_io import quiet
 
 if TYPE_CHECKING:
@@ -359,14 +358,9 @@ def without_guards(module: fx.GraphModule) -> fx.GraphModule:
 
 def count_kernels(graph: fx.GraphModule) -> dict[str, dict[str, int]]:
     """Count the integer kernels, and the heavy operators that are computed in floats."""
-    called = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
-    integer = Counter(name for name in called if name.startswith(("quantized.", "aten.quantized_")))
-    heavy = Counter(
-        name.split(".")[1]
-        for name in called
-        if name.startswith("aten.") and name.split(".")[1] in HEAVY
-    )
-    return {
-        "integer_kernels": {name.split(".")[1]: integer[name] for name in sorted(integer)},
-        "float_kernels": dict(sorted(heavy.items())),
-    }
+    operators = [n.target for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    called = [str(operator).split(".")[:2] for operator in operators]
+    in_aten = [name for library, name in called if library == "aten"]
+    integer = [name for library, name in called if library == "quantized"]
+    integer += [name for name in in_aten if name.startswith("quantized_")]
+    return kernel_facts(integer, filter(HEAVY.__contains__, in_aten))

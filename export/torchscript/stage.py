@@ -98,21 +98,18 @@ class TorchScriptModel(ExportedModel):
         """Count the weights, BatchNorm folded into them where freezing did so."""
         from compress.export.torchscript.file_io import count_weights, load
 
-        return self._recorded_count("parameters") or count_weights(load(self.payload_path))
+        # The file of a graph holds packed weights, so its source was counted.
+        return super().parameters() or count_weights(load(self.payload_path))
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
         """Count multiply-accumulates for one sample."""
         from compress.export.torchscript.file_io import load
         from compress.graph.flops import count_macs
 
-        if recorded := self._recorded_count("macs"):
-            return None if sizes else recorded
+        if "macs" in self.manifest.facts:
+            return super().macs(sizes)
         inputs = self.signature.example(batch=1, sizes=sizes)
         return count_macs(load(self.payload_path), inputs)
-
-    def _recorded_count(self, count: str) -> int:
-        """Return a count of the source graph, whose weights are packed in the file; 0 if none."""
-        return int(str(self.manifest.facts.get(count, 0)))
 
 
 class ExportTorchScript(Exporter[Source, TorchScriptModel]):

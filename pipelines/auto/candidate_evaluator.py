@@ -21,7 +21,7 @@ from compress.common.forward import Predictor, accept_any_batch, split_batches
 from compress.common.sealed_json import read_state, write_state
 from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
-from compress.export.fastest.stage import RUNTIMES
+from compress.export.exporter import EXPORTERS
 from compress.export.latency.resizing import is_float, leave_float, weighted_layers
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import session_predictor
@@ -72,7 +72,7 @@ def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
         )
     for runtime in settings.space.runtimes:
         where = f"{base.place('auto', 'space', 'runtimes')}: {runtime}"
-        for need in RUNTIMES[runtime]().all_requirements():
+        for need in EXPORTERS[runtime].model_validate({}).all_requirements():
             if need.missing():
                 raise Unavailable(f"{where} {need.problem}")
     for runtime in settings.space.runtimes if settings.after else ():

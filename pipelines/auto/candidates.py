@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
-from compress.export.fastest.stage import RUNTIMES
+from compress.export.exporter import EXPORTERS
 from compress.pipelines.api import Pipeline
 from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
@@ -80,7 +80,7 @@ class Candidate:
     @property
     def export(self) -> str:
         """The stage that writes the file to serve, and its name."""
-        return RUNTIMES[self.runtime]().title
+        return EXPORTERS[self.runtime].model_validate({}).title
 
     def stages(self, base: PipelineConfig, settings: AutoSettings) -> list[dict[str, Any]]:
         """Return the stages that make it after those of `base`, as a pipeline file has them."""

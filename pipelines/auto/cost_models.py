@@ -37,18 +37,19 @@ from compress.export.latency.resizing import (
 from compress.export.latency.served_latency import (
     LatencyModel,
     WidthCosts,
-    graph_to_serve,
     measure_grid,
     open_as_served,
     spread_widths,
     write_alone,
 )
+from compress.export.onnx.lowering import translate_small
 from compress.export.onnx.proto_io import read
 from compress.pipelines.auto.candidates import QUANTIZING, Candidate
 from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 from compress.pipelines.config.registry import stages
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.latency.widths import WidthVariants
+from compress.quantization.stages.static import QuantizeStatic
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -65,9 +66,9 @@ if TYPE_CHECKING:
 TABLES_FILE = "latency_tables.json"
 """In the results' folder; `latency.json` is what `compress latency` writes there."""
 FITTED_MODELS = 16  # models at widths of the grid whose latencies the kernels' sum is fitted to
-CALIBRATION_SAMPLES, COMPARED_SAMPLES, SMOOTHING = 32, 16, 0.5
-"""Samples with which exports are quantized and compared with the float model, and the strength of
-SmoothQuant: their speed is looked at, not their answers."""
+COMPARED_SAMPLES, SMOOTHING = 16, 0.5
+"""Samples with which exports are compared with the float model, and the strength of SmoothQuant:
+their speed is looked at, not their answers."""
 QUANTIZED = "quantized"  # value of the decision about a layer that is not put back to float
 SMALL_LOSS_SHARE = 0.02
 """Share of a format's loss that a layer must have, or be faster in float, to be decided."""
@@ -335,10 +336,6 @@ def export_at_random_widths(
     widths = settings.space.widths
     variants = WidthVariants(model, widths.selection if widths else None, context.seed)
     quantizing, few = QUANTIZING.get(format, {}), context.data
-    if quantizing.get("stage") == "quantize_static":
-        # All layers smoothed alike: which ones `auto` leaves alone differs from model to model.
-        quick = {"smooth": SMOOTHING, "calibration_samples": CALIBRATION_SAMPLES}
-        quantizing = {**quantizing, **quick}
     if quantizing:
         data = context.need_data("compress auto")
         samples: Any = data.split("val")
@@ -354,8 +351,12 @@ def export_at_random_widths(
             source: Any = variant
             if format != "float":
                 inner = replace(context.with_root(folder / f"int8-{number}"), data=few)
-                source = stages()[quantizing["stage"]].model_validate(quantizing)(variant, inner)
-            yield own, graph_to_serve(source, "auto")
+                stage = stages()[quantizing["stage"]].model_validate(quantizing)
+                if isinstance(stage, QuantizeStatic):
+                    # All layers alike: which ones `auto` leaves alone differs from model to model.
+                    stage = stage.calibrated_quickly(smooth=SMOOTHING)
+                source = stage(variant, inner)
+            yield own, translate_small(source, "auto")[0]
 
     return variants.whole, exports()
 

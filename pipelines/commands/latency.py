@@ -19,9 +19,9 @@ from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
 from compress.export.latency.served_latency import (
     KernelCost,
     LatencyModel,
-    graph_to_serve,
     measure_files,
 )
+from compress.export.onnx.lowering import translate_small
 from compress.export.onnx.proto_io import write
 from compress.pipelines.commands.sensitivity import model_to_prune
 from compress.pipelines.system.machine_info import machine
@@ -105,7 +105,8 @@ def measure_and_write(
         variants = WidthVariants(source, stage, context.seed)
         progress("latency", 0, 1, "export")
         built = variants.build_some(MOST_EXPORTS, folder)
-        model = ResizableModel.fit((own, graph_to_serve(one, "latency")) for own, one in built)
+        graphs = ((own, translate_small(one, "latency")[0]) for own, one in built)
+        model = ResizableModel.fit(graphs)
         specs, inputs = source.signature.inputs, context.measured_batches(source.signature, batch)
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
         kernel_table = KernelTable(out / TABLES, machine(), context.threads)
@@ -116,7 +117,7 @@ def measure_and_write(
             progress("latency", number, len(widths), "measure kernels")
             files.append(folder / f"resized{number}.onnx")
             if number == 0 and variants.rewrites:
-                write(graph_to_serve(source, "latency"), files[0])
+                write(translate_small(source, "latency")[0], files[0])
             else:
                 write(model.resize(chosen), files[-1])
             kernels.append(kernels_of(files[-1], arrays, context.threads))

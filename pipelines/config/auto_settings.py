@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from compress.common.config import Count, Positive, Settings
 from compress.core.stage import CalibrationSamples
-from compress.export.common.runtime import PredictedRuntime
 from compress.pipelines.config.registry import AnyStage
 from compress.pruning.channel_settings import ChannelSelection, Criterion
 from compress.pruning.pruning_stage import AnyFinetune
@@ -25,7 +24,7 @@ Format: TypeAlias = Literal[
     "weights_8",
     "weights_4",
 ]
-Runtime: TypeAlias = PredictedRuntime
+Runtime: TypeAlias = Literal["onnx", "openvino"]
 
 MILLISECONDS = {"us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from compress.core.stage import Stage, members_of
 from compress.core.verdict import History, PastStage
 from compress.distillation.stage import Distill
-from compress.export.common.runtime import PredictedRuntime
+from compress.export.exporter import EXPORTERS
 from compress.export.fastest.stage import ExportFastest
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.system.machine_info import machine, version_of, versions
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from compress.pruning.latency.widths import ServedLatency
 
     AnyStage = Stage[Any, Any]
-
-CALIBRATED_ON = 32
-"""Samples with which models are quantized: their speed is looked at, not their answers."""
 
 
 def source_key_parts(state: RunState) -> dict[str, Any]:
@@ -179,7 +176,7 @@ def _has_latency_target(stage: AnyStage) -> bool:
 
 def _served(
     planned: PlannedStage, pipeline: PipelineConfig
-) -> tuple[PredictedRuntime, tuple[AnyStage, ...]] | None:
+) -> tuple[str, tuple[AnyStage, ...]] | None:
     """Return the runtime of the first later stage that exports the result, and what quantizes it.
 
     The latter with settings that cost little time and lead to the same kernels.
@@ -196,7 +193,8 @@ def _served(
         kinds: Any = [kind.kind for kind in members_of(export.writes())]
         if isinstance(export, ExportFastest):
             kinds = export.runtimes
-        runtime = next((kind for kind in kinds if kind in get_args(PredictedRuntime)), None)
+        predicted = (k for k in kinds if k in EXPORTERS and EXPORTERS[k].runtime.from_onnx)
+        runtime = next(predicted, None)
         between: list[AnyStage] = []
         name = inputs[export.title]
         while name not in (SOURCE, planned.name):
@@ -213,9 +211,7 @@ def _quantizing(between: list[AnyStage]) -> tuple[AnyStage, ...] | None:
     changing: list[AnyStage] = []
     for stage in between:
         if isinstance(stage, QuantizeStatic):
-            quick: dict[str, Any] = {"rounding": "nearest", "bias_correction": False}
-            quick["calibration_samples"] = min(CALIBRATED_ON, stage.drawn_samples)
-            changing.append(stage.model_copy(update=quick))
+            changing.append(stage.calibrated_quickly(rounding="nearest", bias_correction=False))
         elif isinstance(stage, QuantizeWeights):
             method = "hqq" if stage.method == "hqq" else "rtn"
             changing.append(stage.model_copy(update={"method": method}))

@@ -12,17 +12,12 @@ from pathlib import Path
 
 import compress
 from compress.artifacts.model_source import installed_version
+from compress.export.exporter import EXPORTERS
 
 LIBRARIES = (
-    "torch",
-    "torchao",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-    "openvino",
-    "executorch",
-    "numpy",
-    "torchserve",
+    *("torch", "torchao", "onnx", "onnxscript"),
+    *filter(None, (exporter.runtime.torch_free_package for exporter in EXPORTERS.values())),
+    *("executorch", "numpy", "torchserve"),
 )
 
 

@@ -49,35 +49,26 @@ MAX_CONNECTIONS = 4096  # above this, even if they have waited less than GRACE_S
 GRACE_SECONDS = 1.0
 """Time for a new connection to send its request: many are accepted at once, and the one with a
 request may be the first of them."""
+OF_CONNECTION = "connection"  # pause of reading beside uvicorn's own
 OTHER_FILES = 128  # file descriptors reserved for everything but connections
 
 
 class HoldableFlowControl(FlowControl):
     """Reads only while neither uvicorn (application behind on a body) nor the connection pauses."""
 
-    _paused_by_uvicorn = False
-    _held = False
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._paused_by: set[str] = set()
 
-    def pause_reading(self) -> None:
-        """Pause on behalf of uvicorn."""
-        self._paused_by_uvicorn = True
+    def pause_reading(self, by: str = "uvicorn") -> None:
+        """Pause on behalf of uvicorn or of the connection."""
+        self._paused_by.add(by)
         super().pause_reading()
 
-    def resume_reading(self) -> None:
-        """Resume on behalf of uvicorn."""
-        self._paused_by_uvicorn = False
-        if not self._held:
-            super().resume_reading()
-
-    def hold_reading(self) -> None:
-        """Pause on behalf of the connection."""
-        self._held = True
-        super().pause_reading()
-
-    def release_reading(self) -> None:
-        """Resume on behalf of the connection."""
-        self._held = False
-        if not self._paused_by_uvicorn:
+    def resume_reading(self, by: str = "uvicorn") -> None:
+        """Resume, unless it is paused on behalf of the other."""
+        self._paused_by.discard(by)
+        if not self._paused_by:
             super().resume_reading()
 
 
@@ -222,7 +213,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parse(data)
         if len(data) == READ_BYTES and not self._unparsed and not self._body_bytes_left:
             # The loop would read up to 32 times in a row: cheap for bodies, not for many heads.
-            self.flow.hold_reading()
+            self.flow.pause_reading(OF_CONNECTION)
             self.loop.call_soon(self._resume_parsing)
 
     def pause_writing(self) -> None:
@@ -404,7 +395,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             start = end
         self._unparsed = data[start:] if not self.transport.is_closing() else b""
         if self._unparsed:
-            self.flow.hold_reading()
+            self.flow.pause_reading(OF_CONNECTION)
 
     def _end_of_slice(self, data: bytes, start: int) -> int:
         """Return how far bytes can be parsed without starting a second request."""
@@ -438,7 +429,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             unparsed, self._unparsed = self._unparsed, b""
             self._parse(unparsed)
         if not self._unparsed and not self._lingering:
-            self.flow.release_reading()
+            self.flow.resume_reading(OF_CONNECTION)
 
     def _refuse(self, error: HttpError) -> None:
         """Answer malformed or oversized HTTP with an error, and close the connection."""
@@ -475,7 +466,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unparsed, self._discarded_bytes = b"", 0
         self._waiting.add(self)
         self.flow.resume_reading()
-        self.flow.release_reading()
+        self.flow.resume_reading(OF_CONNECTION)
         self.deadline.set(LINGER_SECONDS, self._finish_lingering)
 
     def _finish_lingering(self) -> None:

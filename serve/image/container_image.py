@@ -217,10 +217,7 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
         measured = model.recorded.model_dump(mode="json")
         stage = {"artifact": {"digest": artifact.digest}, "measurements": measured}
         write_sealed(folder / REPORT, {"stages": [stage]})
-    for name in (MANIFEST, *artifact.manifest.files):
-        target = folder / "model" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(artifact.path / name, target)
+    artifact.copy_files((MANIFEST, *artifact.manifest.files), folder / "model")
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, folder / "app" / PACKAGE.name, ignore=skip)
     # With its entry points, by which the server finds the artifact's kind.

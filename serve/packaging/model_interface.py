@@ -38,6 +38,9 @@ EXTRA_LENGTH = 6
 PROBE_ROWS = 4
 REPORT = "report.json"
 NOT_ON_AXIS_0 = "axis 0 of the inputs and outputs does not count the rows of a batch"
+NO_BFLOAT16 = (
+    "{} is bfloat16, which requests cannot carry; expected a model with float32 inputs and outputs"
+)
 NO_REPORT = (
     "no run's report shows that the rows of a batch do not influence each other; serve the "
     f"artifact in its run's folder, or give that run's {REPORT} with --report"
@@ -118,10 +121,17 @@ def refuse_bfloat16(signature: Signature) -> None:
     """Raise StageFailed for a bfloat16 input, which no client could send."""
     for spec in signature.inputs:
         if spec.dtype == "bfloat16":
-            raise StageFailed(
-                f"{spec.name} is bfloat16, which requests cannot carry; "
-                "expected a model with float32 inputs and outputs"
-            )
+            raise StageFailed(NO_BFLOAT16.format(spec.name))
+
+
+def refuse_code_for_gpu(model: Artifact, title: str, where: str) -> None:
+    """Raise StageFailed for native code of another device than the CPU, which `where` names."""
+    built_for: Any = model.manifest.facts.get("built_for", {"device": "cpu"})
+    if built_for["device"] != "cpu":
+        raise StageFailed(
+            f"{title}: the package was compiled for {built_for['device']}, and {where}; compile it "
+            "with `device: cpu`"
+        )
 
 
 def _call_model(call: Call, arrays: list[Array], signature: Signature) -> list[Array]:
@@ -227,10 +237,7 @@ def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
     arrays: dict[str, Array] = {}
     for name, tensor in zip(names, (*inputs, *outputs), strict=True):
         if tensor.dtype == torch.bfloat16:
-            raise StageFailed(
-                f"package_torchserve: {name} is bfloat16, which requests cannot carry; "
-                "expected a model with float32 inputs and outputs"
-            )
+            raise StageFailed(f"package_torchserve: {NO_BFLOAT16.format(name)}")
         arrays[name] = tensor.detach().cpu().numpy()
     pairs = zip(signature.inputs, inputs, strict=True)
     specs = tuple(s.with_not_finite([x]) if s.dtype.startswith("float") else s for s, x in pairs)

@@ -108,7 +108,7 @@ class TorchServe:
 
     def __enter__(self) -> Self:
         """Start, and wait until all workers are ready; else StageFailed with the log's end."""
-        java, packages = find_java(), find_torchserve()
+        java, packages = find_torchserve()
         started = time.monotonic()
         for attempts_left in (2, 1, 0):
             try:
@@ -257,20 +257,14 @@ def configuration(mar: Path, ports: list[int]) -> str:
     return "".join(f"{key}={value}\n" for key, value in settings.items())
 
 
-def find_java() -> str:
-    """Return the path of Java; Unavailable where there is none."""
-    java = JAVA.program_path()
+def find_torchserve() -> tuple[str, Path]:
+    """Return Java's path, and TorchServe's directory; Unavailable where one is missing."""
+    java, spec = JAVA.program_path(), importlib.util.find_spec("ts")
     if java is None:
         raise Unavailable(f"serving with TorchServe needs {JAVA.install}")
-    return java
-
-
-def find_torchserve() -> Path:
-    """Return the directory in which TorchServe is installed; Unavailable where it is not."""
-    spec = importlib.util.find_spec("ts")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / "frontend").is_dir():
-            return Path(folder).parent
+            return java, Path(folder).parent
     raise Unavailable(f"serving needs TorchServe: {pip_install('serve')}")
 
 

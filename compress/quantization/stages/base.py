@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FEW_SAMPLES = 16  # fewer samples say little about the range of activations
+QUICK_CALIBRATION = 32  # samples with which models are quantized whose speed alone is looked at
 FIDELITY = "fidelity"  # fact of every artifact that a quantization stage writes
 LONGEST_FACT = 300  # characters of a fact in the log; the manifest has all of it
 
@@ -214,3 +215,8 @@ class CalibratedStage(IntegerStage):
     calibration_samples: Annotated[int, Field(ge=FEW_SAMPLES)] | None = None
     """Samples on which the ranges of activations are observed; fewer than 16 tell too little. By
     default 512, or all there are."""
+
+    def calibrated_quickly(self, **changed: Any) -> Self:
+        """Return the stage with few samples and changed settings, for a model of the same speed."""
+        few = min(QUICK_CALIBRATION, self.drawn_samples)
+        return self.model_copy(update={"calibration_samples": few, **changed})

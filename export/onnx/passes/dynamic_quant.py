@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -195,7 +195,7 @@ def lower_quantized_rnns_(model: ir.Model) -> None:
         # Of DynamicQuantizeLSTM onnxruntime has the default layout alone, time before batch.
         if node.op_type == "LSTM" and not node.attributes.get_int("layout"):
             inputs = [*node.inputs, *[None] * 8][:8]
-            for place, weight_DGI in enumerate(_evaluate(model, parts, weights), start=1):
+            for place, weight_DGI in enumerate(_evaluate(model, weights), start=1):
                 scale_DG = np.abs(weight_DGI).max(2) / LARGEST
                 scale_DG = np.where(scale_DG == 0, 1, scale_DG).astype(np.float32)
                 integers_DGI = np.rint(weight_DGI / scale_DG[..., None]).astype(np.int8)
@@ -227,21 +227,9 @@ def _producing(value: ir.Value) -> Iterator[ir.Node]:
             yield from _producing(source)
 
 
-def _evaluate(
-    model: ir.Model, parts: Collection[ir.Node], values: Sequence[ir.Value]
-) -> list[np.ndarray[Any, Any]]:
+def _evaluate(model: ir.Model, values: Sequence[ir.Value]) -> list[np.ndarray[Any, Any]]:
     """Compute values that depend on constants alone, such as weights whose gates are reordered."""
-    read = dict.fromkeys(value for part in parts for value in inputs_of(part))
-    view: Any = ir.GraphView(
-        inputs=[],
-        outputs=values,
-        nodes=[node for node in model.graph if node in parts],
-        initializers=[value for value in read if value.is_initializer()],
-        opset_imports=model.opset_imports,
-        name="weights",
-    )
-    part = ir.to_proto(ir.Model(view, ir_version=model.ir_version))
-    session = onnxruntime.InferenceSession(
-        part.SerializeToString(), session_options(1), ["CPUExecutionProvider"]
-    )
+    graph = ir.convenience.extract(model.graph, [], values)
+    content = ir.to_proto(ir.Model(graph, ir_version=model.ir_version)).SerializeToString()
+    session = onnxruntime.InferenceSession(content, session_options(1), ["CPUExecutionProvider"])
     return session.run(None, {})  # type: ignore[no-any-return]

@@ -81,14 +81,9 @@ def attention(
     return op.Squeeze(result, op.Constant(value_ints=missing)) if missing else result
 
 
-def softmax(x: Any, dim: int, dtype: int = -1) -> Any:
-    """Return the softmax, computed in `dtype` where it is given: ONNX knows none of integers."""
-    return op.Softmax(x if dtype in (-1, None) else op.Cast(x, to=dtype), axis=dim)
-
-
-def log_softmax(x: Any, dim: int, dtype: int = -1) -> Any:
-    """Return the logarithm of the softmax, computed in `dtype` where it is given."""
-    return op.LogSoftmax(x if dtype in (-1, None) else op.Cast(x, to=dtype), axis=dim)
+def softmax(form: Callable[..., Any], x: Any, dim: int, dtype: int = -1) -> Any:
+    """Return the softmax or its logarithm, computed in `dtype`: ONNX knows none of integers."""
+    return form(x if dtype in (-1, None) else op.Cast(x, to=dtype), axis=dim)
 
 
 def weight_norm(direction: Any, size: Any, dim: int = 0) -> Any:
@@ -399,8 +394,8 @@ def _erfcx_of_positive(z: Any) -> Any:
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: attention,
     aten._weight_norm.default: weight_norm,
-    aten.softmax.int: softmax,
-    aten.log_softmax.int: log_softmax,
+    aten.softmax.int: partial(softmax, op.Softmax),
+    aten.log_softmax.int: partial(softmax, op.LogSoftmax),
     **{getattr(aten, f"avg_pool{n}d").default: partial(avg_pool, n) for n in (1, 2, 3)},
     **{getattr(aten, f"max_pool{n}d").default: partial(max_pool, n) for n in (1, 2, 3)},
     aten._adaptive_avg_pool2d.default: partial(adaptive_avg_pool, 2),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from compress.export.aotinductor.package import PackForImages
+from compress.export.aotinductor.package import PackAndCount
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu.get_capabilities().get("avx512_vnni"), reason="orders of AVX-512's kernels"
@@ -25,7 +25,9 @@ def convolution(weight: torch.Tensor) -> fx.GraphModule:
     packed_node.meta["val"] = torch.empty_like(weight, device="meta")
     kernel = torch.ops.onednn.qconv_pointwise.default
     rest = (None, *SPREAD, 1, 1.0, 0, torch.float32, "none", [], "")
-    graph.output(graph.call_function(kernel, (image, 0.1, 3, packed_node, *others, *rest)))
+    product = graph.call_function(kernel, (image, 0.1, 3, packed_node, *others, *rest))
+    product.meta["val"] = torch.empty(2, CHANNELS, SIDE, SIDE, device="meta")
+    graph.output(product)
     return fx.GraphModule(held, graph)
 
 
@@ -36,7 +38,8 @@ def test_a_weight_is_packed_anew_for_the_size_of_the_image() -> None:
     image = torch.randint(0, 256, (2, CHANNELS, SIDE, SIDE), generator=generator)
     image = image.to(torch.uint8).contiguous(memory_format=torch.channels_last)
     before = module(image)
-    PackForImages()(module.graph)
+    counted = PackAndCount()
+    counted(module.graph)
     module.recompile()
     (name,) = (n.target for n in module.graph.nodes if n.op == "get_attr" and "_for_" in n.target)
     scales = torch.full((CHANNELS,), 0.01)
@@ -45,6 +48,7 @@ def test_a_weight_is_packed_anew_for_the_size_of_the_image() -> None:
     )
     assert _order(getattr(module, name)) == _order(here) != _order(module.packed)
     assert torch.equal(module(image), before)
+    assert counted.macs == {True: 2 * SIDE * SIDE * CHANNELS * CHANNELS * 9}
 
 
 def _order(packed: torch.Tensor) -> list[int]:

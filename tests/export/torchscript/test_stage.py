@@ -51,6 +51,14 @@ def test_answers_and_counts_are_the_sources(
             assert predict(*IMAGE.example(batch))[0].shape == (batch, 10)
 
 
+def test_products_that_could_not_be_counted_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "ts"
+    with TorchScriptModel.atomic_write(path, IMAGE, facts={"parameters": 3, "macs": None}) as made:
+        (made / TorchScriptModel.payload).write_bytes(b"")
+    artifact = TorchScriptModel.from_directory(path)
+    assert (artifact.parameters(), artifact.macs()) == (3, None)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_runs_give_equal_bytes(resnet: EagerModel, tmp_path: Path, method: str) -> None:
     stage = ExportTorchScript.model_validate({"method": method})
