@@ -208,7 +208,7 @@ def _compare_texts(
     added = backend.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
     specs = signature.input_descriptions()
-    read = text_reader({**settings, "tokenizer": tokenizer.name}, specs, tokenizer.parent)
+    read = text_reader(settings, specs, Tokenizer.from_file(str(tokenizer)))
 
     def tokenize(texts: list[str]) -> list[Tokens]:
         return [_tokens([x[0] for x in read([text])], settings) for text in texts]

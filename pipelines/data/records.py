@@ -1,0 +1,291 @@
+"""Reads what files hold: columns of images, texts or numbers, and labels, by split."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.common.errors import PipelineInvalid
+from compress.pipelines.config.data_spec import (
+    PARQUET,
+    ArrayData,
+    FileData,
+    HuggingFaceData,
+    ImageData,
+    TableData,
+)
+
+SPLITS = {
+    **{name: name for name in ("train", "val", "test", "calibration", "unlabelled")},
+    **{"training": "train", "valid": "val", "validation": "val", "dev": "val", "testing": "test"},
+    "unlabeled": "unlabelled",
+}
+"""Names of folders, files and arrays that hold a split → the split."""
+IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
+LABELS = ("label", "labels", "y", "target", "targets")  # usual names of what is predicted
+WHOLE = ""  # the name of samples that are not divided into splits
+MOST_SHOWN = 5  # names in a message
+
+Parts = dict[str, "Records"]
+
+
+@dataclass(frozen=True)
+class Records:
+    """Samples as files hold them: columns of one length, and labels where there are any."""
+
+    columns: Mapping[str, Any]
+    labels: Any = None
+    names: tuple[str, ...] = ()
+    """Names of the classes that numbers among the labels stand for, where the file tells them."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def rows(self, indices: Sequence[int]) -> Records:
+        """Return some of the samples, in an order."""
+
+        def chosen(column: Any) -> Any:
+            is_array = isinstance(column, np.ndarray)
+            return column[np.asarray(indices, int)] if is_array else [column[i] for i in indices]
+
+        labels = None if self.labels is None else chosen(self.labels)
+        columns = {name: chosen(column) for name, column in self.columns.items()}
+        return replace(self, columns=columns, labels=labels)
+
+
+def read_records(spec: FileData, folder: Path) -> Parts:
+    """Return what a `data:` section's files hold, by split; PipelineInvalid names what is wrong."""
+    place = folder / spec.place
+    if not place.exists():
+        raise PipelineInvalid(f"{spec.place}: no such file or folder (in {folder})")
+    try:
+        if isinstance(spec, ImageData):
+            parts = _images(place)
+        elif isinstance(spec, TableData):
+            parts = _each_file(place, lambda file: {WHOLE: _table(spec, file)})
+        elif isinstance(spec, ArrayData):
+            parts = _each_file(place, lambda file: _arrays(spec, file))
+        else:
+            assert isinstance(spec, HuggingFaceData)
+            parts = _hugging_face(spec, place)
+    except (OSError, UnicodeError, ValueError, csv.Error) as error:
+        raise PipelineInvalid(f"{spec.place}: {error}") from error
+    divided = sorted(name for name in parts if name != WHOLE)
+    if WHOLE not in parts:
+        if spec.split:
+            raise PipelineInvalid(
+                f"split: {spec.place} is divided into {', '.join(divided)}; leave `split` out"
+            )
+        return parts
+    if divided:
+        raise PipelineInvalid(
+            f"{spec.place}: besides {', '.join(divided)}, there are samples that belong to no split"
+        )
+    if not spec.split:
+        raise PipelineInvalid(
+            f"{spec.place} is not divided into train, val and test; say how many samples are for "
+            "judging, such as `split: {val: 0.2, test: 0.1}`"
+        )
+    return divide(parts[WHOLE], {str(n): share for n, share in spec.split.items()})
+
+
+def divide(records: Records, shares: Mapping[str, float]) -> Parts:
+    """Return samples as splits: the same ones each time, and as many of each class."""
+    by_class: dict[Any, list[int]] = defaultdict(list)
+    labels = records.labels
+    is_class = labels is not None and np.asarray(labels).ndim == 1
+    is_class = is_class and np.asarray(labels).dtype.kind in "iuUO"
+    for i in range(len(records)):
+        by_class[labels[i] if is_class else None].append(i)
+    generator = np.random.default_rng(0)
+    chosen: dict[str, list[int]] = defaultdict(list)
+    # What rounding leaves over in a class counts for the next one, or 9 of 10 small classes would
+    # have nobody in `val`.
+    due = dict.fromkeys(shares, 0.0)
+    for indices in by_class.values():
+        order, first = generator.permutation(indices).tolist(), 0
+        for name, share in shares.items():
+            due[name] += share * len(order)
+            count = min(round(due[name]), len(order) - first)
+            due[name] -= count
+            chosen[name] += order[first : first + count]
+            first += count
+        chosen["train"] += order[first:]
+    for name, indices in chosen.items():
+        if not indices:
+            raise PipelineInvalid(f"split: {name} gets none of {len(records)} samples")
+    return {name: records.rows(sorted(indices)) for name, indices in chosen.items()}
+
+
+def _images(place: Path) -> Parts:
+    if not place.is_dir():
+        raise PipelineInvalid(f"{place.name} is a file, expected a folder of images")
+    found: dict[str, list[tuple[Path, str | None]]] = defaultdict(list)
+    others: set[str] = set()
+    for file in sorted(place.rglob("*")):
+        within = file.relative_to(place).parts
+        if file.is_dir() or any(part.startswith(".") for part in within):
+            continue
+        if file.suffix.lower() not in IMAGE_SUFFIXES:
+            others.add(file.name)
+            continue
+        split = SPLITS.get(within[0].lower(), WHOLE) if len(within) > 1 else WHOLE
+        above = within[1:-1] if split else within[:-1]
+        found[split].append((file, above[0] if above else None))
+    if not found:
+        shown = f", but {', '.join(sorted(others)[:MOST_SHOWN])}" if others else ""
+        raise PipelineInvalid(
+            f"{place.name} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))}){shown}"
+        )
+    parts = {}
+    for split, pairs in found.items():
+        labels = [label for _, label in pairs]
+        unlabelled = [file for file, label in pairs if label is None]
+        if 0 < len(unlabelled) < len(pairs):
+            raise PipelineInvalid(
+                f"{unlabelled[0].relative_to(place.parent)} lies in no folder of a class, as "
+                f"{len(pairs) - len(unlabelled)} other images do"
+            )
+        parts[split] = Records(
+            {"image": [file for file, _ in pairs]}, None if unlabelled else labels
+        )
+    return parts
+
+
+def _each_file(place: Path, read: Callable[[Path], Parts]) -> Parts:
+    """Read a file, or all of a folder, whose names are those of splits."""
+    if place.is_file():
+        return read(place)
+    parts: Parts = {}
+    for file in sorted(place.iterdir()):
+        if split := SPLITS.get(file.stem.lower()):
+            for name, records in read(file).items():
+                if name != WHOLE or split in parts:
+                    raise PipelineInvalid(f"{file.name}: split {split!r} is there twice")
+                parts[split] = records
+    if not parts:
+        raise PipelineInvalid(f"{place.name} is a folder without train.csv, val.csv or the like")
+    return parts
+
+
+def _table(spec: TableData, file: Path) -> Records:
+    labels = (spec.label,) if isinstance(spec.label, str) else spec.label or ()
+    wanted = [*((spec.text,) if spec.text else spec.columns or ()), *labels]
+    columns: dict[str, Any] = {name: [] for name in wanted}
+    for number, row in enumerate(_rows(file), 1):
+        for name in wanted:
+            if row.get(name) is None or row[name] == "":
+                known = ", ".join(map(repr, row))
+                problem = f"no value in column {name!r}" if name in row else f"no {name!r}"
+                raise PipelineInvalid(f"{file.name}: row {number} has {problem}; it has {known}")
+            columns[name].append(row[name])
+    if not columns[wanted[0]]:
+        raise PipelineInvalid(f"{file.name} has no rows")
+    target: Any = None
+    if len(labels) > 1:
+        target = np.stack([_numbers(file, name, columns[name]) for name in labels], axis=1)
+    elif labels:
+        target = columns[labels[0]]
+    if spec.text:
+        return Records({"text": [str(text) for text in columns[spec.text]]}, target)
+    numbers = [_numbers(file, name, columns[name]) for name in spec.columns or ()]
+    return Records({"input": np.stack(numbers, axis=1)}, target)
+
+
+def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
+    suffix = file.suffix.lower()
+    if suffix in PARQUET:
+        import datasets
+
+        yield from datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+    elif suffix in (".jsonl", ".ndjson", ".json"):
+        with file.open(encoding="utf-8") as lines:
+            yield from (json.loads(line) for line in lines if line.strip())
+    elif suffix in (".csv", ".tsv"):
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            yield from csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",")
+    else:
+        raise PipelineInvalid(f"{file.name}: expected .csv, .tsv, .jsonl or .parquet")
+
+
+def _numbers(file: Path, name: str, column: Sequence[Any]) -> np.ndarray[Any, Any]:
+    try:
+        return np.array(column, np.float32)
+    except ValueError as error:
+        raise PipelineInvalid(f"{file.name}: column {name!r}: {error}") from None
+
+
+def _arrays(spec: ArrayData, file: Path) -> Parts:
+    if file.suffix == ".npy":
+        arrays = {"input": np.load(file, allow_pickle=False)}
+    elif file.suffix == ".npz":
+        with np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    else:
+        raise PipelineInvalid(f"{file.name}: expected .npz or .npy")
+    by_split: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, array in arrays.items():
+        words = re.split(r"[_.-]", name)
+        split = next((SPLITS[w] for w in (words[0], words[-1]) if w in SPLITS), WHOLE)
+        own = "_".join(word for word in words if SPLITS.get(word) != split) or "input"
+        by_split[split][own if split else name] = array
+    parts = {}
+    for split, columns in by_split.items():
+        label = spec.label or next((name for name in LABELS if name in columns), None)
+        if spec.label and spec.label not in columns:
+            raise PipelineInvalid(f"label: {file.name} has no {label!r}, but {', '.join(columns)}")
+        labels = columns.pop(label) if label else None
+        lengths = {
+            len(x) if x.ndim else 0 for x in (*columns.values(), *([labels] if label else []))
+        }
+        if len(lengths) != 1 or not columns:
+            shown = ", ".join(f"{name} {list(x.shape)}" for name, x in arrays.items())
+            raise PipelineInvalid(f"{file.name}: expected arrays of equal length, found {shown}")
+        if labels is not None and labels.ndim == 2 and labels.shape[1] == 1:
+            labels = labels[:, 0]
+        parts[split] = Records(columns, labels)
+    return parts
+
+
+def _hugging_face(spec: HuggingFaceData, place: Path) -> Parts:
+    import datasets
+
+    is_saved = (place / "dataset_dict.json").is_file() or (place / "state.json").is_file()
+    loaded = datasets.load_from_disk(str(place)) if is_saved else datasets.load_dataset(str(place))
+    by_split = loaded if isinstance(loaded, Mapping) else {WHOLE: loaded}
+    if [*by_split] == ["train"]:  # what `load_dataset` calls files without a split's name
+        by_split = {WHOLE: by_split["train"]}
+    parts = {}
+    for name, dataset in by_split.items():
+        label = spec.label or next((n for n in LABELS if n in dataset.column_names), None)
+        inputs = (spec.image or spec.text,) if spec.columns is None else spec.columns
+        for column in (*inputs, *((label,) if label else ())):
+            if column not in dataset.column_names:
+                raise PipelineInvalid(
+                    f"{spec.huggingface} has no column {column!r}, but "
+                    f"{', '.join(dataset.column_names)}"
+                )
+        names = getattr(dataset.features[label], "names", ()) if label else ()
+        columns: dict[str, Any]
+        if spec.image:
+            undecoded = dataset.cast_column(spec.image, datasets.Image(decode=False))
+            entries = undecoded[spec.image]
+            columns = {"image": [e["bytes"] or Path(e["path"]) for e in entries]}
+        elif spec.text:
+            columns = {"text": list(dataset[spec.text])}
+        else:
+            columns = {c: np.array(dataset.with_format("numpy")[c]) for c in inputs if c}
+        labels = list(dataset[label]) if label else None
+        split = SPLITS.get(str(name), str(name))
+        if split != WHOLE and split not in SPLITS.values():
+            raise PipelineInvalid(f"{spec.huggingface}: {name!r} is none of {', '.join(SPLITS)}")
+        parts[split] = Records(columns, labels, tuple(names))
+    return parts
