@@ -107,7 +107,8 @@ class TableData(FileData):
     text: str | None = None
     """Column of texts, which the model's tokenizer turns into its inputs."""
     columns: Columns | None = None
-    """Columns of numbers, which are the model's input in this order."""
+    """Columns of numbers, which are the model's input in this order; without `text`, by default
+    all but the label."""
     label: str | Columns | None = None
     """Column of the labels: texts are classes, whole numbers too, others are predicted as numbers;
     several columns of numbers are a vector."""
@@ -115,8 +116,8 @@ class TableData(FileData):
     """How a text becomes the model's inputs; by default as a Hugging Face folder's tokenizer."""
 
     @model_validator(mode="after")
-    def _has_inputs(self) -> Self:
-        if (self.text is None) == (self.columns is None):
+    def _has_one_kind_of_input(self) -> Self:
+        if self.text is not None and self.columns is not None:
             raise ValueError("give one of text and columns: what of a row is the model's input")
         return self
 

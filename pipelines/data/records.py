@@ -6,8 +6,9 @@ import csv
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +64,7 @@ class Records:
 
 def read_records(spec: FileData, folder: Path) -> Parts:
     """Return what a `data:` section's files hold, by split; PipelineInvalid names what is wrong."""
-    place = folder / spec.place
-    if not place.exists():
-        raise PipelineInvalid(f"{spec.place}: no such file or folder (in {folder})")
-    try:
-        if isinstance(spec, ImageData):
-            parts = _images(place)
-        elif isinstance(spec, TableData):
-            parts = _each_file(place, lambda file: {WHOLE: _table(spec, file)})
-        elif isinstance(spec, ArrayData):
-            parts = _each_file(place, lambda file: _arrays(spec, file))
-        else:
-            assert isinstance(spec, HuggingFaceData)
-            parts = _hugging_face(spec, place)
-    except (OSError, UnicodeError, ValueError, csv.Error) as error:
-        raise PipelineInvalid(f"{spec.place}: {error}") from error
+    parts = read_parts(spec, folder)
     divided = sorted(name for name in parts if name != WHOLE)
     if WHOLE not in parts:
         if spec.split:
@@ -95,6 +82,24 @@ def read_records(spec: FileData, folder: Path) -> Parts:
             "judging, such as `split: {val: 0.2, test: 0.1}`"
         )
     return divide(parts[WHOLE], {str(n): share for n, share in spec.split.items()})
+
+
+def read_parts(spec: FileData, folder: Path) -> Parts:
+    """Return what files hold, by the split that they name; samples of none are `WHOLE`."""
+    place = folder / spec.place
+    if not place.exists():
+        raise PipelineInvalid(f"{spec.place}: no such file or folder (in {folder})")
+    try:
+        if isinstance(spec, ImageData):
+            return _images(place)
+        if isinstance(spec, TableData):
+            return _each_file(place, lambda file: {WHOLE: _table(spec, file)})
+        if isinstance(spec, ArrayData):
+            return _each_file(place, lambda file: _arrays(spec, file))
+        assert isinstance(spec, HuggingFaceData)
+        return _hugging_face(spec, place)
+    except (OSError, UnicodeError, ValueError, csv.Error) as error:
+        raise PipelineInvalid(f"{spec.place}: {error}") from error
 
 
 def divide(records: Records, shares: Mapping[str, float]) -> Parts:
@@ -178,17 +183,20 @@ def _each_file(place: Path, read: Callable[[Path], Parts]) -> Parts:
 
 def _table(spec: TableData, file: Path) -> Records:
     labels = (spec.label,) if isinstance(spec.label, str) else spec.label or ()
-    wanted = [*((spec.text,) if spec.text else spec.columns or ()), *labels]
-    columns: dict[str, Any] = {name: [] for name in wanted}
-    for number, row in enumerate(_rows(file), 1):
-        for name in wanted:
+    inputs = (spec.text,) if spec.text else spec.columns
+    columns: dict[str, Any] = defaultdict(list)
+    for number, row in enumerate(rows_of(file), 1):
+        inputs = inputs or tuple(name for name in row if name not in labels)
+        for name in (*inputs, *labels):
             if row.get(name) is None or row[name] == "":
-                known = ", ".join(map(repr, row))
-                problem = f"no value in column {name!r}" if name in row else f"no {name!r}"
-                raise PipelineInvalid(f"{file.name}: row {number} has {problem}; it has {known}")
+                if name in row:
+                    problem = f"row {number} has no value in column {name!r}"
+                else:
+                    problem = f"there is no column {name!r}, but {_listed(row)}"
+                raise PipelineInvalid(f"{file.name}: {problem}")
             columns[name].append(row[name])
-    if not columns[wanted[0]]:
-        raise PipelineInvalid(f"{file.name} has no rows")
+    if not columns or not inputs:
+        raise PipelineInvalid(f"{file.name} has no {'columns of inputs' if columns else 'rows'}")
     target: Any = None
     if len(labels) > 1:
         target = np.stack([_numbers(file, name, columns[name]) for name in labels], axis=1)
@@ -196,11 +204,12 @@ def _table(spec: TableData, file: Path) -> Records:
         target = columns[labels[0]]
     if spec.text:
         return Records({"text": [str(text) for text in columns[spec.text]]}, target)
-    numbers = [_numbers(file, name, columns[name]) for name in spec.columns or ()]
+    numbers = [_numbers(file, name, columns[name]) for name in inputs]
     return Records({"input": np.stack(numbers, axis=1)}, target)
 
 
-def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
+def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield a table's rows, by column."""
     suffix = file.suffix.lower()
     if suffix in PARQUET:
         import datasets
@@ -214,6 +223,11 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
             yield from csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",")
     else:
         raise PipelineInvalid(f"{file.name}: expected .csv, .tsv, .jsonl or .parquet")
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = list(islice(names, MOST_SHOWN + 1))
+    return ", ".join(map(repr, first[:MOST_SHOWN])) + (", …" if len(first) > MOST_SHOWN else "")
 
 
 def _numbers(file: Path, name: str, column: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -241,7 +255,7 @@ def _arrays(spec: ArrayData, file: Path) -> Parts:
     for split, columns in by_split.items():
         label = spec.label or next((name for name in LABELS if name in columns), None)
         if spec.label and spec.label not in columns:
-            raise PipelineInvalid(f"label: {file.name} has no {label!r}, but {', '.join(columns)}")
+            raise PipelineInvalid(f"label: {file.name} has no {label!r}, but {_listed(columns)}")
         labels = columns.pop(label) if label else None
         lengths = {
             len(x) if x.ndim else 0 for x in (*columns.values(), *([labels] if label else []))
@@ -271,7 +285,7 @@ def _hugging_face(spec: HuggingFaceData, place: Path) -> Parts:
             if column not in dataset.column_names:
                 raise PipelineInvalid(
                     f"{spec.huggingface} has no column {column!r}, but "
-                    f"{', '.join(dataset.column_names)}"
+                    f"{_listed(dataset.column_names)}"
                 )
         names = getattr(dataset.features[label], "names", ()) if label else ()
         columns: dict[str, Any]
