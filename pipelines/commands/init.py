@@ -206,6 +206,8 @@ def initial_content(file: Path, options: InitOptions) -> dict[str, Any]:
         content["code"] = relative_path(file.parent, code)
     if options.data is not None:
         content["data"] = _data_section(options, file.parent, model)
+    if options.task is not None:
+        content["task"] = options.task
     return {**content, "stages": [{"stage": "export_program"}]}
 
 

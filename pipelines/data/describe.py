@@ -39,7 +39,12 @@ def describe_files(path: Path) -> dict[str, Any]:
         )
     spec: Any = TypeAdapter(DataSpec).validate_python(content)
     assert isinstance(spec, FileData)
-    return {**content, "split": SPLIT} if WHOLE in read_parts(spec, Path()) else content
+    parts = read_parts(spec, Path())
+    # Stars from 1 to 5 are classes from 0 to 4.
+    labels = {str(x) for p in parts.values() for x in (p.labels if p.labels is not None else ())}
+    if len(labels) > 1 and labels == {str(i + 1) for i in range(len(labels))}:
+        content["classes"] = sorted(labels, key=int)
+    return {**content, "split": SPLIT} if WHOLE in parts else content
 
 
 def _columns_of_table(file: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifacts import hf_folder
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, names_in
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.pipelines.config.data_spec import FileData, HuggingFaceData, ImageData, TableData
 from compress.pipelines.config.model_spec import HuggingFaceModel, TimmModel
@@ -60,7 +60,10 @@ def find_preparation(
         shape = [*size, COLOURS] if form.layout == "hwc" else [COLOURS, *size]
         described = {"name": "input", "shape": ["batch", *shape], "dtype": "float32"}
         inputs = (TensorSpec.model_validate(described),)
-    settings = form.handler_settings(Signature(inputs=inputs))
+    try:
+        settings = form.handler_settings(Signature(inputs=inputs))
+    except StageFailed as error:
+        raise PipelineInvalid(f"data.prepare: {error}") from error
     carried[IMAGES] = _json(_processor_config(settings))
     return _preparation("image", settings, inputs, names), carried
 
@@ -157,7 +160,10 @@ def _text_settings(
                 "data.prepare: nothing says how texts become the model's inputs; give `prepare: "
                 "{tokenizer: tokenizer.json}`"
             )
-        settings = form.handler_settings(Signature(inputs=inputs))
+        try:
+            settings = form.handler_settings(Signature(inputs=inputs))
+        except StageFailed as error:
+            raise PipelineInvalid(f"data.prepare: {error}") from error
         return settings, Path(form.tokenizer).read_bytes()
 
 

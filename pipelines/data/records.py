@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,21 @@ Parts = dict[str, "Records"]
 
 
 @dataclass(frozen=True)
+class StoredImages:
+    """A column of images in a dataset of Hugging Face's, each read when it is asked for."""
+
+    dataset: Any
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        entry = self.dataset[index][self.name]
+        return entry["bytes"] or Path(entry["path"])
+
+
+@dataclass(frozen=True)
 class Records:
     """Samples as files hold them: columns of one length, and labels where there are any."""
 
@@ -54,8 +70,11 @@ class Records:
         """Return some of the samples, in an order."""
 
         def chosen(column: Any) -> Any:
-            is_array = isinstance(column, np.ndarray)
-            return column[np.asarray(indices, int)] if is_array else [column[i] for i in indices]
+            if isinstance(column, np.ndarray):
+                return column[np.asarray(indices, int)]
+            if isinstance(column, StoredImages):
+                return StoredImages(column.dataset.select(indices), column.name)
+            return [column[i] for i in indices]
 
         labels = None if self.labels is None else chosen(self.labels)
         columns = {name: chosen(column) for name, column in self.columns.items()}
@@ -130,15 +149,20 @@ def divide(records: Records, shares: Mapping[str, float]) -> Parts:
     return {name: records.rows(sorted(indices)) for name, indices in chosen.items()}
 
 
+def _files_below(place: Path) -> Iterator[Path]:
+    """Yield files, also those of linked folders, without hidden ones."""
+    for folder, folders, names in os.walk(place, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
 def _images(place: Path) -> Parts:
     if not place.is_dir():
         raise PipelineInvalid(f"{place.name} is a file, expected a folder of images")
     found: dict[str, list[tuple[Path, str | None]]] = defaultdict(list)
     others: set[str] = set()
-    for file in sorted(place.rglob("*")):
+    for file in sorted(_files_below(place)):
         within = file.relative_to(place).parts
-        if file.is_dir() or any(part.startswith(".") for part in within):
-            continue
         if file.suffix.lower() not in IMAGE_SUFFIXES:
             others.add(file.name)
             continue
@@ -216,11 +240,14 @@ def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
 
         yield from datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
     elif suffix in (".jsonl", ".ndjson", ".json"):
-        with file.open(encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
+        text = file.read_text(encoding="utf-8")
+        is_list = text.lstrip().startswith("[")
+        yield from (
+            json.loads(text) if is_list else map(json.loads, filter(str.strip, text.splitlines()))
+        )
     elif suffix in (".csv", ".tsv"):
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            yield from csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",")
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            yield from csv.DictReader(opened, delimiter="\t" if suffix == ".tsv" else ",")
     else:
         raise PipelineInvalid(f"{file.name}: expected .csv, .tsv, .jsonl or .parquet")
 
@@ -291,8 +318,7 @@ def _hugging_face(spec: HuggingFaceData, place: Path) -> Parts:
         columns: dict[str, Any]
         if spec.image:
             undecoded = dataset.cast_column(spec.image, datasets.Image(decode=False))
-            entries = undecoded[spec.image]
-            columns = {"image": [e["bytes"] or Path(e["path"]) for e in entries]}
+            columns = {"image": StoredImages(undecoded, spec.image)}
         elif spec.text:
             columns = {"text": list(dataset[spec.text])}
         else:

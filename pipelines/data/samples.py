@@ -51,6 +51,8 @@ class Files:
     spec: FileData
     preparation: Preparation
     folder: Path = field(repr=False)
+    has_numbers: bool = False
+    """Whether whole numbers among the labels are no classes, but what is predicted."""
     carried: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Files beside the model that tell the preparation to servers."""
 
@@ -116,7 +118,8 @@ def load_files(files: Files) -> dict[str, Dataset[Any]]:
     Raises PipelineInvalid where files, labels or columns are not as the settings say.
     """
     parts = read_records(files.spec, files.folder)
-    targets, class_names = targets_of(parts, files.spec.classes or files.preparation.class_names)
+    known = files.spec.classes or files.preparation.class_names
+    targets, class_names = targets_of(parts, known, files.has_numbers)
     splits: dict[str, Dataset[Any]] = {}
     for name, records in parts.items():
         dataset: Any = _dataset(files, records, targets[name])
@@ -142,12 +145,13 @@ def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
 
 
 def targets_of(
-    parts: Parts, known: Sequence[str] = ()
+    parts: Parts, known: Sequence[str] = (), as_floats: bool = False
 ) -> tuple[dict[str, torch.Tensor | None], tuple[str, ...]]:
     """Return the labels of each split as numbers, and the names of the classes.
 
     Texts become classes, in the order of the `known` names if there are any, else sorted; so do
-    whole numbers that are names themselves, or count from 1. Others stay the numbers that they are.
+    whole numbers that are among these names. Others stay the numbers that they are, floats with
+    `as_floats`.
     """
     labelled = {name: records for name, records in parts.items() if records.labels is not None}
     targets: dict[str, torch.Tensor | None] = dict.fromkeys(parts)
@@ -156,20 +160,16 @@ def targets_of(
     if not labelled:
         return targets, tuple(known)
     kinds = {column.dtype.kind for column in columns.values()}
-    if kinds <= set("f") or any(column.ndim > 1 for column in columns.values()):
+    if kinds <= set("f") or as_floats or any(column.ndim > 1 for column in columns.values()):
         return targets | {n: torch.from_numpy(x.astype(np.float32)) for n, x in columns.items()}, ()
     if names:  # numbers that stand for names
         columns = {n: np.asarray(names)[x] for n, x in columns.items()}
     every = {label for column in columns.values() for label in column.tolist()}
-    if all(isinstance(label, int) for label in every):
-        from_one = every == set(range(1, len(every) + 1)) and not known
-        named = {str(label) for label in every} <= set(known)
-        if not named and not from_one:
-            if min(every) < 0:
-                raise PipelineInvalid(f"labels: found {min(every)}, expected classes from 0 on")
-            return targets | {n: torch.from_numpy(x) for n, x in columns.items()}, tuple(known)
-        names = tuple(map(str, sorted(every)))
     texts = {str(label) for label in every}
+    if all(isinstance(label, int) for label in every) and not (known and texts <= set(known)):
+        if min(every) < 0:
+            raise PipelineInvalid(f"labels: found {min(every)}, expected classes from 0 on")
+        return targets | {n: torch.from_numpy(x) for n, x in columns.items()}, tuple(known)
     order = tuple(known) or names or tuple(sorted(texts))
     if others := sorted(texts - set(order)):
         found, expected = (", ".join(map(repr, x[:MOST_SHOWN])) for x in (others, order))

@@ -36,6 +36,7 @@ from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.objectives.task import TASKS
+from compress.data.loader_config import Loading
 from compress.pipelines.config.data_spec import FileData
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
@@ -225,7 +226,11 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
         signature = signature_of(model.kind, pipeline.folder / model.file)
         inputs = signature.inputs if signature else None
     preparation, carried = find_preparation(pipeline, inputs)
-    return Files(spec, preparation, pipeline.folder, carried)
+    task, _ = task_of(pipeline)
+    predicts_numbers = task is not None and not task.has_labels
+    # How samples are read decides nothing about them.
+    spec = spec.model_copy(update={"loader": Loading(), "batch_size": 1})
+    return Files(spec, preparation, pipeline.folder, predicts_numbers, carried)
 
 
 def measuring_context(

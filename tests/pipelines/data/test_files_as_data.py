@@ -139,7 +139,8 @@ def test_shares_are_the_same_each_time_and_of_each_class() -> None:
         (["dog", "ape", "dog"], (), [1, 0, 1], ("ape", "dog")),
         (["dog", "ape"], ("dog", "cat", "ape"), [0, 2], ("dog", "cat", "ape")),
         (["3", "0", "7"], (), [3, 0, 7], ()),
-        (["1", "2", "3"], (), [0, 1, 2], ("1", "2", "3")),
+        (["1", "2", "3"], (), [1, 2, 3], ()),
+        (["1", "2", "3"], ("1", "2", "3"), [0, 1, 2], ("1", "2", "3")),
         ([10, 30], ("10", "20", "30"), [0, 2], ("10", "20", "30")),
         (["0.5", "2"], (), [0.5, 2.0], ()),
         (np.array([[0.0, 1.0]]), (), [[0.0, 1.0]], ()),
@@ -171,6 +172,7 @@ def test_tables_give_numbers_and_say_what_a_row_lacks(tmp_path: Path) -> None:
     assert batch.inputs[0].tolist() == [[2.0, 50.0], [3.0, 80.0]]
     assert batch.target.dtype == torch.float32 and batch.target.tolist() == [1.5, 2.5]
     (tmp_path / "house/train.csv").write_text("size,rooms,price\n50,,1.5\n")
+    assert targets_of({"train": Records({"x": [1]}, ["3"])}, (), True)[0]["train"].tolist() == [3.0]
     with pytest.raises(PipelineInvalid, match=r"train.csv: row 1 has no value in column 'rooms'"):
         load_data(write(tmp_path, table, factory="net:linear"))
     (tmp_path / "house/train.csv").write_text("size,rooms,price\n50,many,1.5\n")
@@ -256,7 +258,9 @@ def test_python_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_init_describes_what_it_is_given(tmp_path: Path) -> None:
     images(tmp_path / "photos", ["a/1.png", "b/2.png"])
-    (tmp_path / "reviews.csv").write_text("id,title,review,stars\n1,So,It is so so,3\n")
+    (tmp_path / "reviews.csv").write_text(
+        "id,title,review,stars\n1,So,It is so so,1\n2,Hm,Good enough,2\n"
+    )
     (tmp_path / "house.csv").write_text("size,rooms,price\n50,2,1.5\n")
     np.save(tmp_path / "train.npy", np.zeros((2, 3)))
     split = {"split": {"val": 0.2, "test": 0.1}}
@@ -268,6 +272,7 @@ def test_init_describes_what_it_is_given(tmp_path: Path) -> None:
         "table": str(tmp_path / "reviews.csv"),
         "text": "review",
         "label": "stars",
+        "classes": ["1", "2"],
         **split,
     }
     assert found["house.csv"] == {"table": str(tmp_path / "house.csv"), "label": "price", **split}
