@@ -166,7 +166,10 @@ def init(
     argument: Annotated[list[str], typer.Option(help="Of the model, as classes=10.")] = [],  # noqa: B006
     checkpoint: Annotated[Path | None, typer.Option(help="Its weights.")] = None,
     inputs: Annotated[list[str], typer.Option("--input", help="As x=batch,3,32,32:float32.")] = [],  # noqa: B006
-    data: Annotated[str | None, typer.Option(help="Your data, as module:callable.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Your data: photos/, reviews.csv, digits.npz or module:callable."),
+    ] = None,
     target: Annotated[
         Literal["onnx", "torchscript", "aot"], typer.Option(help="Export format.")
     ] = "onnx",

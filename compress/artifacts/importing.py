@@ -44,12 +44,13 @@ def import_checkpoint(
     folder: Path | None,
     seed: int = 0,
     inputs: Sequence[torch.Tensor] | None = None,
+    carried: Mapping[str, bytes] | None = None,
 ) -> EagerModel:
     """Create an artifact from a user's factory, whose source lies in a folder, and checkpoint.
 
     Without a checkpoint the factory's own weights, seeded, are kept. A forward pass on ``inputs``,
-    or on seeded ones, checks the signature. Raises ArtifactInvalid where the checkpoint is not the
-    model's, or the model takes other inputs.
+    or on seeded ones, checks the signature; ``carried`` are files beside the model. Raises
+    ArtifactInvalid where the checkpoint is not the model's, or the model takes other inputs.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -58,7 +59,9 @@ def import_checkpoint(
         source = f"checkpoint {checkpoint}"
         state = match_names(read_state_dict(checkpoint), module.state_dict(), source)
         load_state_(module, state, source)
-    return import_module(path, recipe, module, signature, inputs=inputs, folder=folder)
+    return import_module(
+        path, recipe, module, signature, inputs=inputs, folder=folder, carried=carried
+    )
 
 
 def import_module(

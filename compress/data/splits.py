@@ -73,6 +73,11 @@ class DataReference:
     loading: Loading = field(default_factory=Loading)
     input_names: tuple[str, ...] = ()
     input_dtypes: tuple[str, ...] = ()
+    name: str = ""
+    """What messages call it; by default the setting `data.factory`."""
+
+    def __str__(self) -> str:
+        return self.name or f"data.factory {self.factory!r}"
 
     def load(self) -> Splits:
         """Call the factory; raise PipelineInvalid if it fails or returns no mapping of datasets."""
@@ -83,7 +88,7 @@ class DataReference:
             raise
         except (Exception, SystemExit) as error:
             problem = f"{type(error).__name__}: {error}"
-            raise PipelineInvalid(f"data.factory {self.factory!r}: {problem}") from error
+            raise PipelineInvalid(f"{self}: {problem}") from error
         splits = Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
         return replace(splits, recorded=recorded, input_dtypes=self.input_dtypes)
 
@@ -431,7 +436,7 @@ class Splits:
 
     @property
     def _where(self) -> str:
-        return f"data.factory {self.source.factory!r}" if self.source else "the data"
+        return str(self.source) if self.source else "the data"
 
     def _origin(self) -> dict[str, Any]:
         if self.source is None:

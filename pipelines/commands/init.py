@@ -23,6 +23,7 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import metric_class
 from compress.core.objectives.task import NO_METRIC, TASKS, TaskName, infer_task
+from compress.pipelines.config.data_spec import DATA_CLASSES
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
     SOURCE,
@@ -75,13 +76,15 @@ LAYERS_IN_WORDS = {
 OPTION_OF_SETTING = {
     "model.inputs": "--input",
     "model.checkpoint": "--checkpoint",
-    "data.factory": "--data",
+    **{f"data.{key}": "--data" for key in DATA_CLASSES},
     **dict.fromkeys((*(f"model.{key}" for key in MODEL_CLASSES), "model"), "--model"),
 }
 """The command-line option behind each setting, for error messages."""
 COMMENT_OF_SETTING = {
     "factory": "        # module:callable",
     "huggingface": "        # folder with config.json and weights",
+    "data.factory": '        # → {"train": Dataset, "val": Dataset, ...}',
+    "data.images": "        # with the mean and std that the model was trained with",
     "checkpoint": "        # read without executing anything in it",
 }
 
@@ -192,7 +195,7 @@ def initial_content(file: Path, options: InitOptions) -> dict[str, Any]:
     if not options.inputs and not shown:
         raise PipelineInvalid(
             "compress init needs what the model takes: --input name=batch,3,224,224, or --data "
-            "module:callable, whose samples show it"
+            "FILE, FOLDER or module:callable, whose samples show it"
         )
     if options.inputs:
         model["inputs"] = parse_inputs(options.inputs)
@@ -202,8 +205,27 @@ def initial_content(file: Path, options: InitOptions) -> dict[str, Any]:
     if code is not None and code.resolve() != file.parent.resolve():
         content["code"] = relative_path(file.parent, code)
     if options.data is not None:
-        content["data"] = {"factory": parse_reference(options.data, "--data ")}
+        content["data"] = _data_section(options, file.parent, model)
+    if options.task is not None:
+        content["task"] = options.task
     return {**content, "stages": [{"stage": "export_program"}]}
+
+
+def _data_section(options: InitOptions, folder: Path, model: dict[str, Any]) -> dict[str, Any]:
+    """Return the `data:` section for `--data`: a callable, or files as they lie."""
+    text = str(options.data)
+    if not Path(text).exists():
+        return {"factory": parse_reference(text, "--data ")}
+    from compress.pipelines.data.describe import describe_files
+
+    found = describe_files(Path(text))
+    key = next(iter(found))
+    found[key] = relative_path(folder, Path(text))
+    if "images" in found and not {"huggingface", "timm"} & model.keys():
+        # Nothing else says it; pixels go from 0 to 1 then.
+        size = list((model.get("inputs") or [{}])[0].get("shape", ())[2:])
+        found["prepare"] = {**({"size": size} if size else {}), "mean": [0.0], "std": [1.0]}
+    return found
 
 
 def _pipeline(file: Path, content: dict[str, Any]) -> PipelineConfig:
@@ -405,7 +427,7 @@ class InitOptions:
     inputs: Sequence[str] = ()
     """Each `name=batch,3,224,224` or `name=batch,length:int64`."""
     data: str | None = None
-    """`module:callable`."""
+    """A file, a folder or `module:callable`."""
     target: Target = "onnx"
     goal: Goal = "both"
     task: str | None = None
@@ -419,7 +441,7 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
         asks = options.checkpoint is None and not has_weights(model)
         checkpoint = ask("Checkpoint", NO_ANSWER, str) if asks else options.checkpoint
         data = options.data or ask(
-            "Data, as module:callable", NO_ANSWER, lambda d: d == NO_ANSWER or parse_reference(d)
+            "Data, as a file, folder or module:callable", NO_ANSWER, _check_data
         )
         target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
         goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
@@ -467,7 +489,8 @@ def parse_reference(text: str, option: str = "") -> str:
         return TypeAdapter(Reference).validate_python(text)
     except ValidationError:
         raise PipelineInvalid(
-            f"{option}{text!r} is not of the form module:callable, such as my_model:classifier"
+            f"{option}{text!r} is neither a file or folder here nor of the form module:callable, "
+            "such as my_model:classifier"
         ) from None
 
 
@@ -507,6 +530,11 @@ def parse_inputs(text: Sequence[str]) -> list[dict[str, Any]]:
 def dump_input(spec: TensorSpec) -> dict[str, Any]:
     """Return an input's settings without defaults, as one writes them in the file."""
     return spec.model_dump(mode="json", exclude_defaults=True)
+
+
+def _check_data(text: str) -> None:
+    if text != NO_ANSWER and not Path(text).exists():
+        parse_reference(text)
 
 
 def _one_of(known: Any) -> Callable[[str], None]:

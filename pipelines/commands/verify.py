@@ -355,7 +355,7 @@ def load_evidence(path: Path, replay: bool) -> Evidence | None:
     missing = ""
     try:
         pipeline, data, _ = resolve_inputs(PipelineConfig.from_yaml(run.lock["file"]))
-        source = source_parts(pipeline)
+        source = source_parts(pipeline, data)
         if data is None or "val" not in data.datasets:
             data, missing = None, "the pipeline has none"
         elif data.fingerprint() != run.lock["data"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
@@ -139,14 +140,18 @@ MODEL_CLASSES: dict[str, type[ModelInterface]] = {
 }
 
 
-def _class_name_of(value: Any) -> str:
-    """Return the class whose key a `model:` section has, or nearly has; else `FactoryModel`."""
-    if isinstance(value, ModelInterface):
-        return type(value).__name__
-    keys = [key for key in MODEL_CLASSES if isinstance(value, dict) and key in value]
-    words = [closest(str(key), MODEL_CLASSES) for key in value] if isinstance(value, dict) else []
-    found = next((key for key in (*keys, *words) if key is not None), "factory")
-    return MODEL_CLASSES[found].__name__
+def class_by_key(classes: Mapping[str, type[Settings]], default: str) -> Callable[[Any], str]:
+    """Return a function from a section to its class's name: by the key that it has, or nearly."""
+
+    def name_of(value: Any) -> str:
+        if isinstance(value, Settings):
+            return type(value).__name__
+        given = [str(key) for key in value] if isinstance(value, dict) else []
+        near = (closest(key, classes) for key in given)
+        likely = [*(key for key in classes if key in given), *filter(None, near), default]
+        return classes[likely[0]].__name__
+
+    return name_of
 
 
 ModelSpec = Annotated[
@@ -154,6 +159,6 @@ ModelSpec = Annotated[
     | Annotated[HuggingFaceModel, Tag("HuggingFaceModel")]
     | Annotated[TimmModel, Tag("TimmModel")]
     | Annotated[ModelFile, Tag("ModelFile")],
-    Discriminator(_class_name_of),
+    Discriminator(class_by_key(MODEL_CLASSES, "factory")),
 ]
 """The `model:` section; the class follows from which of its keys `factory`, … `file` is there."""

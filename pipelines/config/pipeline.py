@@ -19,12 +19,11 @@ from pydantic import (
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
-from compress.common.factories import Reference
 from compress.core.objectives.loss import LossName
 from compress.core.objectives.task import TaskName
 from compress.core.validation_errors import dotted, explain
-from compress.data.loader_config import Loading
 from compress.pipelines.config.auto_settings import AutoSettings
+from compress.pipelines.config.data_spec import FILE_KEYS, DataSpec
 from compress.pipelines.config.matrix import (
     allow_matrix_,
     expand_matrices,
@@ -37,19 +36,6 @@ from compress.pipelines.config.yaml_source import Source, read
 
 if TYPE_CHECKING:
     from compress.common.requirements import Requirement
-
-
-class DataSpec(Settings):
-    """The data."""
-
-    factory: Reference
-    """`module:callable` that returns {"train": Dataset, "val": Dataset, ...}."""
-    arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of the factory."""
-    batch_size: Count = 128
-    """Samples per batch in evaluation and calibration."""
-    loader: Loading = Loading()
-    """How samples are read and put together into batches."""
 
 
 class MetricSpec(Settings):
@@ -226,6 +212,11 @@ def relocated(content: dict[str, Any], folder: Path, to: Path) -> dict[str, Any]
     for name in ("checkpoint", "huggingface", "file"):
         if path := found["model"].get(name):
             found["model"][name] = relative(path)
+    if data := content.get("data"):
+        paths: dict[str, Any] = {key: relative(data[key]) for key in FILE_KEYS if key in data}
+        if tokenizer := (data.get("prepare") or {}).get("tokenizer"):
+            paths["prepare"] = {**data["prepare"], "tokenizer": relative(tokenizer)}
+        found["data"] = {**data, **paths}
     if depends := content.get("depends"):
         found["depends"] = {**depends, "files": [*map(relative, depends.get("files", ()))]}
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,9 +73,11 @@ def import_file(
     signature: Signature,
     path: Path,
     inputs: Sequence[torch.Tensor] | None = None,
+    carried: Mapping[str, bytes] | None = None,
 ) -> Artifact:
     """Import an exported model as an artifact, after a call with `inputs`, or with seeded ones.
 
+    ``carried`` are files beside the model.
     A child process does it, within limits of memory and time that the file's size gives.
     """
     _refuse_missing(file)
@@ -87,7 +89,7 @@ def import_file(
     needed = sum([x.nbytes for x in inputs] if inputs else made_up)
 
     def write() -> dict[FileVersion, str]:
-        return importer(file, signature, path, inputs).file_versions()
+        return importer(file, signature, path, inputs, carried).file_versions()
 
     written = read_in_child(str(file), write, *_with_weights(file), inputs=needed)
     artifact = Artifact.from_directory(path)
@@ -96,7 +98,11 @@ def import_file(
 
 
 def _import_onnx(
-    file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
+    file: Path,
+    signature: Signature,
+    path: Path,
+    inputs: Sequence[torch.Tensor] | None,
+    carried: Mapping[str, bytes] | None,
 ) -> Artifact:
     import onnx
     import onnx_ir as ir
@@ -136,7 +142,7 @@ def _import_onnx(
     facts: dict[str, Any] = {"opset": opset, "operators": dict(sorted(operators.items()))}
     if names := class_names_in({entry.key: entry.value for entry in model.metadata_props}):
         facts["class_names"] = names
-    with OnnxModel.atomic_write(path, signature, facts=facts) as partial:
+    with OnnxModel.atomic_write(path, signature, facts=facts, carried=carried) as partial:
         payload = partial / OnnxModel.payload
         # The same model has the same bytes, and by them the same digest.
         payload.write_bytes(model.SerializeToString(deterministic=True))
@@ -156,7 +162,11 @@ def _import_onnx(
 
 
 def _import_script(
-    file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
+    file: Path,
+    signature: Signature,
+    path: Path,
+    inputs: Sequence[torch.Tensor] | None,
+    carried: Mapping[str, bytes] | None,
 ) -> Artifact:
     from compress.artifacts.recipe_inference import fit_call
     from compress.export.torchscript.file_io import adapt_calls, load, save
@@ -170,7 +180,7 @@ def _import_script(
     facts: dict[str, Any] = {"parameters": sum(p.numel() for p in module.parameters())}
     if signature.state:  # it is where calls put what they start from
         facts["one_call_at_a_time"] = True
-    with TorchScriptModel.atomic_write(path, signature, facts=facts) as partial:
+    with TorchScriptModel.atomic_write(path, signature, facts=facts, carried=carried) as partial:
         save(module, partial / TorchScriptModel.payload)
     return TorchScriptModel.from_directory(path)
 

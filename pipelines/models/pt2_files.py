@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -57,7 +57,11 @@ class PositionalProgram(nn.Module):
 
 
 def import_program(
-    file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
+    file: Path,
+    signature: Signature,
+    path: Path,
+    inputs: Sequence[torch.Tensor] | None,
+    carried: Mapping[str, bytes] | None,
 ) -> GraphModel:
     """Import a program as an artifact that takes the signature's tensors in their order.
 
@@ -91,7 +95,7 @@ def import_program(
         stored = tuple(name.removeprefix("program.") for name in state.names)
         state = state.model_copy(update={"names": stored})
         signature = signature.model_copy(update={"state": state})
-    return GraphModel.create(path, program, signature)
+    return GraphModel.create(path, program, signature, carried=carried)
 
 
 def signature_of_program(file: Path) -> Signature:

@@ -273,6 +273,8 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tu
     Return a line for each missing program; no error, as it may be installed before its stage.
     """
     require_all(pipeline.model.requirements, pipeline.place("model"))
+    if pipeline.data:
+        require_all(pipeline.data.requirements, pipeline.place("data"))
     if pipeline.tracker:
         require_all(pipeline.tracker.requirements, pipeline.place("tracker"))
     if pipeline.device != "cpu":

@@ -36,6 +36,8 @@ from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.objectives.task import TASKS
+from compress.data.loader_config import Loading
+from compress.pipelines.config.data_spec import FileData
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
     SOURCE,
@@ -58,8 +60,10 @@ if TYPE_CHECKING:
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.data.samples import Files
     from compress.pipelines.planning.plan import Plan
 
+LOADER = "compress.pipelines.data.samples:load_files"  # the data factory of files
 INPUTS_FILE = "inputs.json"  # in a store: what the last run found out about model and data
 REPEATABLE_MODULES = frozenset(
     (
@@ -180,26 +184,53 @@ def _declared_inputs(
 
 
 def load_data(pipeline: PipelineConfig) -> Splits | None:
-    """Call the data factory, or return None where there is no data section."""
-    if pipeline.data is None:
+    """Call the data factory or read the data's files, or return None without a data section."""
+    spec = pipeline.data
+    if spec is None:
         return None
     from compress.data.splits import DataReference
 
-    spec = pipeline.data
-    reference = DataReference(
-        spec.factory,
-        dict(spec.arguments),
-        pipeline.code_folder,
-        spec.batch_size,
-        spec.loader.resolve_paths(pipeline.folder),
-        tuple(tensor.name for tensor in pipeline.model.inputs or ()),
-        tuple(tensor.dtype for tensor in pipeline.model.inputs or ()),
-    )
+    loading = spec.loader.resolve_paths(pipeline.folder)
+    key = spec.key if isinstance(spec, FileData) else "factory"
     try:
+        if isinstance(spec, FileData):
+            files = _files_of(pipeline, spec)
+            call: tuple[str, dict[str, Any]] = (LOADER, {"files": files})
+            pads = {**files.preparation.pad_values, **loading.pad_values}
+            loading = loading.model_copy(update={"pad_values": pads})
+        else:
+            call = (spec.factory, dict(spec.arguments))
+        reference = DataReference(
+            *(*call, pipeline.code_folder, spec.batch_size, loading),
+            input_names=tuple(tensor.name for tensor in pipeline.model.inputs or ()),
+            input_dtypes=tuple(tensor.dtype for tensor in pipeline.model.inputs or ()),
+            name="" if key == "factory" else f"data.{key}",
+        )
         return reference.load()
     except PipelineInvalid as error:
-        message = str(error).removeprefix(f"data.factory {spec.factory!r}: ")
-        raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
+        message = str(error)
+        for prefix in (f"data.{key}: ", f"data.factory {getattr(spec, 'factory', '')!r}: "):
+            message = message.removeprefix(prefix)
+        raise PipelineInvalid(f"{pipeline.place('data', key)}: {message}") from error
+
+
+def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
+    """Return what the data's files are read with, for the inputs that the model declares."""
+    from compress.pipelines.data.preparation import find_preparation
+    from compress.pipelines.data.samples import Files
+
+    model, inputs = pipeline.model, pipeline.model.inputs
+    if inputs is None and isinstance(model, HuggingFaceModel | TimmModel):
+        inputs, _ = _declared_inputs(pipeline, model)
+    elif inputs is None and isinstance(model, ModelFile):
+        signature = signature_of(model.kind, pipeline.folder / model.file)
+        inputs = signature.inputs if signature else None
+    preparation, carried = find_preparation(pipeline, inputs)
+    task, _ = task_of(pipeline)
+    predicts_numbers = task is not None and not task.has_labels
+    # How samples are read decides nothing about them.
+    spec = spec.model_copy(update={"loader": Loading(), "batch_size": 1})
+    return Files(spec, preparation, pipeline.folder, predicts_numbers, carried)
 
 
 def measuring_context(
@@ -244,7 +275,10 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None
 
 
 def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = None) -> Artifact:
-    """Import the model as an artifact; it is checked on samples of the data where there are any."""
+    """Import the model as an artifact; it is checked on samples of the data where there are any.
+
+    Beside it lie the files that say how the data's images or texts were prepared.
+    """
     from compress.artifacts.importing import import_checkpoint
     from compress.data.infer_signature import sample_inputs
 
@@ -257,12 +291,13 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
         key = "axes" if message.startswith("axes: ") else "inputs"
         message = message.removeprefix("axes: ")
         raise PipelineInvalid(f"{pipeline.place('model', key)}: {message}") from None
-    inputs = sample_inputs(data, signature)
+    inputs, carried = sample_inputs(data, signature), _carried_files(pipeline, data)
     try:
         if isinstance(spec, ModelFile):
-            return import_file(spec.kind, pipeline.folder / spec.file, signature, path, inputs)
+            file = pipeline.folder / spec.file
+            return import_file(spec.kind, file, signature, path, inputs, carried)
         if isinstance(spec, HuggingFaceModel):
-            return _import_hugging_face(pipeline, spec, signature, path)
+            return _import_hugging_face(pipeline, spec, signature, path, carried)
         return import_checkpoint(
             path,
             _recipe(spec),
@@ -271,6 +306,7 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
             folder=pipeline.code_folder,
             seed=pipeline.seed,
             inputs=inputs,
+            carried=carried,
         )
     except CompressError as error:
         # Errors begin with the setting that is wrong; else it is the one that names the model.
@@ -279,6 +315,16 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
         key = keys[0].removeprefix("model.")
         message = str(error).removeprefix(f"model.{key}: ")
         raise type(error)(f"{pipeline.place('model', key)}: {message}") from error
+
+
+def _carried_files(pipeline: PipelineConfig, data: Splits | None) -> dict[str, bytes]:
+    """Return what artifacts carry of how data of files were prepared, and the classes' names."""
+    if not isinstance(pipeline.data, FileData) or data is None or data.source is None:
+        return {}
+    from compress.pipelines.data.preparation import files_for_classes
+
+    first: Any = next(iter(data.datasets.values()))
+    return files_for_classes(first.class_names, data.source.arguments["files"].carried)
 
 
 def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
@@ -290,7 +336,11 @@ def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
 
 
 def _import_hugging_face(
-    pipeline: PipelineConfig, spec: HuggingFaceModel, signature: Signature, path: Path
+    pipeline: PipelineConfig,
+    spec: HuggingFaceModel,
+    signature: Signature,
+    path: Path,
+    carried: Mapping[str, bytes],
 ) -> Artifact:
     import torch
 
@@ -306,14 +356,19 @@ def _import_hugging_face(
     if spec.outputs is None and spec.task in hf_folder.OUTPUTS:
         outputs = tuple(OutputSpec(name=name) for name in hf_folder.OUTPUTS[spec.task])
         signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)
-    carried = hf_folder.files_to_carry(folder, module)
+    carried = carried or hf_folder.files_to_carry(folder, module)
     return import_module(path, recipe, module, signature, carried=carried)
 
 
-def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
-    """Return what decides the imported model: its settings, and hashes of its code and weights."""
+def source_parts(pipeline: PipelineConfig, data: Splits | None = None) -> dict[str, object]:
+    """Return what decides the imported model: its settings, and hashes of its code and weights.
+
+    With data of files, hashes of what it carries of their preparation, too.
+    """
     spec = pipeline.model
     parts: dict[str, object] = {"stage": SOURCE, "settings": spec.model_dump(mode="json")}
+    if carried := _carried_files(pipeline, data):
+        parts["carried"] = {n: hashlib.sha256(x).hexdigest() for n, x in sorted(carried.items())}
     if isinstance(spec, HuggingFaceModel):
         return {
             **parts,
@@ -396,7 +451,8 @@ def conditions_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -
     the `stages` that a run selects.
     """
     variables = {n: v for n, v in (_at_start or os.environ).items() if n not in VOLATILE_VARIABLES}
-    data = pipeline.data and local_sources(pipeline.data.factory, pipeline.code_folder)
+    factory = getattr(pipeline.data, "factory", None)
+    data = local_sources(factory, pipeline.code_folder) if factory else ()
     return canonical_json(
         {
             "settings": pipeline.model_dump(mode="json", by_alias=True),

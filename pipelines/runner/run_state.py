@@ -196,7 +196,7 @@ class RunState:
     @cached_property
     def imported_model_parts(self) -> dict[str, Any]:
         """What decides the imported model; its files are hashed once a run."""
-        return source_parts(self.pipeline)
+        return source_parts(self.pipeline, self.data)
 
     @cached_property
     def declared_parts(self) -> dict[str, Any]:

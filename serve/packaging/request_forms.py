@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from pydantic import field_validator
+
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Count, Positive, Settings
@@ -40,7 +42,7 @@ class ImageInput(Settings):
     """The model's input is an image: PNG and JPEG bodies are taken."""
 
     size: tuple[Count, Count] | None = None
-    """Height and width; by default those of the model's input."""
+    """Height and width, or one number for both; by default those of the model's input."""
     shorter_side: Count | None = None
     """The shorter side is scaled to this and the centre of `size` cut out; when left out, the image
     is squashed to `size`."""
@@ -61,6 +63,11 @@ class ImageInput(Settings):
     requirements: ClassVar[tuple[Requirement, ...]] = (
         Requirement(what="PIL", install=pip_install("serve")),
     )
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _is_square(cls, size: object) -> object:
+        return (size, size) if type(size) is int else size
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
         """Return the handler's settings; StageFailed if the model does not take one image a row."""
@@ -225,6 +232,10 @@ def image_input(config: Mapping[str, Any] | None) -> ImageInput | None:
     if unknown:
         raise StageFailed(f"image: {kind} does {', '.join(unknown)}, which is not computed here")
     settings: dict[str, Any] = {"crop_rounding": "down", **_sizes(config, kind)}
+    if config.get("data_format") == "channels_last":
+        settings["layout"] = "hwc"
+    if "crop_rounding" in config:  # of a file that this toolkit wrote
+        settings["crop_rounding"] = config["crop_rounding"]
     resample = config.get("resample")
     if resample is not None:
         settings["resample"] = RESAMPLE[resample]

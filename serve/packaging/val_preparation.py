@@ -208,7 +208,7 @@ def _compare_texts(
     added = backend.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
     specs = signature.input_descriptions()
-    read = text_reader({**settings, "tokenizer": tokenizer.name}, specs, tokenizer.parent)
+    read = text_reader(settings, specs, Tokenizer.from_file(str(tokenizer)))
 
     def tokenize(texts: list[str]) -> list[Tokens]:
         return [_tokens([x[0] for x in read([text])], settings) for text in texts]
@@ -221,7 +221,8 @@ def _compare_texts(
             shares = []
             for tokens in zip(own, expected, strict=True):  # of ids without special ones
                 a, b = (Counter(i for _, i, _ in each if i not in special) for each in tokens)
-                shares.append((a & b).total() / max(a.total(), b.total(), 1))
+                # Texts of characters that the tokenizer does not know have none.
+                shares.append(1.0 if a == b else (a & b).total() / max(a.total(), b.total()))
             if sum(shares) / len(shares) >= likeness:
                 likeness, column, prepared = sum(shares) / len(shares), name, own
     if not column:

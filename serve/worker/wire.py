@@ -428,7 +428,10 @@ def create_readers(settings: Named, specs: Specs, folder: Path) -> Readers:
     if settings.get("image"):
         readers |= dict.fromkeys(IMAGES, image_reader(settings["image"], specs[0]))
     if settings.get("text"):
-        readers[TEXT] = text_reader(settings["text"], specs, folder, settings.get("max_rows"))
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / settings["text"]["tokenizer"]))
+        readers[TEXT] = text_reader(settings["text"], specs, tokenizer, settings.get("max_rows"))
     return readers
 
 
@@ -493,12 +496,12 @@ def normalized(pixels: Array, settings: Named, dtype: str) -> Array:
 
 
 def text_reader(
-    settings: Named, specs: Specs, folder: Path, max_rows: int | None = None
+    settings: Named, specs: Specs, tokenizer: Any, max_rows: int | None = None
 ) -> Callable[[list[str]], list[Array]]:
-    """Return a function that tokenizes texts to the model's inputs, one row per text."""
-    from tokenizers import Tokenizer
+    """Return a function that tokenizes texts to the model's inputs, one row per text.
 
-    tokenizer = Tokenizer.from_file(str(folder / settings["tokenizer"]))
+    The `tokenizer`, of Hugging Face's tokenizers, becomes the function's own.
+    """
     most = settings["max_length"]
     cut_side = (tokenizer.truncation or {}).get("direction", "right")
     padding = tokenizer.padding or {}

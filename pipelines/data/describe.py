@@ -1,0 +1,89 @@
+"""Writes the `data:` section for files that a user names, as `compress init` proposes it."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from compress.common.errors import PipelineInvalid
+from compress.pipelines.config.data_spec import PARQUET, DataSpec, FileData
+from compress.pipelines.data.records import LABELS, SPLITS, WHOLE, read_parts, rows_of
+
+TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", *PARQUET)
+ARRAYS = (".npz", ".npy")
+LABEL_COLUMNS = (*LABELS, "class", "category", "sentiment", "stars", "rating", "score")
+SPLIT = {"val": 0.2, "test": 0.1}  # proposed where files are not divided
+ROWS_READ = 100  # of a table, to tell texts from numbers
+
+
+def describe_files(path: Path) -> dict[str, Any]:
+    """Return the section for a file or folder; PipelineInvalid where that is no known form."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    named = [file for file in files if path.is_file() or SPLITS.get(file.stem.lower())]
+    if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+        content = {"huggingface": str(path), **_columns_of_folder(path)}
+    elif tables := [file for file in named if file.suffix.lower() in TABLES]:
+        content = {"table": str(path), **_columns_of_table(tables[0])}
+    elif any(file.suffix.lower() in ARRAYS for file in named):
+        content = {"arrays": str(path)}
+    elif path.is_dir():
+        content = {"images": str(path)}
+    else:
+        raise PipelineInvalid(
+            f"{path}: expected a folder of images, a .csv, .tsv, .jsonl, .parquet, .npz or .npy "
+            "file, or a folder of Hugging Face's datasets"
+        )
+    spec: Any = TypeAdapter(DataSpec).validate_python(content)
+    assert isinstance(spec, FileData)
+    parts = read_parts(spec, Path())
+    # Stars from 1 to 5 are classes from 0 to 4.
+    labels = {str(x) for p in parts.values() for x in (p.labels if p.labels is not None else ())}
+    if len(labels) > 1 and labels == {str(i + 1) for i in range(len(labels))}:
+        content["classes"] = sorted(labels, key=int)
+    return {**content, "split": SPLIT} if WHOLE in parts else content
+
+
+def _columns_of_table(file: Path) -> dict[str, Any]:
+    rows = list(islice(rows_of(file), ROWS_READ))
+    if not rows:
+        raise PipelineInvalid(f"{file.name} has no rows")
+    return _chosen({name: [row[name] for row in rows] for name in rows[0]})
+
+
+def _columns_of_folder(folder: Path) -> dict[str, Any]:
+    info = next(folder.rglob("dataset_info.json"))
+    features: dict[str, Any] = json.loads(info.read_text(encoding="utf-8")).get("features", {})
+    images = [name for name, kind in features.items() if kind.get("_type") == "Image"]
+    label = next((name for name in LABEL_COLUMNS if name in features), None)
+    found = {"label": label} if label else {}
+    if images:
+        return {"image": images[0], **found}
+    texts = {name: ["text"] for name, kind in features.items() if kind.get("dtype") == "string"}
+    chosen = _chosen({name: texts.get(name, [0.0]) for name in features})
+    if "text" not in chosen:
+        chosen["columns"] = [name for name in features if name != (label or chosen["label"])]
+    return chosen | found
+
+
+def _chosen(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return which column is the text, if one is, and which the label."""
+    lower = {name.lower(): name for name in columns}
+    label = next((lower[name] for name in LABEL_COLUMNS if name in lower), [*columns][-1])
+    texts = {n: c for n, c in columns.items() if n != label and not all(map(_is_number, c))}
+    if not texts:
+        return {"label": label}
+    # The longest ones: others are names and dates.
+    longest = max(texts, key=lambda name: sum(len(str(text)) for text in texts[name]))
+    return {"text": longest, "label": label}
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,331 @@
+"""Reads what files hold: columns of images, texts or numbers, and labels, by split."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.common.errors import PipelineInvalid
+from compress.pipelines.config.data_spec import (
+    PARQUET,
+    ArrayData,
+    FileData,
+    HuggingFaceData,
+    ImageData,
+    TableData,
+)
+
+SPLITS = {
+    **{name: name for name in ("train", "val", "test", "calibration", "unlabelled")},
+    **{"training": "train", "valid": "val", "validation": "val", "dev": "val", "testing": "test"},
+    "unlabeled": "unlabelled",
+}
+"""Names of folders, files and arrays that hold a split → the split."""
+IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
+LABELS = ("label", "labels", "y", "target", "targets")  # usual names of what is predicted
+WHOLE = ""  # the name of samples that are not divided into splits
+MOST_SHOWN = 5  # names in a message
+
+Parts = dict[str, "Records"]
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """A column of images in a dataset of Hugging Face's, each read when it is asked for."""
+
+    dataset: Any
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        entry = self.dataset[index][self.name]
+        return entry["bytes"] or Path(entry["path"])
+
+
+@dataclass(frozen=True)
+class Records:
+    """Samples as files hold them: columns of one length, and labels where there are any."""
+
+    columns: Mapping[str, Any]
+    labels: Any = None
+    names: tuple[str, ...] = ()
+    """Names of the classes that numbers among the labels stand for, where the file tells them."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def rows(self, indices: Sequence[int]) -> Records:
+        """Return some of the samples, in an order."""
+
+        def chosen(column: Any) -> Any:
+            if isinstance(column, np.ndarray):
+                return column[np.asarray(indices, int)]
+            if isinstance(column, StoredImages):
+                return StoredImages(column.dataset.select(indices), column.name)
+            return [column[i] for i in indices]
+
+        labels = None if self.labels is None else chosen(self.labels)
+        columns = {name: chosen(column) for name, column in self.columns.items()}
+        return replace(self, columns=columns, labels=labels)
+
+
+def read_records(spec: FileData, folder: Path) -> Parts:
+    """Return what a `data:` section's files hold, by split; PipelineInvalid names what is wrong."""
+    parts = read_parts(spec, folder)
+    divided = sorted(name for name in parts if name != WHOLE)
+    if WHOLE not in parts:
+        if spec.split:
+            raise PipelineInvalid(
+                f"split: {spec.place} is divided into {', '.join(divided)}; leave `split` out"
+            )
+        return parts
+    if divided:
+        raise PipelineInvalid(
+            f"{spec.place}: besides {', '.join(divided)}, there are samples that belong to no split"
+        )
+    if not spec.split:
+        raise PipelineInvalid(
+            f"{spec.place} is not divided into train, val and test; say how many samples are for "
+            "judging, such as `split: {val: 0.2, test: 0.1}`"
+        )
+    return divide(parts[WHOLE], {str(n): share for n, share in spec.split.items()})
+
+
+def read_parts(spec: FileData, folder: Path) -> Parts:
+    """Return what files hold, by the split that they name; samples of none are `WHOLE`."""
+    place = folder / spec.place
+    if not place.exists():
+        raise PipelineInvalid(f"{spec.place}: no such file or folder (in {folder})")
+    try:
+        if isinstance(spec, ImageData):
+            return _images(place)
+        if isinstance(spec, TableData):
+            return _each_file(place, lambda file: {WHOLE: _table(spec, file)})
+        if isinstance(spec, ArrayData):
+            return _each_file(place, lambda file: _arrays(spec, file))
+        assert isinstance(spec, HuggingFaceData)
+        return _hugging_face(spec, place)
+    except (OSError, UnicodeError, ValueError, csv.Error) as error:
+        raise PipelineInvalid(f"{spec.place}: {error}") from error
+
+
+def divide(records: Records, shares: Mapping[str, float]) -> Parts:
+    """Return samples as splits: the same ones each time, and as many of each class."""
+    by_class: dict[Any, list[int]] = defaultdict(list)
+    labels = records.labels
+    is_class = labels is not None and np.asarray(labels).ndim == 1
+    is_class = is_class and np.asarray(labels).dtype.kind in "iuUO"
+    for i in range(len(records)):
+        by_class[labels[i] if is_class else None].append(i)
+    generator = np.random.default_rng(0)
+    chosen: dict[str, list[int]] = defaultdict(list)
+    # What rounding leaves over in a class counts for the next one, or 9 of 10 small classes would
+    # have nobody in `val`.
+    due = dict.fromkeys(shares, 0.0)
+    for indices in by_class.values():
+        order, first = generator.permutation(indices).tolist(), 0
+        for name, share in shares.items():
+            due[name] += share * len(order)
+            count = min(round(due[name]), len(order) - first)
+            due[name] -= count
+            chosen[name] += order[first : first + count]
+            first += count
+        chosen["train"] += order[first:]
+    for name, indices in chosen.items():
+        if not indices:
+            raise PipelineInvalid(f"split: {name} gets none of {len(records)} samples")
+    return {name: records.rows(sorted(indices)) for name, indices in chosen.items()}
+
+
+def _files_below(place: Path) -> Iterator[Path]:
+    """Yield files, also those of linked folders, without hidden ones."""
+    for folder, folders, names in os.walk(place, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _images(place: Path) -> Parts:
+    if not place.is_dir():
+        raise PipelineInvalid(f"{place.name} is a file, expected a folder of images")
+    found: dict[str, list[tuple[Path, str | None]]] = defaultdict(list)
+    others: set[str] = set()
+    for file in sorted(_files_below(place)):
+        within = file.relative_to(place).parts
+        if file.suffix.lower() not in IMAGE_SUFFIXES:
+            others.add(file.name)
+            continue
+        split = SPLITS.get(within[0].lower(), WHOLE) if len(within) > 1 else WHOLE
+        above = within[1:-1] if split else within[:-1]
+        found[split].append((file, above[0] if above else None))
+    if not found:
+        shown = f", but {', '.join(sorted(others)[:MOST_SHOWN])}" if others else ""
+        raise PipelineInvalid(
+            f"{place.name} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))}){shown}"
+        )
+    parts = {}
+    for split, pairs in found.items():
+        labels = [label for _, label in pairs]
+        unlabelled = [file for file, label in pairs if label is None]
+        if 0 < len(unlabelled) < len(pairs):
+            raise PipelineInvalid(
+                f"{unlabelled[0].relative_to(place.parent)} lies in no folder of a class, as "
+                f"{len(pairs) - len(unlabelled)} other images do"
+            )
+        parts[split] = Records(
+            {"image": [file for file, _ in pairs]}, None if unlabelled else labels
+        )
+    return parts
+
+
+def _each_file(place: Path, read: Callable[[Path], Parts]) -> Parts:
+    """Read a file, or all of a folder, whose names are those of splits."""
+    if place.is_file():
+        return read(place)
+    parts: Parts = {}
+    for file in sorted(place.iterdir()):
+        if split := SPLITS.get(file.stem.lower()):
+            for name, records in read(file).items():
+                if name != WHOLE or split in parts:
+                    raise PipelineInvalid(f"{file.name}: split {split!r} is there twice")
+                parts[split] = records
+    if not parts:
+        raise PipelineInvalid(f"{place.name} is a folder without train.csv, val.csv or the like")
+    return parts
+
+
+def _table(spec: TableData, file: Path) -> Records:
+    labels = (spec.label,) if isinstance(spec.label, str) else spec.label or ()
+    inputs = (spec.text,) if spec.text else spec.columns
+    columns: dict[str, Any] = defaultdict(list)
+    for number, row in enumerate(rows_of(file), 1):
+        inputs = inputs or tuple(name for name in row if name not in labels)
+        for name in (*inputs, *labels):
+            if row.get(name) is None or row[name] == "":
+                if name in row:
+                    problem = f"row {number} has no value in column {name!r}"
+                else:
+                    problem = f"there is no column {name!r}, but {_listed(row)}"
+                raise PipelineInvalid(f"{file.name}: {problem}")
+            columns[name].append(row[name])
+    if not columns or not inputs:
+        raise PipelineInvalid(f"{file.name} has no {'columns of inputs' if columns else 'rows'}")
+    target: Any = None
+    if len(labels) > 1:
+        target = np.stack([_numbers(file, name, columns[name]) for name in labels], axis=1)
+    elif labels:
+        target = columns[labels[0]]
+    if spec.text:
+        return Records({"text": [str(text) for text in columns[spec.text]]}, target)
+    numbers = [_numbers(file, name, columns[name]) for name in inputs]
+    return Records({"input": np.stack(numbers, axis=1)}, target)
+
+
+def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield a table's rows, by column."""
+    suffix = file.suffix.lower()
+    if suffix in PARQUET:
+        import datasets
+
+        yield from datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+    elif suffix in (".jsonl", ".ndjson", ".json"):
+        text = file.read_text(encoding="utf-8")
+        is_list = text.lstrip().startswith("[")
+        yield from (
+            json.loads(text) if is_list else map(json.loads, filter(str.strip, text.splitlines()))
+        )
+    elif suffix in (".csv", ".tsv"):
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            yield from csv.DictReader(opened, delimiter="\t" if suffix == ".tsv" else ",")
+    else:
+        raise PipelineInvalid(f"{file.name}: expected .csv, .tsv, .jsonl or .parquet")
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = list(islice(names, MOST_SHOWN + 1))
+    return ", ".join(map(repr, first[:MOST_SHOWN])) + (", …" if len(first) > MOST_SHOWN else "")
+
+
+def _numbers(file: Path, name: str, column: Sequence[Any]) -> np.ndarray[Any, Any]:
+    try:
+        return np.array(column, np.float32)
+    except ValueError as error:
+        raise PipelineInvalid(f"{file.name}: column {name!r}: {error}") from None
+
+
+def _arrays(spec: ArrayData, file: Path) -> Parts:
+    if file.suffix == ".npy":
+        arrays = {"input": np.load(file, allow_pickle=False)}
+    elif file.suffix == ".npz":
+        with np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    else:
+        raise PipelineInvalid(f"{file.name}: expected .npz or .npy")
+    by_split: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, array in arrays.items():
+        words = re.split(r"[_.-]", name)
+        split = next((SPLITS[w] for w in (words[0], words[-1]) if w in SPLITS), WHOLE)
+        own = "_".join(word for word in words if SPLITS.get(word) != split) or "input"
+        by_split[split][own if split else name] = array
+    parts = {}
+    for split, columns in by_split.items():
+        label = spec.label or next((name for name in LABELS if name in columns), None)
+        if spec.label and spec.label not in columns:
+            raise PipelineInvalid(f"label: {file.name} has no {label!r}, but {_listed(columns)}")
+        labels = columns.pop(label) if label else None
+        lengths = {
+            len(x) if x.ndim else 0 for x in (*columns.values(), *([labels] if label else []))
+        }
+        if len(lengths) != 1 or not columns:
+            shown = ", ".join(f"{name} {list(x.shape)}" for name, x in arrays.items())
+            raise PipelineInvalid(f"{file.name}: expected arrays of equal length, found {shown}")
+        if labels is not None and labels.ndim == 2 and labels.shape[1] == 1:
+            labels = labels[:, 0]
+        parts[split] = Records(columns, labels)
+    return parts
+
+
+def _hugging_face(spec: HuggingFaceData, place: Path) -> Parts:
+    import datasets
+
+    is_saved = (place / "dataset_dict.json").is_file() or (place / "state.json").is_file()
+    loaded = datasets.load_from_disk(str(place)) if is_saved else datasets.load_dataset(str(place))
+    by_split = loaded if isinstance(loaded, Mapping) else {WHOLE: loaded}
+    if [*by_split] == ["train"]:  # what `load_dataset` calls files without a split's name
+        by_split = {WHOLE: by_split["train"]}
+    parts = {}
+    for name, dataset in by_split.items():
+        label = spec.label or next((n for n in LABELS if n in dataset.column_names), None)
+        inputs = (spec.image or spec.text,) if spec.columns is None else spec.columns
+        for column in (*inputs, *((label,) if label else ())):
+            if column not in dataset.column_names:
+                raise PipelineInvalid(
+                    f"{spec.huggingface} has no column {column!r}, but "
+                    f"{_listed(dataset.column_names)}"
+                )
+        names = getattr(dataset.features[label], "names", ()) if label else ()
+        columns: dict[str, Any]
+        if spec.image:
+            undecoded = dataset.cast_column(spec.image, datasets.Image(decode=False))
+            columns = {"image": StoredImages(undecoded, spec.image)}
+        elif spec.text:
+            columns = {"text": list(dataset[spec.text])}
+        else:
+            columns = {c: np.array(dataset.with_format("numpy")[c]) for c in inputs if c}
+        labels = list(dataset[label]) if label else None
+        split = SPLITS.get(str(name), str(name))
+        if split != WHOLE and split not in SPLITS.values():
+            raise PipelineInvalid(f"{spec.huggingface}: {name!r} is none of {', '.join(SPLITS)}")
+        parts[split] = Records(columns, labels, tuple(names))
+    return parts

@@ -1,0 +1,199 @@
+"""Datasets of samples that are prepared as a server prepares a client's images and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from compress.common.errors import PipelineInvalid
+from compress.data.batch import LABELS
+from compress.pipelines.data.records import MOST_SHOWN, Parts, Records, read_records
+from compress.serve.packaging.val_preparation import image_body
+from compress.serve.worker.wire import image_reader, text_reader
+
+if TYPE_CHECKING:
+    from compress.pipelines.config.data_spec import FileData
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How raw samples become the model's inputs, in this process or another one."""
+
+    form: str = ""
+    """`image` or `text`; empty where numbers are inputs as they are."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the server's handler."""
+    inputs: tuple[Mapping[str, Any], ...] = ()
+    """The model's inputs, as the handler knows them."""
+    tokenizer: str = field(default="", repr=False)
+    """Content of a `tokenizer.json`; prepared samples are hashed, and show what it is."""
+    class_names: tuple[str, ...] = ()
+    """Classes that the model knows by name, in its order."""
+
+    @property
+    def pad_values(self) -> dict[str, int]:
+        """What fills up the inputs of shorter texts."""
+        fields = self.settings.get("fields", {})
+        return {name: self.settings["pad_id"] for name, kind in fields.items() if kind == "ids"}
+
+
+@dataclass(frozen=True)
+class Files:
+    """What :func:`load_files` reads; where it lies decides nothing, and is no part of its text."""
+
+    spec: FileData
+    preparation: Preparation
+    folder: Path = field(repr=False)
+    has_numbers: bool = False
+    """Whether whole numbers among the labels are no classes, but what is predicted."""
+    carried: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Files beside the model that tell the preparation to servers."""
+
+
+class PreparedImages(Dataset[Any]):
+    """Images, each prepared when it is asked for, with a target or without."""
+
+    def __init__(self, images: Sequence[Any], targets: Any, preparation: Preparation) -> None:
+        self.images, self.targets, self.preparation = images, targets, preparation
+        self.class_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        body = image_body(self.images[index])
+        if body is None:
+            raise PipelineInvalid(f"{_shown(self.images[index])} is no image that can be read")
+        read = image_reader(self.preparation.settings, self.preparation.inputs[0])
+        try:
+            x = torch.from_numpy(read(body)[0][0])
+        except ValueError as error:
+            raise PipelineInvalid(f"{_shown(self.images[index])}: {error.args[-1]}") from None
+        return (x,) if self.targets is None else (x, self.targets[index])
+
+
+class PreparedTexts(Dataset[Any]):
+    """Texts, each tokenized when it is asked for, as mappings by the names of the inputs."""
+
+    def __init__(self, texts: Sequence[str], targets: Any, preparation: Preparation) -> None:
+        self.texts, self.targets, self.preparation = texts, targets, preparation
+        self.class_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rows = self._read([self.texts[index]])
+        names = [spec["name"] for spec in self.preparation.inputs]
+        sample = {name: torch.from_numpy(row[0]) for name, row in zip(names, rows, strict=True)}
+        return sample if self.targets is None else {**sample, LABELS: self.targets[index]}
+
+    @cached_property
+    def _read(self) -> Any:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(self.preparation.tokenizer)
+        return text_reader(self.preparation.settings, self.preparation.inputs, tokenizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_read"}
+
+
+class Rows(TensorDataset):
+    """Numbers in memory, as tensors."""
+
+    class_names: tuple[str, ...] = ()
+
+
+def load_files(files: Files) -> dict[str, Dataset[Any]]:
+    """Return the splits that files hold, prepared and with labels as the model's classes.
+
+    Raises PipelineInvalid where files, labels or columns are not as the settings say.
+    """
+    parts = read_records(files.spec, files.folder)
+    known = files.spec.classes or files.preparation.class_names
+    targets, class_names = targets_of(parts, known, files.has_numbers)
+    splits: dict[str, Dataset[Any]] = {}
+    for name, records in parts.items():
+        dataset: Any = _dataset(files, records, targets[name])
+        dataset.class_names = class_names
+        splits[name] = dataset
+    return splits
+
+
+def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
+    form, columns = files.preparation.form, records.columns
+    if form == "image":
+        if len(columns) > 1:
+            raise PipelineInvalid(
+                f"{files.spec.place} has {', '.join(columns)}, expected one array of images"
+            )
+        return PreparedImages(next(iter(columns.values())), targets, files.preparation)
+    if form == "text":
+        return PreparedTexts(columns["text"], targets, files.preparation)
+    tensors = [torch.from_numpy(np.ascontiguousarray(column)) for column in columns.values()]
+    tensors = [x.float() if x.dtype == torch.float64 else x for x in tensors]
+    tensors += [] if targets is None else [targets]
+    return Rows(*tensors)
+
+
+def targets_of(
+    parts: Parts, known: Sequence[str] = (), as_floats: bool = False
+) -> tuple[dict[str, torch.Tensor | None], tuple[str, ...]]:
+    """Return the labels of each split as numbers, and the names of the classes.
+
+    Texts become classes, in the order of the `known` names if there are any, else sorted; so do
+    whole numbers that are among these names. Others stay the numbers that they are, floats with
+    `as_floats`.
+    """
+    labelled = {name: records for name, records in parts.items() if records.labels is not None}
+    targets: dict[str, torch.Tensor | None] = dict.fromkeys(parts)
+    names = next((r.names for r in labelled.values() if r.names), ())
+    columns = {name: np.asarray(_whole(records.labels)) for name, records in labelled.items()}
+    if not labelled:
+        return targets, tuple(known)
+    kinds = {column.dtype.kind for column in columns.values()}
+    if kinds <= set("f") or as_floats or any(column.ndim > 1 for column in columns.values()):
+        return targets | {n: torch.from_numpy(x.astype(np.float32)) for n, x in columns.items()}, ()
+    if names:  # numbers that stand for names
+        columns = {n: np.asarray(names)[x] for n, x in columns.items()}
+    every = {label for column in columns.values() for label in column.tolist()}
+    texts = {str(label) for label in every}
+    if all(isinstance(label, int) for label in every) and not (known and texts <= set(known)):
+        if min(every) < 0:
+            raise PipelineInvalid(f"labels: found {min(every)}, expected classes from 0 on")
+        return targets | {n: torch.from_numpy(x) for n, x in columns.items()}, tuple(known)
+    order = tuple(known) or names or tuple(sorted(texts))
+    if others := sorted(texts - set(order)):
+        found, expected = (", ".join(map(repr, x[:MOST_SHOWN])) for x in (others, order))
+        more = ", …" if len(order) > MOST_SHOWN else ""
+        raise PipelineInvalid(
+            f"labels: found {found}, and the model's classes are {expected}{more}; name them so, "
+            "or give the labels in the order of the classes as `classes:`"
+        )
+    number = {name: i for i, name in enumerate(order)}
+    for split, column in columns.items():
+        targets[split] = torch.tensor([number[str(label)] for label in column.tolist()])
+    return targets, order
+
+
+def _whole(labels: Any) -> Any:
+    """Return labels of a text file, which are texts, as whole or other numbers if all are some."""
+    if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
+        for kind in (int, float):
+            try:
+                return [kind(label) for label in labels]
+            except ValueError:
+                pass
+    return labels
+
+
+def _shown(entry: Any) -> str:
+    return str(entry) if isinstance(entry, Path) else "a row"

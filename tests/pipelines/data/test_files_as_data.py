@@ -1,0 +1,303 @@
+"""Images, tables and arrays are data without code: splits, labels, preparation, what travels."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import compress
+from compress.common.errors import PipelineInvalid
+from compress.common.signature import Signature
+from compress.pipelines.api import Pipeline
+from compress.pipelines.config.pipeline import PipelineConfig, relocated
+from compress.pipelines.data.describe import describe_files
+from compress.pipelines.data.records import Records, divide
+from compress.pipelines.data.samples import targets_of
+from compress.pipelines.runner.inputs import import_source, load_data
+from compress.serve.packaging.request_forms import ImageInput, forms_of
+from tests.serve.served_here import serving
+
+NET = """
+from torch import nn
+
+
+def convolutions(channels=3, classes=2):
+    return nn.Sequential(
+        nn.Conv2d(channels, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(4, classes),
+    )
+
+
+def linear(features=2, outputs=1):
+    return nn.Linear(features, outputs)
+"""
+PREPARE = {"size": 8, "mean": [0.5], "std": [0.25]}
+
+
+def write(folder: Path, data: dict[str, Any], **model: Any) -> PipelineConfig:
+    """Write a pipeline with these data, and read it."""
+    (folder / "net.py").write_text(NET)
+    section = model or {"factory": "net:convolutions"}
+    content = {"version": 1, "model": section, "data": data, "stages": [{"stage": "export_onnx"}]}
+    (folder / "p.yaml").write_text(yaml.safe_dump(content))
+    return PipelineConfig.from_yaml(folder / "p.yaml")
+
+
+def images(folder: Path, names: list[str], size: tuple[int, int] = (12, 10)) -> None:
+    """Write images whose pixels follow from their number."""
+    for number, name in enumerate(names):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        generator = np.random.default_rng(number)
+        Image.fromarray(generator.integers(0, 256, (*size, 3), np.uint8)).save(file)
+
+
+def test_folders_of_classes_become_prepared_samples(tmp_path: Path) -> None:
+    names = [
+        f"{split}/{label}/{i}.png"
+        for split in ("train", "validation")
+        for label in ("cat", "ape")
+        for i in range(3)
+    ]
+    images(tmp_path / "photos", names)
+    (tmp_path / "photos/train/.hidden.png").write_bytes(b"")
+    data = load_data(write(tmp_path, {"images": "photos", "prepare": PREPARE}))
+    assert data is not None and sorted(data.datasets) == ["train", "val"]
+    (batch,) = data.batches("val")
+    assert batch.inputs[0].shape == (6, 3, 8, 8) and batch.target.tolist() == [0, 0, 0, 1, 1, 1]
+    pixels = Image.open(tmp_path / "photos/validation/ape/0.png").resize(
+        (8, 8), Image.Resampling.BILINEAR
+    )
+    expected = (np.asarray(pixels, np.float32) / 255 - 0.5) / 0.25
+    assert np.allclose(batch.inputs[0][0].permute(1, 2, 0), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "data", "words"),
+    [
+        (["a/1.png", "b/2.png"], {}, "is not divided into train, val and test; say how many"),
+        (
+            ["a/1.png", "2.png"],
+            {"split": {"val": 0.5}},
+            "photos/2.png lies in no folder of",
+        ),
+        (
+            ["train/a/1.png", "b/1.png"],
+            {},
+            "besides train, there are samples",
+        ),
+        (
+            ["train/a/1.png"],
+            {"split": {"val": 0.5}},
+            "is divided into train; leave `split` out",
+        ),
+        ([], {}, "photos holds no images (.bmp, .gif"),
+        (["a/1.png"], {"split": {"val": 0.3}}, "split: val gets none of 1 samples"),
+    ],
+)
+def test_folders_that_are_not_clear_are_refused(
+    tmp_path: Path, names: list[str], data: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "photos").mkdir()
+    images(tmp_path / "photos", names)
+    with pytest.raises(PipelineInvalid) as caught:
+        load_data(write(tmp_path, {"images": "photos", "prepare": PREPARE, **data}))
+    assert words in str(caught.value) and "p.yaml:" in str(caught.value)
+
+
+def test_a_broken_image_is_named(tmp_path: Path) -> None:
+    images(tmp_path / "photos", ["train/a/1.png", "train/b/2.png"])
+    (tmp_path / "photos/train/b/2.png").write_bytes(b"no image")
+    data = load_data(write(tmp_path, {"images": "photos", "prepare": PREPARE}))
+    assert data is not None
+    with pytest.raises(PipelineInvalid, match=r"data.images.*photos/train/b/2.png is no image"):
+        data.contents()
+
+
+def test_shares_are_the_same_each_time_and_of_each_class() -> None:
+    labels = ["a"] * 60 + ["b"] * 30 + ["c"] * 10
+    records = Records({"x": np.arange(100)}, labels)
+    parts, again = (divide(records, {"val": 0.2, "test": 0.1}) for _ in range(2))
+    every = np.concatenate([part.columns["x"] for part in parts.values()])
+    assert sorted(every.tolist()) == list(range(100))
+    for name, shares in (("val", (12, 6, 2)), ("test", (6, 3, 1)), ("train", (42, 21, 7))):
+        assert tuple(map(parts[name].labels.count, "abc")) == shares
+        assert np.array_equal(parts[name].columns["x"], again[name].columns["x"])
+    # Of many small classes, some have nobody in `val`, but the share holds.
+    small = Records({"x": np.arange(90)}, [i // 3 for i in range(90)])
+    assert len(divide(small, {"val": 0.2})["val"]) == 18
+
+
+@pytest.mark.parametrize(
+    ("labels", "known", "expected", "names"),
+    [
+        (["dog", "ape", "dog"], (), [1, 0, 1], ("ape", "dog")),
+        (["dog", "ape"], ("dog", "cat", "ape"), [0, 2], ("dog", "cat", "ape")),
+        (["3", "0", "7"], (), [3, 0, 7], ()),
+        (["1", "2", "3"], (), [1, 2, 3], ()),
+        (["1", "2", "3"], ("1", "2", "3"), [0, 1, 2], ("1", "2", "3")),
+        ([10, 30], ("10", "20", "30"), [0, 2], ("10", "20", "30")),
+        (["0.5", "2"], (), [0.5, 2.0], ()),
+        (np.array([[0.0, 1.0]]), (), [[0.0, 1.0]], ()),
+    ],
+)
+def test_labels_become_classes_or_numbers(
+    labels: Any, known: tuple[str, ...], expected: list[Any], names: tuple[str, ...]
+) -> None:
+    targets, found = targets_of({"train": Records({"x": labels}, labels)}, known)
+    assert targets["train"] is not None
+    assert (targets["train"].tolist(), found) == (expected, names)
+
+
+def test_labels_that_the_model_does_not_know_are_refused() -> None:
+    with pytest.raises(
+        PipelineInvalid, match="found 'bird', and the model's classes are 'ape', 'cat'"
+    ):
+        targets_of({"train": Records({"x": [1]}, ["bird"])}, ("ape", "cat"))
+
+
+def test_tables_give_numbers_and_say_what_a_row_lacks(tmp_path: Path) -> None:
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house/train.csv").write_text("size,rooms,price\n50,2,1.5\n80,3,2.5\n")
+    (tmp_path / "house/val.jsonl").write_text('{"size": 60, "rooms": 1, "price": 1.75}\n')
+    table = {"table": "house", "columns": ["rooms", "size"], "label": "price"}
+    data = load_data(write(tmp_path, table, factory="net:linear"))
+    assert data is not None
+    (batch,) = data.batches("train")
+    assert batch.inputs[0].tolist() == [[2.0, 50.0], [3.0, 80.0]]
+    assert batch.target.dtype == torch.float32 and batch.target.tolist() == [1.5, 2.5]
+    (tmp_path / "house/train.csv").write_text("size,rooms,price\n50,,1.5\n")
+    assert targets_of({"train": Records({"x": [1]}, ["3"])}, (), True)[0]["train"].tolist() == [3.0]
+    with pytest.raises(PipelineInvalid, match=r"train.csv: row 1 has no value in column 'rooms'"):
+        load_data(write(tmp_path, table, factory="net:linear"))
+    (tmp_path / "house/train.csv").write_text("size,rooms,price\n50,many,1.5\n")
+    with pytest.raises(PipelineInvalid, match="column 'rooms': could not convert string to float"):
+        load_data(write(tmp_path, table, factory="net:linear"))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("x_train", "y_train", "x_val", "y_val"),
+        ("train_images", "train_labels", "val_images", "val_labels"),
+    ],
+)
+def test_names_of_arrays_tell_the_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
+    pixels, labels = np.full((4, 6, 6), 255, np.uint8), np.array([[0], [1], [2], [3]])
+    arrays = (pixels, labels, pixels[:2] // 5, labels[:2])
+    np.savez(tmp_path / "data.npz", **dict(zip(names, arrays, strict=True)))
+    data = {"arrays": "data.npz", "prepare": {"size": 4}}
+    inputs = [{"name": "x", "shape": ["batch", 1, 4, 4]}]
+    found = load_data(write(tmp_path, data, factory="net:convolutions", inputs=inputs))
+    assert found is not None
+    (batch,) = found.batches("val")
+    assert batch.inputs[0].shape == (2, 1, 4, 4) and batch.target.tolist() == [0, 1]
+    assert torch.allclose(batch.inputs[0], torch.tensor(0.2))
+
+
+def test_a_misspelt_key_is_named_with_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(PipelineInvalid, match="unknown key; did you mean 'images'"):
+        write(tmp_path, {"imges": "photos"})
+    with pytest.raises(PipelineInvalid, match="give one of text and columns"):
+        write(tmp_path, {"table": "t.csv", "text": "a", "columns": ["b"]})
+
+
+def test_paths_follow_a_file_that_is_written_elsewhere(tmp_path: Path) -> None:
+    data = {"table": "t.csv", "text": "a", "prepare": {"tokenizer": "tokenizer.json"}}
+    moved = relocated({"model": {}, "data": data}, tmp_path, tmp_path / "runs")["data"]
+    assert moved == {**data, "table": "../t.csv", "prepare": {"tokenizer": "../tokenizer.json"}}
+    own = {"factory": "data:splits"}
+    assert relocated({"model": {}, "data": own}, tmp_path, tmp_path / "runs")["data"] == own
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        {"size": [8, 6], "mean": [0.1, 0.2, 0.3], "std": [0.5]},
+        {"size": 8, "shorter_side": 9, "resample": "bicubic", "layout": "hwc"},
+        {"size": 8, "squashed_to": [10, 12], "crop_rounding": "down"},
+    ],
+)
+def test_the_preparation_travels_with_the_model(tmp_path: Path, prepare: dict[str, Any]) -> None:
+    images(tmp_path / "photos", ["train/a/1.png", "train/b/2.png", "val/a/1.png"])
+    channels_last = prepare.get("layout") == "hwc"
+    shape = ["batch", 8, 8, 3] if channels_last else ["batch", 3, "height", "width"]
+    inputs = [{"name": "x", "shape": shape}]
+    arguments = {"channels": 8 if channels_last else 3}
+    data = {"images": "photos", "prepare": prepare}
+    model = {"factory": "net:convolutions", "inputs": inputs, "arguments": arguments}
+    pipeline = write(tmp_path, data, **model)
+    source = import_source(pipeline, tmp_path / "source", load_data(pipeline))
+    forms = forms_of(source)
+    given = ImageInput.model_validate(prepare)
+    signature = Signature(inputs=pipeline.model.inputs or ())
+    assert forms.image is not None and forms.class_names == ("a", "b")
+    found, expected = (form.handler_settings(signature) for form in (forms.image, given))
+    assert {n: v for n, v in found.items() if n != "mean" and n != "std"} == {
+        n: v for n, v in expected.items() if n != "mean" and n != "std"
+    }
+    for name in ("mean", "std"):
+        assert np.allclose(found[name], expected[name])
+
+
+def test_python_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "rows.npz", x=np.arange(20.0).reshape(10, 2), y=np.arange(10) % 2)
+    monkeypatch.chdir(tmp_path)
+    splits = compress.load_data(arrays="rows.npz", split={"val": 0.4})
+    assert len(splits.datasets["val"]) == 4  # type: ignore[arg-type]
+    module = torch.nn.Linear(2, 2)
+    assert isinstance(compress.quantize_dynamic(module, data=splits), compress.GraphModel)
+    with pytest.raises(PipelineInvalid, match=r"data.arays: unknown key; did you mean 'arrays'"):
+        compress.load_data(arays="rows.npz")
+
+
+def test_init_describes_what_it_is_given(tmp_path: Path) -> None:
+    images(tmp_path / "photos", ["a/1.png", "b/2.png"])
+    (tmp_path / "reviews.csv").write_text(
+        "id,title,review,stars\n1,So,It is so so,1\n2,Hm,Good enough,2\n"
+    )
+    (tmp_path / "house.csv").write_text("size,rooms,price\n50,2,1.5\n")
+    np.save(tmp_path / "train.npy", np.zeros((2, 3)))
+    split = {"split": {"val": 0.2, "test": 0.1}}
+    found = {
+        name: describe_files(tmp_path / name) for name in ("photos", "reviews.csv", "house.csv")
+    }
+    assert found["photos"] == {"images": str(tmp_path / "photos"), **split}
+    assert found["reviews.csv"] == {
+        "table": str(tmp_path / "reviews.csv"),
+        "text": "review",
+        "label": "stars",
+        "classes": ["1", "2"],
+        **split,
+    }
+    assert found["house.csv"] == {"table": str(tmp_path / "house.csv"), "label": "price", **split}
+    with pytest.raises(PipelineInvalid, match=r"expected a folder of images, a \.csv"):
+        (tmp_path / "notes.txt").write_text("")
+        describe_files(tmp_path / "notes.txt")
+
+
+@pytest.mark.slow
+def test_photos_are_served_as_they_were_judged(tmp_path: Path) -> None:
+    names = [f"{label}/{i}.png" for label in ("dark", "light") for i in range(20)]
+    images(tmp_path / "photos", names)
+    for name in names[20:]:
+        Image.new("RGB", (14, 10), (200, 220, 210)).save(tmp_path / "photos" / name)
+    data = {"images": "photos", "split": {"val": 0.25}, "prepare": PREPARE}
+    inputs = [{"name": "pixels", "shape": ["batch", 3, 8, 8]}]
+    write(tmp_path, data, factory="net:convolutions", inputs=inputs)
+    content = yaml.safe_load((tmp_path / "p.yaml").read_text())
+    content["stages"] = [{"stage": "train", "epochs": 8}, {"stage": "export_onnx"}]
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(content))
+    report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "run")
+    (found,) = report.stages[-1].measurements.preparation
+    assert (found.form, found.column, found.difference) == ("image", "images", "")
+    with serving(tmp_path / "run/artifacts/export_onnx") as server:
+        body = (tmp_path / "photos/light/3.png").read_bytes()
+        status, _, answer = server.ask(body, {"Content-Type": "image/png"})
+    labels = json.loads(answer)["labels"][0]
+    assert status == 200 and {each["label"] for each in labels} == {"dark", "light"}

@@ -1,0 +1,45 @@
+"""Folders of Hugging Face's datasets and Parquet files are data, where `datasets` is installed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import compress
+from compress.pipelines.data.describe import describe_files
+
+datasets = pytest.importorskip("datasets")
+
+
+def test_a_saved_folder_gives_images_and_names_of_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pixels = [np.full((6, 6, 3), 10 * i, np.uint8) for i in range(20)]
+    features = datasets.Features(
+        image=datasets.Image(), label=datasets.ClassLabel(names=["dog", "ape"])
+    )
+    columns = {"image": pixels, "label": [i % 2 for i in range(20)]}
+    saved = datasets.Dataset.from_dict(columns, features=features)
+    saved.train_test_split(0.25, shuffle=False).save_to_disk("saved")
+    assert describe_files(Path("saved")) == {
+        "huggingface": "saved",
+        "image": "image",
+        "label": "label",
+    }
+
+    splits = compress.load_data(huggingface="saved", image="image", prepare={"size": 3})
+    (batch,) = splits.batches("test")
+    assert batch.target.tolist() == [1, 0, 1, 0, 1]
+    assert np.allclose(batch.inputs[0][:, 0, 0, 0], np.arange(150, 200, 10) / 255)
+    assert splits.datasets["test"].class_names == ("dog", "ape")  # type: ignore[attr-defined]
+
+
+def test_a_parquet_file_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = {"size": [50.0, 80.0, 20.0], "price": [1.5, 2.5, 0.5]}
+    datasets.Dataset.from_dict(rows).to_parquet("train.parquet")
+    splits = compress.load_data(table=".", label="price")
+    (batch,) = splits.batches("train")
+    assert batch.inputs[0].tolist() == [[50.0], [80.0], [20.0]]
+    assert batch.target.tolist() == [1.5, 2.5, 0.5]
