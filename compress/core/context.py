@@ -7,7 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -187,7 +187,7 @@ class _Answers:
         self._recorded.add(recorded)
         try:
             # Parity asks at sizes that a model may refuse: its calls answer whole batches alone.
-            self._keep(key, [] if by_row else rows, outputs)
+            self._keep(key, [] if keep_errors else rows, outputs)
         except OSError:  # no room on the disk
             self.is_full = True
         return outputs
@@ -385,7 +385,11 @@ class Context:
         return change.scaled(-100 if self.metric.higher_is_better else 100)
 
     def batch_dependence(self, artifact: Artifact) -> BatchDependence:
-        """Return whether an artifact's outputs depend on the rest of the batch, measured once."""
+        """Return whether an artifact's outputs depend on the rest of the batch, measured once.
+
+        Those of the file that answers in its place, where one does.
+        """
+        artifact = self.form_of(artifact)
         if artifact.digest not in self.dependences:
             from compress.profiling.batch_dependence import measure_artifact
 
@@ -398,8 +402,7 @@ class Context:
         """Return the batch size at which artifacts are evaluated; None for the data's own."""
         # Models whose outputs depend on the batch are evaluated at the size that they are served
         # with, or at a fixed size of theirs.
-        asked = {a.digest: a for a in (*artifacts, *map(self.form_of, artifacts))}
-        if not any(self.batch_dependence(artifact).depends for artifact in asked.values()):
+        if not any(self.batch_dependence(artifact).depends for artifact in artifacts):
             return None
         return max(self.served_batch_size, *(a.signature.smallest_batch for a in artifacts))
 
@@ -440,12 +443,16 @@ class Context:
     def predictor(self, artifact: Artifact, *, kept: bool = True) -> Iterator[Predictor]:
         """Provide an artifact as a predictor that takes any number of samples.
 
-        What it was called with before, it answers from :attr:`answers`, unless not `kept`.
+        What it was called with before, it answers from :attr:`answers`, unless not `kept`: row by
+        row where it is known to answer alike in every batch.
         """
         from compress.common.forward import accept_any_batch
 
         artifact = self.form_of(artifact)
-        open_model = partial(self.answers.predictor, artifact) if kept else artifact.open
+        open_model: Callable[[str, int], AbstractContextManager[Predictor]] = artifact.open
+        if kept:
+            by_row = self.answers_by_row(artifact)
+            open_model = partial(self.answers.predictor, artifact, by_row=by_row)
         with open_model(self.device, self.threads) as predict:
             yield accept_any_batch(predict, artifact.signature)
 
@@ -455,7 +462,7 @@ class Context:
 
     def answers_by_row(self, artifact: Artifact) -> bool:
         """Whether an artifact is known to answer to a row alike in every batch of `val`."""
-        found = self.dependences.get(artifact.digest)
+        found = self.dependences.get(self.form_of(artifact).digest)
         return found is not None and not found.why_not_joined
 
     def compare_latency(

@@ -30,6 +30,7 @@ from compress.export.parity.sample_parity import (
     check_on_samples,
     is_quantizer,
     limits_of_noise,
+    noise_on,
     val_inputs,
 )
 from compress.quantization.stages.static import QuantizeStatic
@@ -140,8 +141,9 @@ def test_where_rounding_is_small_nothing_is_allowed_beyond_the_fixed_tolerance(
 ) -> None:
     noise = noise_of_nets(nets, knows_float=False)
     with nets[0].open() as expected:
-        limits = limits_of_noise(noise, expected, ROWS, QUANTIZED)
-    assert limits is not None
+        found = noise_on(ROWS, noise, expected, expected)
+    assert found is not None
+    limits = limits_of_noise(found, QUANTIZED)
     assert limits.spreads == (QUANTIZED.spread,)
     assert limits.label_changes == QUANTIZED.label_changes
 
@@ -152,8 +154,9 @@ def test_no_noise_allows_outputs_at_chance(
     monkeypatch.setattr(sample_parity, "LAST_BITS", 2.0**-2)
     noise = noise_of_nets(nets, knows_float=False)
     with nets[0].open() as expected:
-        limits = limits_of_noise(noise, expected, ROWS, QUANTIZED)
-        assert limits is not None
+        found = noise_on(ROWS, noise, expected, expected)
+        assert found is not None
+        limits = limits_of_noise(found, QUANTIZED)
         assert limits.noise.relative_error > 1
         assert limits.spreads == (LARGEST_SPREAD,)
         reference = Float64Reference(nets[0], expected, noise)
