@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from compress.pipelines.planning.plan import PlannedStage
 
 RERUN_REQUESTED = "asked to run again"  # why a stage runs that `--from` or `--force` names
-# Of a ResNet-18 PyTorch takes 30 ms a row and ONNX Runtime 16: from some 60 rows on the file pays
-# for the rows on which it is compared with the model.
-DEAR_MACS = 10**11
+# Of a ResNet-18 PyTorch takes 30 ms a row and ONNX Runtime 16. Of fewer than these, PyTorch computes
+# the whole split in a second, and then the model itself can as well answer.
+DEAR_MACS = 10**10
 """Multiply-accumulates of `val` from which on the uncompressed model's file answers for it."""
 
 

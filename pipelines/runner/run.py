@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import time
@@ -155,8 +154,6 @@ def forked_measurement_process(
         if not store.exists():  # nothing is cached: this process is going to import them too
             kinds = {kind for p in plan.stages for kind in members_of(p.stage.writes())}
             import_modules([*COUNTED_WITH, *(name for kind in kinds for name in kind.opened_with)])
-            # They stay until the end: each full collection would look through all of torch.
-            gc.freeze()
         # Else nothing may have to be measured, and then nothing needs torch.
         if not (store / INPUTS_FILE).exists():
             stack.enter_context(measurement_process())

@@ -113,6 +113,21 @@ def test_twenty_files_whose_sums_are_rounded_otherwise_pass(
 
 
 @pytest.mark.usefixtures("coarse")
+def test_noise_takes_one_pass_of_the_graph(nets: tuple[GraphModel, EagerModel]) -> None:
+    noise, disturbed, asked = noise_of_nets(nets, knows_float=True), list[object](), list[object]()
+    outputs, export = noise.outputs, other_runtime(nets[0], 0, share=1)
+    noise.outputs = lambda *inputs: disturbed.append(inputs) or outputs(*inputs)
+    with nets[0].open() as predict:
+        errors = check_on_samples(predict, export, ROWS, QUANTIZED, noise)
+        assert errors.allowed and len(disturbed) == len(ROWS)
+        reference = Float64Reference(
+            nets[0], lambda *inputs: asked.append(inputs) or predict(*inputs), noise
+        )
+        assert reference.explains(ROWS[0], export(*ROWS[0]), QUANTIZED.adversarial)
+    assert len(asked) == 1, "what noise explains needs no other inputs"
+
+
+@pytest.mark.usefixtures("coarse")
 @pytest.mark.parametrize("place", [1, 10])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_file_is_refused_though_the_graph_is_ill_conditioned(
