@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import remove, temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import CompressError, StageFailed
+from compress.common.process import gc_frozen
 from compress.core.metrics import Metric, evaluate
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.progress import Progress, silent
@@ -62,7 +63,8 @@ class ExportCache:
         """Return the export of a key, or write it into a folder; an error is raised each time."""
         if key not in self._exports:
             try:
-                self._exports[key] = self._find_or_write(key, write)
+                with gc_frozen():
+                    self._exports[key] = self._find_or_write(key, write)
             except CompressError as error:
                 self._exports[key] = error
         if isinstance(found := self._exports[key], CompressError):
