@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from compress.pipelines.planning.plan import PlannedStage
 
 RERUN_REQUESTED = "asked to run again"  # why a stage runs that `--from` or `--force` names
-# Of a ResNet-18 PyTorch takes 30 ms a row and ONNX Runtime 16. Of fewer than these, PyTorch computes
-# the whole split in a second, and then the model itself can as well answer.
+# Of a ResNet-18 PyTorch takes 30 ms a row and ONNX Runtime 16. Fewer than these PyTorch computes in
+# less than a second, and then the model itself can as well answer.
 DEAR_MACS = 10**10
 """Multiply-accumulates of `val` from which on the uncompressed model's file answers for it."""
 
