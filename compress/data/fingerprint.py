@@ -47,7 +47,8 @@ label that is not ignored (none where the first exceeds the second), whether it 
 whether an input holds NaN."""
 PLACE = np.uint64(0x9E3779B97F4A7C15)
 """By what the hash of earlier tensors of a sample is multiplied: 2⁶⁴ over the golden ratio, odd."""
-CHUNK = 2**21  # numbers of samples in memory that are hashed together, at most
+# Their products stay in the processor's cache: 2^21 numbers at a time take three times as long.
+CHUNK = 2**17  # numbers of samples in memory that are hashed together, at most, or one sample
 
 
 @dataclass(frozen=True)

@@ -342,7 +342,9 @@ class Splits:
     def calibration_digest(self, samples: int, seed: int) -> str | None:
         """Return a digest of calibration samples; None if :meth:`contents` covers all of them."""
         name = self.calibration_split
-        if name not in self.datasets or name not in self.contents().sampled:
+        if name not in self.datasets or in_memory_tensors(self.split(name)) is not None:
+            return None  # what is in memory is hashed whole
+        if name not in self.contents().sampled:
             return None
         return digest_of_hashes(self._hashes_of(name, self._calibration_order(samples, seed)))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
 from compress.common.forward import Predictor, image_advice, output_argument
+from compress.core.context import QUICK_SAMPLES
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric, default_metric
 from compress.core.objectives.loss import Loss, loss_kind
@@ -104,7 +105,8 @@ def fitting_loss(
             lines = _fitting_loss(plan, pipeline, source, predict, data)
         for split in data.datasets:
             if split in MEASURED_SPLITS and metric.is_measured:
-                _check_metric(metric, pipeline, predict, data, split)
+                tried = QUICK_SAMPLES if context.is_quick else TRIED_SAMPLES
+                _check_metric(metric, pipeline, predict, data, split, tried)
             else:
                 for batch in _samples(pipeline, data, split, 1):
                     _outputs_for(pipeline, predict, batch.inputs, split)
@@ -211,7 +213,12 @@ def _fitting_loss(
 
 
 def _check_metric(
-    metric: Metric, pipeline: PipelineConfig, predict: Predictor, data: Splits, split: str
+    metric: Metric,
+    pipeline: PipelineConfig,
+    predict: Predictor,
+    data: Splits,
+    split: str,
+    tried: int,
 ) -> None:
     """Compute the metric on a few samples of a split; raise PipelineInvalid where that fails."""
     located = partial(_located_errors, pipeline, "metric", f"on split {split!r}: ")
@@ -231,7 +238,7 @@ def _check_metric(
             meter.compute()
 
     try:
-        compute(TRIED_SAMPLES)
+        compute(tried)
     except PipelineInvalid:
         # A few samples may have too few classes for a metric, or targets that are all equal.
         compute(MAX_SAMPLES)

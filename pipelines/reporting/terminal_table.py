@@ -92,13 +92,15 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     """Yield the lines below the table, what to deploy last."""
     if report.judged == "quick":
         yield Text(QUICK, style="bold yellow")
+    answered_by = {stage.name: stage.answered_by for stage in report.stages}
+    for name, form in ({report.baseline_name: report.baseline_answered_by} | answered_by).items():
+        if form:
+            yield Text(f"{name}: metric and outputs were measured on {form}")
     for stage in report.stages:
         if fidelity := stage_rows.fidelity_of(stage):
             yield Text(f"{stage.name}: {fidelity.line()}")
         if sameness := stage_rows.sameness_of(stage):
             yield Text(f"{stage.name}: {sameness.line()}")
-        if stage.answered_by:
-            yield Text(f"{stage.name}: metric and outputs were measured on {stage.answered_by}")
     yield from gate_lines(report)
     if report.test:
         values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())

@@ -294,6 +294,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         skipped=tuple(outcome.skipped[name] for name in plan.ordered(outcome.skipped)),
         baseline_name=plan.baseline,
         baseline=state.baseline,
+        baseline_answered_by=state.baseline_answered_by,
         stages=stages,
         warnings=(
             *state.data_warnings,

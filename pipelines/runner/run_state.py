@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import CompressError, GateRefused, lines_of
 from compress.core.context import Context, KeptAnswers
+from compress.core.gates.runtime import runtime_of
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.results.measurements import JUDGED_QUICKLY, Measurements
 from compress.pipelines.results.schema import FailureReport, SkippedReport, StageReport, TestReport
@@ -157,6 +158,9 @@ class RunState:
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
     exported_as: dict[str, str] = field(default_factory=dict)
     """Stage → the later stage whose file answers for it while its quality is evaluated."""
+    baseline_file: Artifact | None = None
+    """The uncompressed model as an ONNX file, which answers for it wherever outputs are compared;
+    None where it answers itself."""
     unmeasured: frozenset[str] = frozenset()
     """Stages of whose results only the size is measured."""
     profiler: Profiler = field(default_factory=lambda: Profiler(is_on=False))
@@ -212,6 +216,12 @@ class RunState:
         return {"depends": declared.model_dump()} if files or environment else {}
 
     @property
+    def baseline_answered_by(self) -> str:
+        """What answers for the uncompressed model, in words; empty where it answers itself."""
+        runtime = runtime_of(self.baseline_file.kind) if self.baseline_file else None
+        return f"{self.plan.baseline} in {runtime.title}" if runtime else ""
+
+    @property
     def is_quick(self) -> bool:
         """Whether the run judges quickly."""
         return self.pipeline.judge == "quick"
@@ -246,7 +256,11 @@ class RunState:
 
         It sees the artifacts of its ancestors, and those that it names.
         """
+        # Of the stage itself alone: what judges the file compares it with the graph's own.
         form = self.artifacts.get(self.exported_as.get(name, ""))
+        forms = {self.artifacts[name].digest: form} if form else {}
+        if self.baseline_file is not None:
+            forms[self.artifacts[self.plan.baseline].digest] = self.baseline_file
         visible = {SOURCE, self.plan.baseline, *self.plan.branch(name), *self.plan.needs(name)}
         return Context(
             root=root or self.entries[name].artifact_path,
@@ -270,8 +284,7 @@ class RunState:
             comparisons=self.comparisons,
             exports=self.exports,
             answers=self.answers,
-            # Of the stage itself alone: what judges the file compares it with the graph's own.
-            forms={self.artifacts[name].digest: form} if form else {},
+            forms=forms,
         )
 
 

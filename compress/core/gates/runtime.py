@@ -124,6 +124,13 @@ class BaselineArtifact(Artifact):
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Open the model in the runtime; StageFailed where that cannot execute it."""
+        runtime, model = self.runtime, self.written()
+        opened = runtime.open(model, device, threads) if runtime.open else None
+        with opened or model.open(device, threads) as predict:
+            yield predict
+
+    def written(self) -> Artifact:
+        """Return what the runtime executes, exported once; StageFailed where it cannot be."""
         runtime, model, write = self.runtime, self.model, self.runtime.write
         require_all(runtime.requirements, f"against {runtime.name}")
         if model.kind not in runtime.kinds:
@@ -136,9 +143,7 @@ class BaselineArtifact(Artifact):
             model = self.context.exports.get_or_write(
                 self.digest, lambda root: write(self.model, self.context.with_root(root))
             )
-        opened = runtime.open(model, device, threads) if runtime.open else None
-        with opened or model.open(device, threads) as predict:
-            yield predict
+        return model
 
 
 def baseline_for(gate: Gate, model: Artifact, result: Artifact, context: Context) -> Artifact:
