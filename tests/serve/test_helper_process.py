@@ -226,7 +226,7 @@ def test_a_hostile_folder_holds_up_no_server(
     status: int,
 ) -> None:
     hostile = forged(folder, tmp_path / "hostile", change)
-    with serving_by_session(hostile, "--seconds", "6") as server, ThreadPoolExecutor(4) as pool:
+    with serving_by_session(hostile, "--seconds", "3") as server, ThreadPoolExecutor(4) as pool:
         before = memory(server)
         chat = {"messages": [USER | {"content": "a"}]}
         answers = [pool.submit(asked, server, CHAT, **chat) for _ in range(2)]
@@ -236,6 +236,7 @@ def test_a_hostile_folder_holds_up_no_server(
             assert server.ask(path="/v2/health/live", method="GET")[0] == 200
             slowest = max(slowest, time.monotonic() - began)
             most = max(most, memory(server))
+            time.sleep(0.05)  # both take a processor from what is watched
         for each in answers:
             assert each.result()[0] == status, each.result()
         assert text_of(server, prompt=[1, 2], max_tokens=2)
