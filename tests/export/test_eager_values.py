@@ -363,10 +363,15 @@ def test_outputs_of_any_class_are_flattened(
 ) -> None:
     module = Function(lambda layer, x: wrap(layer(x), x), nn.Linear(WIDTH, 3))
     artifact = exported(module, tmp_path, torch.randn(32, WIDTH))
+    assert [spec.name for spec in artifact.signature.outputs] == names
+
+
+def test_outputs_of_a_dictionary_are_flattened_in_integer_graphs(tmp_path: Path) -> None:
+    module = Function(lambda layer, x: {"a": {"b": layer(x)}, "c": [x]}, nn.Linear(WIDTH, 3))
     model, context = built(module, torch.randn(32, WIDTH))
     graph = QuantizeStatic()(model, context.with_root(tmp_path / "int8"))
     assert isinstance(graph, GraphModel)
-    assert [spec.name for spec in artifact.signature.outputs] == names
+    assert [spec.name for spec in graph.signature.outputs] == ["a_b", "c_0"]
 
 
 def test_attention_is_as_before_once_overlapping_blocks_have_ended() -> None:
