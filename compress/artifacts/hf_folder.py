@@ -412,13 +412,16 @@ def offline(source: object) -> Iterator[None]:
 @cache
 def _watch_connections() -> None:
     # Each library reads variables such as HF_HUB_OFFLINE when it is imported, and some read none.
+    # Asked thousands of times a second, and until after the end of this module.
+    watched, lookups, reading = frozenset(LOOKUPS + CONNECTIONS), LOOKUPS, _reading
+
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in LOOKUPS + CONNECTIONS or _reading.get() is None:
+        if event not in watched or reading.get() is None:
             return
-        address = arguments if event in LOOKUPS else arguments[1]
+        address = arguments if event in lookups else arguments[1]
         if isinstance(address, tuple):
             raise ArtifactInvalid(
-                f"{_reading.get()}: asks for {address[0]}, and nothing is downloaded; save the "
+                f"{reading.get()}: asks for {address[0]}, and nothing is downloaded; save the "
                 "model with all that it needs (save_pretrained)"
             )
 

@@ -58,9 +58,9 @@ def test_the_uncompressed_model_runs_in_another_runtime(name: str, mlp, graph, c
 
 def test_a_speedup_is_over_the_uncompressed_model_in_the_results_runtime(mlp, tmp_path) -> None:
     wider = Context(root=tmp_path / "wider", artifacts={"source": mlp})
-    small = PruneChannels(ratio=0.5, round_to=1).run(mlp, wider)
+    small = PruneChannels(ratio=0.5, round_to=1).run_checked(mlp, wider)
     context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
-    file = ExportOnnx(gates=(speedup(None), MaxSize(ratio=9))).run(small, context)
+    file = ExportOnnx(gates=(speedup(None), MaxSize(ratio=9))).run_checked(small, context)
     baseline = baseline_for(speedup(None), small, file, context)
     inputs = mlp.signature.example(batch=3)
     with baseline.open() as found, mlp.open() as expected, small.open() as pruned:
@@ -95,7 +95,7 @@ def test_a_model_that_the_runtime_does_not_take_fails_the_gate(mlp, tmp_path, mo
     changed = BASELINES["onnxruntime"]._replace(write=refuse)
     monkeypatch.setitem(BASELINES, "onnxruntime", changed)
     context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
-    file = ExportOnnx().run(mlp, context)
+    file = ExportOnnx().run_checked(mlp, context)
     baseline = baseline_for(speedup(None), mlp, file, context)
     verdict = speedup(None).evaluate(baseline, file, context)
     assert not verdict.passed

@@ -370,7 +370,11 @@ def test_a_process_that_has_not_computed_is_forked(make: Make, tmp_path: Path, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forks", [False, True], ids=["started", "forked"])
+@pytest.mark.parametrize(
+    "forks",
+    # Both end once nothing can be read from the pipe.
+    [pytest.param(False, id="started", marks=pytest.mark.soak), pytest.param(True, id="forked")],
+)
 def test_no_worker_outlives_a_killed_process(make: Make, tmp_path: Path, forks: bool) -> None:
     pids = tmp_path / "pids"
     model = make("Sleeping", file=str(pids))
