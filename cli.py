@@ -17,7 +17,6 @@ from compress import __version__
 from compress.common.errors import PipelineInvalid
 from compress.common.malloc import keep_freed_memory
 from compress.pipelines.terminal.console import (
-    current_mode,
     fast_imports,
     get_prompter,
     notify,
@@ -257,7 +256,7 @@ def run(
         with (
             repaired_on_refusal(directory) if repair else nullcontext(),
             forked_measurement_process(pipeline, directory, options),
-            show_progress(quiet=current_mode().silent) as (progress, announce),
+            show_progress() as (progress, announce),
         ):
             keep_freed_memory()
             pipeline.run(

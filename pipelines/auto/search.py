@@ -83,7 +83,7 @@ def search(
     start = time.monotonic()
     # Of all candidates in one process, which imports the libraries once.
     with search_log(out), measurement_process():
-        emit = jsonl_log.event_listener(options.announce)
+        emit = jsonl_log.EventEmitter(options.announce)
         fields: dict[str, Any] = {
             "pipeline": pipeline.name,
             "versions": dict(versions()),
@@ -91,7 +91,7 @@ def search(
             "settings": settings.model_dump(mode="json", exclude_unset=True),
         }
         line = f"{pipeline.name}: search started"
-        emit(jsonl_log.RunEvent("search_started", None, line, fields, is_announced=False))
+        emit("search_started", None, line, fields, is_announced=False)
         evaluator = CandidateEvaluator.from_pipeline(pipeline, settings, out, options)
         if tables is not None:
             evaluator.tables, evaluator.base_ms = tables, tables.base_ms
@@ -99,7 +99,7 @@ def search(
         seconds = time.monotonic() - start
         fields = {"best": front.best, "points": front.points, "seconds": seconds}
         line = f"{len(front.checked)} models checked, best: {front.best or 'none'}"
-        emit(jsonl_log.RunEvent("search_finished", None, line, fields, is_announced=False))
+        emit("search_finished", None, line, fields, is_announced=False)
     return front
 
 

@@ -24,7 +24,7 @@ from compress.pipelines.auto.cost_models import (
 )
 from compress.pipelines.auto.front import Front, missed_limits
 from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
-from compress.pipelines.system.jsonl_log import EventListener, EventName, RunEvent
+from compress.pipelines.system.jsonl_log import EventEmitter, EventName
 from compress.pipelines.system.machine_info import machine
 from compress.pruning.latency.solver import Limit, Programme
 from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
@@ -123,7 +123,7 @@ class SearchState:
     """Whether even the smallest models miss limits."""
     not_searched: list[str] = field(default_factory=list)
     """What is left out, and why."""
-    emit: EventListener = lambda event: None
+    emit: EventEmitter = field(default_factory=EventEmitter)
 
     def __post_init__(self) -> None:
         self.settings, self.out = self.evaluator.settings, self.evaluator.out
@@ -145,7 +145,7 @@ class SearchState:
             self.failed[candidate] = str(error)
             line = f"warning: {name} could not be made: {error}"
             fields = {"candidate": name, "error": str(error)}
-            self.emit(RunEvent("candidate_failed", None, line, fields, "warning"))
+            self.emit("candidate_failed", None, line, fields, "warning")
             return
         before, limits = self.front().points, self.settings.limits
         self.checked[name] = found
@@ -154,7 +154,7 @@ class SearchState:
             "figures": found.model_dump(mode="json", exclude={"name"}),
             "misses": missed_limits(limits, found),
         }
-        self.emit(RunEvent("candidate_checked", None, Front.line(found, limits), fields))
+        self.emit("candidate_checked", None, Front.line(found, limits), fields)
         front = self.front()
         if front.points != before:
             line = f"{len(front.points)} models that no other one beats"
@@ -341,7 +341,7 @@ class SearchState:
             self._log("model_corrected", line, fields | figures | {"factor": model.correction})
 
     def _log(self, event: EventName, line: str, fields: dict[str, Any]) -> None:
-        self.emit(RunEvent(event, None, line, fields, is_announced=False))
+        self.emit(event, None, line, fields, is_announced=False)
 
     def _leave_out(self, what: str) -> None:
         """Warn that something is not searched, and remember it for the front."""
@@ -351,7 +351,7 @@ class SearchState:
 
     def warn(self, message: str) -> None:
         """Announce and log a warning."""
-        self.emit(RunEvent("message", None, f"warning: {message}", level="warning"))
+        self.emit("message", None, f"warning: {message}", level="warning")
 
     def front(self, best: str | None = None) -> Front:
         """Return the front of what was checked so far, with a model that was chosen on it."""

@@ -22,7 +22,7 @@ from compress.pipelines.runner.inputs import import_source, measuring_context
 from compress.pipelines.runner.run import preview_state
 from compress.pipelines.system.temp_files import temporary_files
 from compress.pipelines.system.templates import render_template
-from compress.pipelines.terminal.console import current_mode, print_result, show_progress
+from compress.pipelines.terminal.console import print_result, show_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,7 +70,7 @@ def show(analysis: Any, file: Path, out: Path | None, **options: Any) -> None:
     """Call `measure_and_write` of an analysis, a module of this package, and print its result."""
     pipeline = PipelineConfig.from_yaml(file)
     directory = out or pipeline.default_out
-    with show_progress(quiet=current_mode().silent) as (progress, _):
+    with show_progress() as (progress, _):
         found = analysis.measure_and_write(pipeline, directory, progress=progress, **options)
     print_result(found, analysis.lines_below(found, directory), lambda _: analysis.table(found))
 

@@ -31,7 +31,7 @@ def explain_and_print(
     from compress.pipelines.explain.function import explain
 
     seconds = _seconds(time_limit)
-    with show_progress(quiet=current_mode().silent) as (progress, _):
+    with show_progress() as (progress, _):
         found = explain(directory, stage, gate, seconds=seconds, progress=progress)
     print_result(found, _lines(found))
     if not any(explanation.causes for explanation in found.explanations):
@@ -54,7 +54,7 @@ def repair_and_print(
     from compress.pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED
 
     seconds = _seconds(time_limit)
-    with show_progress(quiet=current_mode().silent) as (progress, _):
+    with show_progress() as (progress, _):
         options = {"best": best, "trains": trains, "apply": apply}
         found = repair(directory, seconds=seconds, progress=progress, announce=notify, **options)
     lines = [*_lines(found)]

@@ -40,12 +40,12 @@ from compress.pipelines.store.entry import Entry, Record
 from compress.pipelines.store.local import publish, unpublish
 from compress.pipelines.system import signals
 from compress.pipelines.system.error_context import name_stage_in_errors
-from compress.pipelines.system.jsonl_log import EventName, RunEvent
 
 if TYPE_CHECKING:
     from compress.core.verdict import Verdict
     from compress.pipelines.executors.engines import Engine
     from compress.pipelines.planning.plan import PlannedStage
+    from compress.pipelines.system.jsonl_log import EventName
 
 RERUN_REQUESTED = "asked to run again"  # why a stage runs that `--from` or `--force` names
 
@@ -93,7 +93,7 @@ class PipelineExecutor:
             loss_key, lambda: fitting_loss(plan, pipeline, source, context, state.contents)
         )
         if line:
-            state.emit(RunEvent("task_known", None, line))
+            state.emit("task_known", None, line)
 
     def lookup(self, name: str, parts: dict[str, Any]) -> CacheLookup:
         """Look a stage's artifact up in the store; where it is not there, announce that it runs."""
@@ -107,7 +107,7 @@ class PipelineExecutor:
         state.load_data()
         reason = RERUN_REQUESTED if rerun else state.store.explain_miss(name, parts, state.contents)
         line = f"{name}: running ({reason})"
-        state.emit(RunEvent("stage_started", name, line, {"reason": reason}))
+        state.emit("stage_started", name, line, {"reason": reason})
         return CacheLookup(name, parts, entry, reason)
 
     def commit(
@@ -258,7 +258,7 @@ class PipelineExecutor:
             "measurements": measurements.model_dump(mode="json") if measurements else None,
         }
         event: EventName = "stage_cached" if lookup.cached else "stage_finished"
-        self.state.emit(RunEvent(event, name, f"{name}: {', '.join(words)}", fields))
+        self.state.emit(event, name, f"{name}: {', '.join(words)}", fields)
 
     def _register(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.state.artifacts[name], self.state.entries[name] = artifact, entry

@@ -136,7 +136,7 @@ def _open(pipeline: PipelineConfig, out: Path, options: RunOptions) -> tuple[Inp
     pipeline = inputs.pipeline
     if options.judge:
         pipeline = pipeline.model_copy(update={"judge": options.judge})
-    emit = jsonl_log.event_listener(announce)
+    emit = jsonl_log.EventEmitter(announce)
     return inputs, RunState(pipeline, inputs.plan, out, store, inputs.data, options.progress, emit)
 
 
@@ -172,13 +172,13 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
         "settings": pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True),
     }
     line = f"{pipeline.name}: started"
-    state.emit(jsonl_log.RunEvent("run_started", None, line, fields, is_announced=False))
+    state.emit("run_started", None, line, fields, is_announced=False)
     if state.plan.task_line:
-        state.emit(jsonl_log.RunEvent("task_known", None, state.plan.task_line))
+        state.emit("task_known", None, state.plan.task_line)
     for warning in state.plan.warnings:  # announced before the log was there
         jsonl_log.log_event("message", warning, level="warning")
     for warning in state.data_warnings:
-        state.emit(jsonl_log.RunEvent("message", None, f"warning: {warning}", level="warning"))
+        state.emit("message", None, f"warning: {warning}", level="warning")
     try:
         with readable_disk_errors(state.out):
             executor = PipelineExecutor(state)
@@ -224,7 +224,7 @@ def _log_end(state: RunState, report: Report, seconds: float) -> None:
     }
     level: Level = "info" if report.status == "passed" else "error"
     line = f"{report.pipeline}: {report.status}"
-    state.emit(jsonl_log.RunEvent("run_finished", None, line, fields, level, is_announced=False))
+    state.emit("run_finished", None, line, fields, level, is_announced=False)
 
 
 def preview_run(

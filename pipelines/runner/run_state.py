@@ -20,7 +20,6 @@ from compress.pipelines.results.schema import FailureReport, SkippedReport, Stag
 from compress.pipelines.runner.inputs import RememberedSplits, source_parts
 from compress.pipelines.store.local import WORK, Store, StoredExports
 from compress.pipelines.system import signals
-from compress.pipelines.system.jsonl_log import EventListener, RunEvent
 from compress.pipelines.system.machine_info import machine
 from compress.pipelines.system.run_profile import Profiler
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan, PlannedStage
     from compress.pipelines.store.entry import Entry
+    from compress.pipelines.system.jsonl_log import EventEmitter
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 
@@ -65,7 +65,7 @@ class RunOutcome:
     """Which stages of a run failed, were refused or were skipped; the other stages go on."""
 
     plan: Plan
-    emit: EventListener
+    emit: EventEmitter
     current: str = ""
     """The stage that this process works on; empty between stages."""
     running_elsewhere: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class RunOutcome:
             fields = self._stage_fields(planned.name)
             self.skipped[planned.name] = SkippedReport(**fields, because=causes[0])
             line = f"{planned.name}: skipped, as {causes[0]} did not pass"
-            self.emit(RunEvent("stage_skipped", planned.name, line, level="warning"))
+            self.emit("stage_skipped", planned.name, line, level="warning")
         return bool(causes)
 
     def error(self) -> CompressError | None:
@@ -129,7 +129,7 @@ class RunOutcome:
         why = "failed: " + " ".join(lines_of(error)).removeprefix(f"{name}: ")
         line = f"{name}: {INTERRUPTED if failure.status == INTERRUPTED else why}"
         # An error that ends the run is announced at its end.
-        self.emit(RunEvent("stage_failed", name, line, {"error": error}, "error", not ends_run))
+        self.emit("stage_failed", name, line, {"error": error}, "error", not ends_run)
 
     def _stage_fields(self, name: str) -> dict[str, Any]:
         stage = self.plan.stage(name).stage.stage if name != SOURCE else SOURCE
@@ -146,7 +146,7 @@ class RunState:
     store: Store
     data: Splits | None
     progress: Progress
-    emit: EventListener
+    emit: EventEmitter
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     """By stage name, as `entries` and `reports`."""
     entries: dict[str, Entry] = field(default_factory=dict)

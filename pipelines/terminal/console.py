@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,12 +295,12 @@ def print_report(report: Report, out: Path, error_follows: bool = False) -> None
 
 
 @contextmanager
-def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    """Provide a progress function, and a function that prints one line per stage."""
+def show_progress() -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """Provide a progress function, and one that prints a line; neither prints in a silent mode."""
     from compress.pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole(stderr=True)
-    if quiet:
+    if current_mode().silent:
         yield (
             (lambda task, done, total, note="": raise_if_stopped()),
             (lambda line: raise_if_stopped()),
@@ -335,22 +335,11 @@ class _Announcer(logging.Handler):
 @contextmanager
 def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
     """Print the toolkit's logged warnings during a block, unless `--debug` shows the log anyway."""
-    from compress.pipelines.system.jsonl_log import LOGGER
+    from compress.pipelines.system.jsonl_log import log_handler
 
-    if logging.getLogger().isEnabledFor(logging.WARNING):
+    is_shown = logging.getLogger().isEnabledFor(logging.WARNING)
+    with nullcontext() if is_shown else log_handler(_Announcer(announce)):
         yield
-        return
-    handler, logger = _Announcer(announce), logging.getLogger(LOGGER)
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 def _lines() -> Progress:
