@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.state_dict import StoredTensor, Weights, mismatches
 from compress.common.atomic_files import file_beside, refuse_irregular, sha256_while_unchanged
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, located
 from compress.common.foreign.child_process import read_in_child
 
 if TYPE_CHECKING:
@@ -224,10 +224,8 @@ def _entry_point(checkpoint: Path) -> Path:
     if not checkpoint.exists():
         raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")
     if not checkpoint.is_dir():
-        try:
+        with located("checkpoint "):
             refuse_irregular(checkpoint)
-        except ArtifactInvalid as error:
-            raise ArtifactInvalid(f"checkpoint {error}") from None
         return checkpoint
     if (checkpoint / ".metadata").is_file():
         return checkpoint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from compress.common.errors import CompressError, PipelineInvalid, first_line
+from compress.common.errors import CompressError, PipelineInvalid, first_line, located
 from compress.common.signature import Signature, TensorSpec
 from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
@@ -35,10 +35,8 @@ def inputs_of(
     names: list[str] = []
     found: list[tuple[torch.Tensor, ...]] = []
     for place, sample in _samples(splits):
-        try:
+        with located(f"{place}: "):
             tensors = adapt(sample, names if isinstance(sample, Mapping) else ())[0]
-        except PipelineInvalid as error:
-            raise PipelineInvalid(f"{place}: {error}") from error
         if not found and isinstance(sample, Mapping):
             names = [name for name in sample if name != LABELS]
         elif not found:

@@ -27,21 +27,13 @@ from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import read_sealed, read_state, write_sealed, write_state
 from compress.export.exporter import EXPORTERS
+from compress.export.latency import served_latency
 from compress.export.latency.resizing import (
     FLOAT,
     MOST_EXPORTS,
     MixedModel,
     ResizableModel,
     weighted_layers,
-)
-from compress.export.latency.served_latency import (
-    LatencyModel,
-    WidthCosts,
-    graph_to_serve,
-    measure_grid,
-    open_as_served,
-    spread_widths,
-    write_alone,
 )
 from compress.export.onnx.proto_io import read
 from compress.pipelines.auto.candidates import QUANTIZING, Candidate
@@ -79,7 +71,7 @@ MUCH_FASTER_SHARE = 0.02
 class RuntimeFit:
     """How latency and file size in a runtime follow from kernels and weights."""
 
-    latency: LatencyModel
+    latency: served_latency.LatencyModel
     bytes_ratio: float
     """Bytes of the file for each byte of the ONNX file."""
     bytes_added: float
@@ -255,7 +247,7 @@ def build_format_models(
         inputs = context.measured_batches(model.signature, batch)
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
-        costs = WidthCosts(mixed or resizable, whole, arrays, table)
+        costs = served_latency.WidthCosts(mixed or resizable, whole, arrays, table)
         known_models = {} if deeper is None else deeper.models
         fitted = {r: known.fit for r, known in known_models.items() if known.fit is not None}
         unfitted = [runtime for runtime in runtimes if runtime not in fitted]
@@ -272,7 +264,7 @@ def build_format_models(
             decided = decide_layers(
                 layers, mixed, costs, grid, most, deadline, context.progress, title
             )
-        seconds, weight_bytes, file_bytes = measure_grid(
+        seconds, weight_bytes, file_bytes = served_latency.measure_grid(
             costs,
             {**grid, **decided.grid},
             [*sorted(scopes), *decided.scopes],
@@ -280,7 +272,7 @@ def build_format_models(
         )
         quantized = dict.fromkeys(decided.grid, QUANTIZED)
         generator = random.Random(context.seed)
-        chosen = spread_widths(grid, FITTED_MODELS, generator)
+        chosen = served_latency.spread_widths(grid, FITTED_MODELS, generator)
         for choice in chosen[2::2]:  # the first two are the largest and the smallest widths
             choice |= {decision: generator.choice((QUANTIZED, FLOAT)) for decision in quantized}
         chosen = [{**quantized, **choice} for choice in chosen]
@@ -288,16 +280,18 @@ def build_format_models(
         for number, choice in enumerate(chosen if unfitted else []):
             context.progress(title, number, FITTED_MODELS, "whole models")
             changed = costs.model.resize({**whole, **choice})
-            file = write_alone(changed, folder / f"fitted{number}")
+            file = served_latency.write_alone(changed, folder / f"fitted{number}")
             for runtime in unfitted:
                 key = json.dumps([format, runtime, choice], sort_keys=True)
                 if key not in whole_models.known:
-                    served = open_as_served(file, runtime, model.signature, context.threads)
+                    served = served_latency.open_as_served(
+                        file, runtime, model.signature, context.threads
+                    )
                     whole_models.add(key, measure_ms(served.open), served.bytes)
                 figures[runtime].append(whole_models.known[key])
     for runtime in unfitted:
         measured = [1e-3 * milliseconds for milliseconds, _ in figures[runtime]]
-        latency = LatencyModel.fit([costs.at(c) for c in chosen], measured)
+        latency = served_latency.LatencyModel.fit([costs.at(c) for c in chosen], measured)
         # Each weight is as large in any runtime; what is written besides differs.
         sizes = [size for _, size in figures[runtime]]
         ratio, added = np.polyfit([file_bytes(c) for c in chosen], sizes, 1).tolist()
@@ -355,7 +349,7 @@ def export_at_random_widths(
             if format != "float":
                 inner = replace(context.with_root(folder / f"int8-{number}"), data=few)
                 source = stages()[quantizing["stage"]].model_validate(quantizing)(variant, inner)
-            yield own, graph_to_serve(source, "auto")
+            yield own, served_latency.graph_to_serve(source, "auto")
 
     return variants.whole, exports()
 
@@ -404,7 +398,7 @@ class DecidedLayers:
 def decide_layers(
     layers: LayerSensitivity,
     mixed: MixedModel,
-    costs: WidthCosts,
+    costs: served_latency.WidthCosts,
     grid: Mapping[str, Sequence[Value]],
     most: int,
     deadline: float,

@@ -14,14 +14,9 @@ from rich.table import Table
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.progress import Progress, silent
+from compress.export.latency import served_latency
 from compress.export.latency.kernels import TABLES, Kernel, KernelTable, kernels_of
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-from compress.export.latency.served_latency import (
-    KernelCost,
-    LatencyModel,
-    graph_to_serve,
-    measure_files,
-)
 from compress.export.onnx.proto_io import write
 from compress.pipelines.commands.sensitivity import model_to_prune
 from compress.pipelines.system.machine_info import machine
@@ -74,7 +69,7 @@ class PredictedLatency(Settings):
 
     machine: dict[str, Any]
     batch: int
-    model: LatencyModel
+    model: served_latency.LatencyModel
     """How latency follows from kernels."""
     kernels: tuple[KernelShare, ...]
     """Of the whole model, those that take longest first."""
@@ -105,7 +100,9 @@ def measure_and_write(
         variants = WidthVariants(source, stage, context.seed)
         progress("latency", 0, 1, "export")
         built = variants.build_some(MOST_EXPORTS, folder)
-        model = ResizableModel.fit((own, graph_to_serve(one, "latency")) for own, one in built)
+        model = ResizableModel.fit(
+            (own, served_latency.graph_to_serve(one, "latency")) for own, one in built
+        )
         specs, inputs = source.signature.inputs, context.measured_batches(source.signature, batch)
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
         kernel_table = KernelTable(out / TABLES, machine(), context.threads)
@@ -116,16 +113,16 @@ def measure_and_write(
             progress("latency", number, len(widths), "measure kernels")
             files.append(folder / f"resized{number}.onnx")
             if number == 0 and variants.rewrites:
-                write(graph_to_serve(source, "latency"), files[0])
+                write(served_latency.graph_to_serve(source, "latency"), files[0])
             else:
                 write(model.resize(chosen), files[-1])
             kernels.append(kernels_of(files[-1], arrays, context.threads))
             kernel_table.measure(kernels[-1])
         progress("latency", len(widths), len(widths), "measure whole models")
-        measured = measure_files(files, inputs, context.threads)
-    costs = [KernelCost.of_kernels(own, kernel_table) for own in kernels]
+        measured = served_latency.measure_files(files, inputs, context.threads)
+    costs = [served_latency.KernelCost.of_kernels(own, kernel_table) for own in kernels]
     # The whole model and the seven after it; widths are random, so these are like the others.
-    fitted = LatencyModel.fit(costs[:FITTED_VARIANTS], measured[:FITTED_VARIANTS])
+    fitted = served_latency.LatencyModel.fit(costs[:FITTED_VARIANTS], measured[:FITTED_VARIANTS])
     by_key, calls = {k.key: k for k in kernels[0]}, Counter(k.key for k in kernels[0])
     shares = [
         KernelShare(

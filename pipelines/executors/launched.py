@@ -19,12 +19,7 @@ from compress.common.errors import ArtifactInvalid, CompressError, PipelineInval
 from compress.pipelines.system import signals
 from compress.pipelines.system.machine_info import versions
 from compress.training.config.parallel import Parallel
-from compress.training.launch.rank_group import (
-    SECONDS_TO_MEET,
-    RankGroup,
-    joined_group,
-    launched_environment,
-)
+from compress.training.launch import rank_group
 
 if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
@@ -48,7 +43,7 @@ def joined_processes(file: Path) -> Iterator[None]:
         from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
         _prctl_pr_set_pdeathsig(signal.SIGTERM)
-    environment = launched_environment(os.environ)
+    environment = rank_group.launched_environment(os.environ)
     if environment is None or int(environment["WORLD_SIZE"]) == 1:
         yield
         return
@@ -66,7 +61,7 @@ def joined_processes(file: Path) -> Iterator[None]:
     # Before torch registers its exit handlers, so that it is called after them.
     atexit.register(leave)
     with _noted_exit_code(exit_codes):
-        group = RankGroup.join(environment)
+        group = rank_group.RankGroup.join(environment)
         if group.rank:
             exit_codes.append(group.serve(lambda request: _answer(request, file)))
             # It has nothing to report: no exception, and of the teardown the exit handlers alone.
@@ -74,7 +69,7 @@ def joined_processes(file: Path) -> Iterator[None]:
             atexit._run_exitfuncs()
     try:
         with _noted_exit_code(exit_codes):
-            group.request("compare file", SECONDS_TO_MEET, sha256=_sha256(file))
+            group.request("compare file", rank_group.SECONDS_TO_MEET, sha256=_sha256(file))
             yield
     finally:
         group.leave(exit_codes[-1])  # the other ranks leave with this code, too
@@ -93,7 +88,7 @@ def _noted_exit_code(exit_codes: list[int]) -> Iterator[None]:
 
 def check_processes(pipeline: PipelineConfig, store: Path) -> None:
     """Refuse processes that no training is for, or that do not see the run's files."""
-    group = joined_group()
+    group = rank_group.joined_group()
     if group is None:
         return
     parts = (part for stage in pipeline.stages for _, part in stage.nested())

@@ -20,19 +20,12 @@ from compress.pipelines.executors.task import StageTask
 from compress.pipelines.planning.loss_and_metric import fitting_loss
 from compress.pipelines.results.measurements import Measurements
 from compress.pipelines.results.schema import FIDELITY, TestReport
+from compress.pipelines.runner import evaluator
 from compress.pipelines.runner.cache_keys import (
     history_before,
     served_latency,
     source_key_parts,
     stage_key_parts,
-)
-from compress.pipelines.runner.evaluator import (
-    MeasurementCache,
-    batch_dependence,
-    check_parity,
-    evaluate_stage,
-    measure_artifact,
-    score_of,
 )
 from compress.pipelines.runner.inputs import import_source
 from compress.pipelines.runner.run_state import CacheLookup, RunState
@@ -74,14 +67,14 @@ class PipelineExecutor:
             lookup = self.commit(lookup, artifact, time.monotonic() - began, recorded)
         source = state.artifacts[SOURCE]
         publish(source, state.out / "artifacts" / SOURCE)
-        cache = MeasurementCache(lookup.entry, source)
+        cache = evaluator.MeasurementCache(lookup.entry, source)
         context, plan, pipeline = state.context(SOURCE), state.plan, state.pipeline
         if plan.baseline == SOURCE:
             if SOURCE in state.unmeasured:
                 state.baseline = Measurements.sizes(source, source, context, state.why_unmeasured)
             else:
                 with state.profiler.section(SOURCE, "evaluation"):
-                    state.baseline = measure_artifact(state, SOURCE, cache)
+                    state.baseline = evaluator.measure_artifact(state, SOURCE, cache)
         self._emit_finished(lookup, cache.seconds, state.baseline)
         loss_key: dict[str, Any] = {
             "loss": plan.loss.identity(),
@@ -171,11 +164,11 @@ class PipelineExecutor:
         state.outcome.current = export.name
         try:
             lookup = self.ahead[export.name] = self.find_or_run(export)
-            cache = MeasurementCache(lookup.entry, state.artifacts[export.name])
+            cache = evaluator.MeasurementCache(lookup.entry, state.artifacts[export.name])
             with state.profiler.section(export.name, "evaluation"):
                 # Before it answers: a cached file was compared on what may be other data.
-                check_parity(state, export, lookup, cache)
-                batch_dependence(state, export.name, cache)
+                evaluator.check_parity(state, export, lookup, cache)
+                evaluator.batch_dependence(state, export.name, cache)
         except CompressError as error:
             if signals.exit_code():  # the error is a consequence of it
                 raise
@@ -188,7 +181,7 @@ class PipelineExecutor:
         """Evaluate a stage's artifact, and record its report, and its refusal if a gate refused."""
         state, name = self.state, planned.name
         with state.profiler.section(name, "evaluation"):
-            report = state.reports[name] = evaluate_stage(state, planned, lookup)
+            report = state.reports[name] = evaluator.evaluate_stage(state, planned, lookup)
         if name == state.plan.baseline:
             state.baseline = report.measurements
         state.outcome.current = ""  # from here on an interruption finds the stage finished
@@ -207,12 +200,12 @@ class PipelineExecutor:
             return
         has_val = "val" in state.data.datasets  # type: ignore[union-attr]
         names = dict.fromkeys((plan.baseline, *plan.leaves))
-        scores = {name: score_of(state, name, "test") for name in names}
+        scores = {name: evaluator.score_of(state, name, "test") for name in names}
         unlike_val = {}
         for name in names if has_val else ():
             if name in state.unmeasured:
                 continue
-            by_split = {"val": score_of(state, name, "val"), "test": scores[name]}
+            by_split = {"val": evaluator.score_of(state, name, "val"), "test": scores[name]}
             chance = {split: score.uncertainty() for split, score in by_split.items()}
             ends = [each.interval for each in chance.values() if each.interval]
             if len(ends) == 2 and max(low for low, _ in ends) > min(high for _, high in ends):

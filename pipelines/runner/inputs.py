@@ -29,7 +29,7 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import checkpoint_digest
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording, recording
-from compress.common.errors import CompressError, PipelineInvalid
+from compress.common.errors import CompressError, PipelineInvalid, located
 from compress.common.factories import forget_modules, local_sources, sources_digest
 from compress.common.forward import positional_parameters
 from compress.common.sealed_json import canonical_json, read_state, write_state
@@ -102,7 +102,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
 
     data = load_data(pipeline)
     spec, inputs, origin = pipeline.model, pipeline.model.inputs, "the samples of the data"
-    try:
+    with located(f"{pipeline.place('model')}: "):
         if inputs is None and isinstance(spec, ModelFile):
             file = pipeline.folder / spec.file
             if signature := signature_of(spec.kind, file):
@@ -124,8 +124,6 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
                 inputs = with_named_length(inputs)
                 if isinstance(spec, HuggingFaceModel) and not spec.axes:
                     spec = spec.model_copy(update={"axes": _declared_inputs(pipeline, spec)[1]})
-    except CompressError as error:
-        raise type(error)(f"{pipeline.place('model')}: {error}") from error
     if data is not None:
         names, dtypes = zip(*((spec.name, spec.dtype) for spec in inputs), strict=True)
         source = data.source and replace(data.source, input_names=names, input_dtypes=dtypes)
@@ -139,12 +137,9 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         lacks = any(need.missing() for need in stage.all_requirements() if not need.program)
         if lacks or not isinstance(stage, PackageTorchServe):
             continue  # the planner refuses a stage that lacks a library
-        try:
+        with located(f"{pipeline.place('stages', index)} ({stage.title}): ", PipelineInvalid):
             package = stage.resolve_paths(pipeline.folder, pipeline.code_folder)
             package.check_inputs(Signature(inputs=inputs))
-        except CompressError as error:
-            where = pipeline.place("stages", index)
-            raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
     return pipeline, data, inferred
 
 
