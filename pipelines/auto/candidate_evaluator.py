@@ -121,7 +121,7 @@ class CandidateEvaluator:
         whole, last = Candidate("float"), last_stage(base)
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)
-        _, _, context = measuring_context(pipeline, out / "work", options.progress)
+        _, _, context, _ = measuring_context(pipeline, out / "work", options.progress)
         model = Artifact.from_directory(whole.artifacts(out) / last)
         if not isinstance(model, EagerModel):
             raise StageFailed(f"{last!r} is a {model.kind!r} artifact, expected an eager model")

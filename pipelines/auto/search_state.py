@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from compress.pipelines.auto.cost_models import (
 )
 from compress.pipelines.auto.front import Front, missed_limits
 from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
-from compress.pipelines.system.jsonl_log import EventEmitter, EventName
+from compress.pipelines.system.jsonl_log import EventEmitter
 from compress.pipelines.system.machine_info import machine
 from compress.pruning.latency.solver import Limit, Programme
 from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
@@ -134,7 +134,7 @@ class SearchState:
         if name in self.checked or candidate in self.failed:
             return
         fields = {"candidate": name, **candidate.settings(), "predicted_ms": predicted_ms}
-        self._log("candidate_chosen", f"{name}: chosen", fields)
+        self.emit("candidate_chosen", None, f"{name}: chosen", fields, is_announced=False)
         try:
             found = self.evaluator.evaluate(candidate, predicted_ms)
         except StageFailed as error:
@@ -158,7 +158,8 @@ class SearchState:
         front = self.front()
         if front.points != before:
             line = f"{len(front.points)} models that no other one beats"
-            self._log("front_changed", line, {"points": [*front.points]})
+            points = {"points": [*front.points]}
+            self.emit("front_changed", None, line, points, is_announced=False)
         front.write(self.out)
         self._correct(found)
 
@@ -333,15 +334,14 @@ class SearchState:
         model = self.models.get((format, runtime, checked.removed_blocks))
         choice = None if model is None else model.choice_of(checked.candidate)
         if model is not None and choice is not None:
-            fields = {"candidate": checked.name, "format": format, "runtime": runtime}
             uncorrected_ms, measured_ms = model.latency_ms(choice), checked.latency_ms
             model.correct(uncorrected_ms, measured_ms)
+            factor = model.correction
             figures = {"uncorrected_ms": uncorrected_ms, "measured_ms": measured_ms}
-            line = f"latency of {format} in {runtime}: corrected by {model.correction:.3g}"
-            self._log("model_corrected", line, fields | figures | {"factor": model.correction})
-
-    def _log(self, event: EventName, line: str, fields: dict[str, Any]) -> None:
-        self.emit(event, None, line, fields, is_announced=False)
+            about = {"candidate": checked.name, "format": format, "runtime": runtime}
+            fields = {**about, **figures, "factor": factor}
+            line = f"latency of {format} in {runtime}: corrected by {factor:.3g}"
+            self.emit("model_corrected", None, line, fields, is_announced=False)
 
     def _leave_out(self, what: str) -> None:
         """Warn that something is not searched, and remember it for the front."""

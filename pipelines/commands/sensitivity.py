@@ -45,7 +45,7 @@ def model_to_prune(
     Without such a stage it is the imported model, and None. Earlier models are in the results'
     directory `out`.
     """
-    plan, pipeline, context = measuring_context(pipeline, out / "variants", progress)
+    plan, pipeline, context, _ = measuring_context(pipeline, out / "variants", progress)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     name = planned.input if planned else SOURCE
     with temporary_files(), tempfile.TemporaryDirectory() as folder:

@@ -15,9 +15,10 @@ import os
 import re
 import sys
 import tempfile
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.objectives.task import TASKS
+from compress.core.progress import silent
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
     SOURCE,
@@ -198,11 +200,14 @@ def load_data(pipeline: PipelineConfig) -> Splits | None:
 
 
 def measuring_context(
-    pipeline: PipelineConfig, root: Path, progress: Progress
-) -> tuple[Plan, PipelineConfig, Context]:
-    """Return a context to measure outside of a run; plan and pipeline completed by the data."""
+    pipeline: PipelineConfig, root: Path, progress: Progress = silent
+) -> tuple[Plan, PipelineConfig, Context, str]:
+    """Return plan and pipeline completed by the data, a context to measure in outside of a run.
+
+    Last comes a line that names which inputs were inferred.
+    """
     plan = build_plan(pipeline)
-    pipeline, data, _ = resolve_inputs(pipeline)
+    pipeline, data, inferred = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     context = Context(
         root=root,
@@ -214,7 +219,7 @@ def measuring_context(
         seed=pipeline.seed,
         progress=progress,
     )
-    return plan, pipeline, context
+    return plan, pipeline, context, inferred
 
 
 def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None]:
@@ -224,14 +229,11 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None
     """
     from compress.data.fingerprint import SAMPLED_FOR_FINGERPRINT
 
-    plan = build_plan(pipeline)
-    pipeline, data, inferred = resolve_inputs(pipeline)
-    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    plan, pipeline, context, inferred = measuring_context(pipeline, Path())
+    data = context.data
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
         source = import_source(pipeline, Path(folder) / SOURCE, data)
-        context = Context(
-            root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
-        )
+        context = context.with_root(Path(folder))
         contents = data.contents(SAMPLED_FOR_FINGERPRINT) if data else None
         loss = fitting_loss(plan, pipeline, source, context, contents)
         lines = [inferred, plan.task_line, loss]
@@ -475,10 +477,6 @@ class RememberedContents:
     parts: dict[str, Any]
     fingerprint: str
     load: Callable[[], Contents]
-    sampled: tuple[str, ...] = ()
-    unrepeatable: frozenset[str] = frozenset()
-    cached: frozenset[str] = frozenset()
-    streams: Mapping[str, str | None] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.load(), name)
@@ -494,21 +492,13 @@ class _Sized:
         return self.samples
 
 
-class _Datasets(Mapping[str, Any]):
+class _Datasets(UserDict[str, Any]):
     def __init__(self, splits: RememberedSplits) -> None:
+        super().__init__(dict.fromkeys(splits.facts.lengths))
         self.splits = splits
 
     def __getitem__(self, name: str) -> Any:
         return self.splits.loaded.datasets[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.splits.facts.lengths)
-
-    def __len__(self) -> int:
-        return len(self.splits.facts.lengths)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.splits.facts.lengths
 
 
 @dataclass(frozen=True)
