@@ -155,8 +155,7 @@ def consolidate(checkpoint: Path, file: Path) -> None:
     """Write a checkpoint's weights as one safetensors file, a tensor at a time.
 
     The checkpoint is any that :func:`read_state_dict` takes, such as a directory of
-    torch.distributed.checkpoint; the file's folder must exist. Raises ArtifactInvalid: the
-    checkpoint cannot be read.
+    torch.distributed.checkpoint; the file's folder must exist. Raises as that function.
     """
     from compress.checkpoint.safetensors_io import write_safetensors
 

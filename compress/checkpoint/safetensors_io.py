@@ -74,8 +74,7 @@ class Entry(Settings):
 def write_safetensors(file: Path, state: Weights) -> None:
     """Write a state dict as one file, with at most one tensor from disk in memory at a time.
 
-    Raises ArtifactInvalid: a tensor differs from what its index says, or the format lacks its
-    dtype.
+    Raises ArtifactInvalid: a tensor is not what its index says, or the format lacks its dtype.
     """
     # A tensor with several names is written once; the header's metadata lists the others.
     first_name: dict[tuple[object, ...], str] = {}

@@ -366,8 +366,7 @@ class LayerSensitivity:
     file: Path
     """The ONNX file of the whole model in this format."""
     numbers: Mapping[str, tuple[int, ...]]
-    """Layer → its numbers among the layers with weights; several where it is called several
-    times."""
+    """Layer → its numbers among the layers with weights; several if it is called several times."""
     loss_increases: Mapping[str, float]
     """Layer → the squared distance of the outputs that quantizing it alone adds."""
 
@@ -408,8 +407,7 @@ def decide_layers(
     """Choose the layers that are worth a decision, and find which decisions meet in a kernel.
 
     They are those that are faster in float, and then those that lose most. What is measured for
-    each grows with the widths that it reads and writes; a layer for which no time is left until a
-    deadline stays quantized.
+    each grows with the widths that it reads and writes; without time left a layer stays quantized.
     """
     base, losses = costs.at({}).seconds, layers.loss_increases
     start, changes = time.monotonic(), {}

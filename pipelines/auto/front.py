@@ -95,8 +95,7 @@ class Front(Settings):
     predicted_for: str | None = None
     """The machine whose latency tables all latencies follow from; None where they were measured."""
     best: str | None = None
-    """The model that meets all limits, confirmed on samples that the search did not decide by; None
-    where there is none."""
+    """The model that meets all limits, confirmed on samples that did not decide; None without."""
 
     @property
     def by_name(self) -> dict[str, CheckedModel]:

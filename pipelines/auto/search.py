@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.run_options import RunOptions
 
 FIRST_SHARE, SENSITIVITY_SHARE = 0.1, 0.35
-"""Shares of the time after which what single cuts lose is taken as it is known: early, for a first
-model, and once more."""
+"""Shares of the time after which what single cuts lose is taken as known: early, and once more."""
 BLOCKS_SHARE = 0.5
 """Share of the time that is left after a first model, until training, for models without some
 blocks; of what is left then, the same share is for what single cuts lose there."""
@@ -57,9 +56,8 @@ MAX_CHECKS_AT_LIMIT = 5
 NARROW_GAP = 1.03  # ratio of two latencies between which no further model is looked for
 WEIGHT_BEHIND_BAD = 0.5  # weight of a gap of latencies whose slower end loses too much
 AIMED_SHARE = 0.99
-"""Share of the asked latency that the solver aims at until a model keeps to it, as half of all
-models are slower than predicted. From then on it aims at all of it: the best one may be predicted
-at the very limit."""
+"""Share of the asked latency that the solver aims at until a model keeps to it, as half of all are
+slower than predicted; from then on at all of it: the best may be predicted at the very limit."""
 MAX_TRAINED_AT_ONCE = 6  # models of which successive halving trains the best to the end
 
 Contenders: TypeAlias = list[tuple[Candidate, float | None]]

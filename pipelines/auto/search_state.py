@@ -88,8 +88,7 @@ class BlockVariant:
     ) -> LossIncreases:
         """Measure what each single cut loses beyond the blocks; what is known already is read.
 
-        Until one of a group's widths is measured, `deeper` is assumed: what cuts lose in the model
-        with all blocks.
+        Until a width of a group is measured, `deeper` is assumed: what is lost with all blocks.
         """
         removed = len(self.removed_blocks)
         # The names and keys of earlier versions, whose searches go on.

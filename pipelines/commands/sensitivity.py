@@ -42,8 +42,7 @@ def model_to_prune(
 ) -> Iterator[tuple[EagerModel, PruneChannels | None, Context]]:
     """Provide the input of the first `prune_channels`, that stage, and a context to measure in.
 
-    Without such a stage it is the imported model, and None. Earlier models are in the results'
-    directory `out`.
+    Without such a stage it is the imported model, and None. Earlier models are in `out`.
     """
     plan, pipeline, context, _ = measuring_context(pipeline, out / "variants", progress)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)

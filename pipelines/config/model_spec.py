@@ -88,8 +88,7 @@ class TimmModel(ModelInterface):
     arguments: dict[str, JsonValue] = {}
     """Further arguments of timm.create_model: `num_classes`, `in_chans` …"""
     checkpoint: str | None = None
-    """Weights, relative to this file, of any form that a factory's checkpoint has; random without
-    it."""
+    """Weights, relative to this file, of any form a factory's checkpoint has; else random."""
 
     requirements = (TIMM,)
 

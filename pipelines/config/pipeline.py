@@ -47,8 +47,7 @@ class MetricSpec(Settings):
     """accuracy, loss, fidelity, f1, miou, perplexity; for numbers mse, mae, r2, spearman; for boxes
     map; torchmetrics.… or module:callable."""
     arguments: dict[str, pydantic.JsonValue] = {}
-    """Keyword arguments of a torchmetrics class, of map, f1, miou, spearman and perplexity, or of
-    the callable."""
+    """Keyword arguments of torchmetrics, map, f1, miou, spearman, perplexity, or the callable."""
     higher_is_better: bool | None = None
     """Whether a larger value is better, for a metric that does not declare it itself."""
 
@@ -121,8 +120,7 @@ class PipelineConfig(Settings):
     data: DataSpec | None = None
     """The data; stages that train, calibrate or measure accuracy need it."""
     task: TaskName | None = None
-    """What the model is for: the default loss and metric, and how two models' answers are
-    compared."""
+    """What the model is for: the default loss and metric, and how answers are compared."""
     loss: LossName | None = None
     """What training minimizes, and the metric `loss` measures: `cross_entropy`,
     `binary_cross_entropy` (of logits), `nll` (of log-probabilities), `mse`, `l1`, `smooth_l1`, or

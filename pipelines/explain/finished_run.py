@@ -49,8 +49,7 @@ class FinishedRun:
     def open(cls, out: Path, progress: Progress) -> Self:
         """Read a run's report and pipeline file, and which artifacts are cached.
 
-        Raises ArtifactInvalid: there is no report; PipelineInvalid: no valid pipeline file is
-        there.
+        Raises ArtifactInvalid: there is no report; PipelineInvalid: no valid pipeline file.
         """
         report = Report.read(out)
         command = shlex.split(str(report.lock.get("command", "")))
@@ -127,8 +126,7 @@ class FinishedRun:
     def context(self, name: str, judged: JudgedStage, root: Path) -> Context:
         """Return the context in which a stage of the chain is measured.
 
-        Raises ArtifactInvalid: its artifacts are not in the store any more, or the pipeline has
-        changed.
+        Raises ArtifactInvalid: its artifacts are gone from the store, or the pipeline has changed.
         """
         planned = self.state.plan.stage(name)
         failed = {failure.name for failure in self.report.failures}

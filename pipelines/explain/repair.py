@@ -66,8 +66,7 @@ class RepairSearch:
         """Try single changes and then pairs, until one passes beside those that are kept.
 
         Where a change mends one refusal and another one stays, or a later stage now refuses, what
-        is left is explained in turn, and its repairs are tried beside that change. Returns whether
-        the search may end.
+        is left is explained in turn, its repairs tried beside that change. Returns whether to end.
         """
         built_on = 0
         for each in explained:

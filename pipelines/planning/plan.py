@@ -56,8 +56,7 @@ class Plan:
     warnings: tuple[str, ...]
     """What will stop a later stage, while those before it can run."""
     baseline: str
-    """Name of the model that measurements compare with: the result of a leading `train` stage, else
-    the imported model."""
+    """What measurements compare with: the result of a leading `train` stage, else the source."""
     again: frozenset[str]
     """Names of the stages that run whatever the store holds."""
     cut: bool

@@ -60,8 +60,7 @@ def wide_console() -> Console:
 def stage_table(report: Report, console: Console) -> Table:
     """Build a table with one row per stage and as many columns as fit the console.
 
-    Ratios are against the baseline, `faster` against it in the artifact's own runtime; latency is
-    at batch 1.
+    Ratios are against the baseline, `faster` in the artifact's own runtime; latency at batch 1.
     """
     for left_out in range(len(OPTIONAL_COLUMNS) + 1):
         shown = [c for c in COLUMNS if c not in OPTIONAL_COLUMNS[:left_out]]

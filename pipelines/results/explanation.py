@@ -48,8 +48,7 @@ class GuiltyLayer(Settings):
     """Share of the loss that it costs when all other layers are in float; None where more layers
     are guilty than could be judged alone."""
     own_sqnr_db: float | None = None
-    """Signal to quantization noise ratio of its output, with float inputs; None where nothing was
-    quantized."""
+    """Signal to quantization noise ratio of its output, with float inputs; None of other stages."""
 
 
 class ModuleCost(Settings):
@@ -69,8 +68,7 @@ class FoundCause(Settings):
     """Layer → the measured value, the largest first; the stage as a whole has an empty name."""
     limit: float
     returned: float | None
-    """Share of the loss that returns where these layers are computed without the cause; None where
-    that cannot be computed."""
+    """Share of the loss that returns without the cause in these layers; None where unknown."""
     text: str
     """The cause in words, with the largest value and the limit."""
 

@@ -139,8 +139,7 @@ def _imported_files(state: RunState) -> dict[str, Any]:
 def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | None:
     """Return how fast a stage's result will be in the runtime of a later stage.
 
-    None for stages without a target of latency, and where no later stage exports to a runtime that
-    has tables.
+    None without a target of latency, and where no later stage exports to a runtime with tables.
     """
     served = _served(planned, state.pipeline)
     if served is None:

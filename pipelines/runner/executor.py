@@ -143,8 +143,7 @@ class PipelineExecutor:
     def export_ahead(self, planned: PlannedStage) -> None:
         """Export an integer graph to ONNX before its turn: the file answers for the graph.
 
-        Only where the plan has that export anyway, which compares the two; where it fails, its own
-        turn says so.
+        Only where the plan has that export anyway, which compares the two; its turn reports errors.
         """
         state, facts = self.state, self.state.artifacts[planned.name].manifest.facts
         ready = {planned.name, SOURCE, *state.reports}

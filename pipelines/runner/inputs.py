@@ -79,8 +79,7 @@ UNREPEATABLE_CODE = re.compile(
     rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random|urandom"
     rb"|environ\[[^]]*\]\s*=|environ\.(pop|setdefault|update)|putenv|chdir"
 )
-"""Code that may draw from a generator which is seeded anew in each process, or that changes what
-code after it sees."""
+"""Code that may draw from a generator seeded anew in each process, or changes what others see."""
 HASH_ORDERED = frozenset(("frozenset", "hash", "id", "set"))
 """Builtins that may answer otherwise in each process: Python salts the hashes of strings."""
 MOST_BYTES = 2**28

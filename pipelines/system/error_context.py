@@ -20,8 +20,7 @@ PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 def readable_disk_errors(out: Path) -> Iterator[None]:
     """Turn OSErrors within a block into the toolkit's errors.
 
-    PipelineInvalid: the directory of the results cannot be written; StageFailed: the disk is full,
-    or fails otherwise.
+    PipelineInvalid: the results cannot be written; StageFailed: the disk is full, or fails.
     """
     try:
         yield
