@@ -36,13 +36,9 @@ class ModelInterface(Settings):
     requirements: ClassVar[tuple[Requirement, ...]] = ()
 
     @model_validator(mode="after")
-    def _bounds_are_of_axes(self) -> Self:
+    def _is_consistent(self) -> Self:
         if self.inputs is not None:
             signature.refuse_other_axes(self.inputs, self.axes)
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> Self:
         signature.refuse_double_names(self.inputs or (), self.outputs or ())
         return self
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from compress.common.atomic_files import sha256_of, write_atomically
-from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, StageFailed
+from compress.common.atomic_files import sha256_if_readable, write_atomically
+from compress.common.errors import CompressError, PipelineInvalid, StageFailed
 from compress.pipelines.system import signals
 from compress.pipelines.system.machine_info import versions
 from compress.training.config.parallel import Parallel
@@ -69,7 +69,8 @@ def joined_processes(file: Path) -> Iterator[None]:
             atexit._run_exitfuncs()
     try:
         with _noted_exit_code(exit_codes):
-            group.request("compare file", rank_group.SECONDS_TO_MEET, sha256=_sha256(file))
+            sha256 = sha256_if_readable(file)  # what cannot be read is refused below
+            group.request("compare file", rank_group.SECONDS_TO_MEET, sha256=sha256)
             yield
     finally:
         group.leave(exit_codes[-1])  # the other ranks leave with this code, too
@@ -106,17 +107,11 @@ def _answer(request: dict[str, Any], file: Path) -> str:
     try:
         if request["command"] == "enter":
             RunEnvironment(**request["environment"]).enter()
-        elif _sha256(file) != request["sha256"]:
+        elif sha256_if_readable(file) != request["sha256"]:
             return f"has another {file}; start the same command with the same file everywhere"
     except CompressError as error:
         return f"cannot take part: {error}"
     return ""
-
-
-def _sha256(file: Path) -> str | None:
-    with suppress(OSError, ArtifactInvalid):  # rank 0 refuses what it cannot read itself
-        return sha256_of(file)
-    return None
 
 
 def write_run_id(store: Path) -> None:

@@ -29,7 +29,7 @@ from compress.artifacts import hf_folder
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import checkpoint_digest
 from compress.common.config import Settings
-from compress.common.dependency_recorder import Dependencies, Recording, recording
+from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import CompressError, PipelineInvalid, located
 from compress.common.factories import forget_modules, local_sources, sources_digest
 from compress.common.forward import positional_parameters
@@ -49,7 +49,7 @@ from compress.pipelines.config.model_spec import (
 from compress.pipelines.models.exported_files import digest_of, import_file, signature_of
 from compress.pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan, task_of
-from compress.pipelines.store.entry import Surroundings
+from compress.pipelines.store.entry import StoredValue, Surroundings
 from compress.pipelines.system.machine_info import machine, version_of, versions
 from compress.pipelines.system.temp_files import temporary_files
 from compress.serve.torchserve.stage import PackageTorchServe
@@ -344,13 +344,6 @@ def variables_noted() -> Iterator[None]:
         _at_start.clear()
 
 
-class Remembered(Settings):
-    """An outcome, and what user code read for it."""
-
-    value: Any
-    depends: Dependencies
-
-
 class CheckedModel(Settings):
     """What `compress check` found out about a model and its data, all valid."""
 
@@ -408,7 +401,7 @@ def conditions_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -
 
 def recall(file: Path, key: str | None, surroundings: Surroundings) -> Any:
     """Return what :func:`remember` kept, or None where anything that it depends on has changed."""
-    found = read_state(file, key, Remembered) if key else None
+    found = read_state(file, key, StoredValue) if key else None
     return None if found is None or surroundings.change(found.depends) else found.value
 
 
@@ -418,7 +411,7 @@ def remember(
     """Keep an outcome under a key, with what user code read for it."""
     if key is None or recorded.untracked:
         return
-    kept = Remembered(value=value, depends=surroundings.dependencies(recorded))
+    kept = StoredValue(value=value, depends=surroundings.dependencies(recorded))
     with suppress(OSError):  # no home, or a full disk: the next run takes as long as this one
         write_state(file, key, kept.model_dump(mode="json"))
 

@@ -196,10 +196,10 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
         else:
             status = INTERRUPTED
             state.outcome.abort(INTERRUPTED)
-            # The note on the interruption tells the command line which stages it came at.
             failures = state.outcome.failures
             running = [name for name, f in failures.items() if f.status == INTERRUPTED]
-            message = signals.add_interruption_note(error, running)
+            message = f"{INTERRUPTED} at {', '.join(running)}" if running else INTERRUPTED
+            error.add_note(message)  # which the command line shows
         report = build_report(state, status, message)
         with suppress(OSError):  # on a full disk the error itself matters more
             report.write(state.out, render(report, state.out))

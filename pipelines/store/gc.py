@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from compress.artifacts.artifact import MANIFEST
-from compress.common.atomic_files import remove, sha256_of
+from compress.common.atomic_files import remove, sha256_if_readable
 from compress.common.config import Settings
-from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.errors import PipelineInvalid
 from compress.pipelines.store import remote
 from compress.pipelines.store.entry import RECORD
 from compress.pipelines.store.local import WORK, Store, store_lock
@@ -78,14 +78,14 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
         raise PipelineInvalid(f"{out}: holds no results of a run; expected its --out, or a URL")
     with store_lock(root, announce):
         Store(root).refuse_another_format()
-        shown = {_sha256(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
+        shown = {sha256_if_readable(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
         folders = [folder for folder in root.iterdir() if KEY_PATTERN.fullmatch(folder.name)]
         entries = [folder for folder in folders if (folder / RECORD).exists()]
         old = [
             folder
             for folder in entries
             if _idle_seconds(folder / RECORD, folder) > seconds
-            and _sha256(folder / "artifact" / MANIFEST) not in shown
+            and sha256_if_readable(folder / "artifact" / MANIFEST) not in shown
         ]
         begun = (*(root / WORK).glob("*"), *(f for f in folders if f not in entries))
         # All files: writing one does not change the time of a folder further up.
@@ -163,9 +163,3 @@ def _idle_seconds(*paths: Path) -> float:
         with suppress(FileNotFoundError):
             written.append(path.stat().st_mtime)
     return time.time() - max(written)
-
-
-def _sha256(file: Path) -> str | None:
-    with suppress(OSError, ArtifactInvalid):
-        return sha256_of(file)
-    return None
