@@ -274,10 +274,7 @@ class Artifact:
                 _known[version] = _known[before[name]]
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
-        """Compare names and sizes of all files, and hashes of some, with the manifest.
-
-        Raises ArtifactInvalid, which names the file: it is missing, altered, a link, or was added.
-        """
+        """Compare names, sizes and some hashes with the manifest; ArtifactInvalid names a file."""
         self._check_sizes()
         for name in hashed:
             if _digest(self.path / name) != self.manifest.files[name]:
@@ -457,10 +454,7 @@ def protect(folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which gets the name `out` at the end of the block.
-
-    Raises PipelineInvalid: `out` holds files, or lies in an artifact.
-    """
+    """Yield a folder to become `out`; PipelineInvalid if it holds files, or is in an artifact."""
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise PipelineInvalid(f"{out}: exists; remove it, or choose another folder")

@@ -397,10 +397,7 @@ def offline_transformers(source: Path) -> Iterator[None]:
 
 @contextmanager
 def offline(source: object) -> Iterator[None]:
-    """Refuse connections to other machines in a block, by whatever library, in this thread.
-
-    Raises ArtifactInvalid, which begins with the source that is read, where one is asked for.
-    """
+    """Refuse connections to other machines in a block and its thread; errors name the `source`."""
     _watch_connections()
     token = _reading.set(source)
     try:

@@ -159,10 +159,7 @@ def weight_map(index: Path) -> dict[str, Path]:
 
 
 def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry], dict[str, str]]:
-    """Return the offset of the first tensor, entries, and further names → those that are stored.
-
-    Raises ArtifactInvalid if the header or the layout is not as the format demands.
-    """
+    """Return where tensors begin, entries, other names → stored ones; or raise ArtifactInvalid."""
     try:
         length = int.from_bytes(stream.read(8), "little")
         if length > LARGEST_HEADER:

@@ -125,10 +125,7 @@ def _specs(
 
 
 def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
-    """Return declared inputs with the range, mask, NaN or infinities that samples show.
-
-    They are unchanged where samples cannot be read or do not fit, which stages then report.
-    """
+    """Return declared inputs with the range, mask, NaN or infinities that fitting samples show."""
     names = [spec.name for spec in inputs]
     count = SAMPLES if any(spec.holds_integers for spec in inputs) else SAMPLES_OF_FLOATS
     try:

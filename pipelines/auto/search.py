@@ -264,10 +264,7 @@ class BlockVariants:
         return programmes
 
     def are_feasible(self, deadline: float) -> bool:
-        """Check the smallest model with all blocks, and, if need be, with the fewest.
-
-        Return whether one of them meets all limits but that of the drop.
-        """
+        """Check the smallest models; return whether one meets all limits but that of the drop."""
         limits = self.state.settings.limits
         if limits.latency is None and limits.size is None and limits.memory is None:
             return True
@@ -353,10 +350,7 @@ def aimed_at(checked: Iterable[CheckedModel], asked_ms: float) -> float:
 
 
 def _middles(gaps: Iterable[tuple[float, float, float]]) -> list[float]:
-    """Return the middle of each gap between two latencies that is not narrow, the widest first.
-
-    A gap is a lower and an upper end, and the weight of its width.
-    """
+    """Return the middles of wide gaps of latencies (low, high, weight), the widest first."""
     wide = [(weight * math.log(b / a), a, b) for a, b, weight in gaps if b / a > NARROW_GAP]
     return [math.sqrt(a * b) for _, a, b in sorted(wide, reverse=True)]
 

@@ -257,10 +257,7 @@ class SearchState:
         return min(most, default=None)
 
     def measure_kernels(self, variant: BlockVariant, deadline: float | None = None) -> None:
-        """Measure kernels over the grid of widths, in each format and runtime.
-
-        Without a deadline, or without some blocks, no layer is left in float.
-        """
+        """Measure kernels over the grid; no layer is in float without a deadline or some blocks."""
         evaluator, removed_blocks = self.evaluator, variant.removed_blocks
         table = KernelTable(self.out / TABLES, machine(), evaluator.context.threads)
         # Relative to that of the float file, which is measured once.

@@ -513,10 +513,7 @@ def _one_of(known: Any) -> Callable[[str], None]:
 
 
 def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Return the `model:` section for what was given, and the folder of its code, if it has any.
-
-    Paths are given relative to the working directory, and written relative to the file's `folder`.
-    """
+    """Return the `model:` section with paths relative to `folder`, and the folder of its code."""
     text = check_model(str(options.model))
     path, code = Path(text), None
     arguments = parse_arguments(options.arguments)

@@ -40,10 +40,7 @@ PLOT_WIDTH, PLOT_HEIGHT, PLOT_MARGIN = 880, 420, 56  # size of the plot, in view
 def model_to_prune(
     pipeline: PipelineConfig, out: Path, progress: Progress
 ) -> Iterator[tuple[EagerModel, PruneChannels | None, Context]]:
-    """Provide the input of the first `prune_channels`, that stage, and a context to measure in.
-
-    Without such a stage it is the imported model, and None. Earlier models are in `out`.
-    """
+    """Provide what the first `prune_channels` reads, else the source; that stage; a context."""
     plan, pipeline, context, _ = measuring_context(pipeline, out / "variants", progress)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     name = planned.input if planned else SOURCE

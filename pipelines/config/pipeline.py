@@ -154,11 +154,7 @@ class PipelineConfig(Settings):
 
     @classmethod
     def from_yaml(cls, path: Path | str) -> Self:
-        """Read and validate a pipeline file, without importing torch.
-
-        Raises:
-            PipelineInvalid: one line per problem, each with its place in the file.
-        """
+        """Read and validate a pipeline file, without torch; PipelineInvalid names each problem."""
         source = matrix.expand_matrices(read(Path(path)))
         try:
             pipeline = cls.model_validate({"name": source.path.stem, **source.content})

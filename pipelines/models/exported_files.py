@@ -74,10 +74,7 @@ def import_file(
     path: Path,
     inputs: Sequence[torch.Tensor] | None = None,
 ) -> Artifact:
-    """Import an exported model as an artifact, after a call with `inputs`, or with seeded ones.
-
-    A child process does it, within limits of memory and time that the file's size gives.
-    """
+    """Import an exported model in a child with limits, after a call with `inputs`, or seeded."""
     _refuse_missing(file)
     importer: Callable[..., Artifact] = _import_onnx if kind == "onnx" else _import_script
     if kind == "graph":

@@ -269,10 +269,7 @@ def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric, str]:
 
 
 def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tuple[str, ...]:
-    """Refuse stages and gates that lack a library, a device or data, before the data are loaded.
-
-    Return a line for each missing program; no error, as it may be installed before its stage.
-    """
+    """Refuse what stages and gates lack, before the data are loaded; return missing programs."""
     require_all(pipeline.model.requirements, pipeline.place("model"))
     if pipeline.tracker:
         require_all(pipeline.tracker.requirements, pipeline.place("tracker"))
@@ -409,10 +406,7 @@ def check_loss(pipeline: PipelineConfig, planned: Iterable[PlannedStage], loss: 
 
 
 def task_of(pipeline: PipelineConfig) -> tuple[Task | None, str]:
-    """Return the file's task, or the one that follows without the data, and what it follows from.
-
-    The reason is empty where the file names the task.
-    """
+    """Return the task that the file names, or implies, and why; empty where it is named."""
     if pipeline.task is not None:
         return TASKS[pipeline.task], ""
     loss = pipeline.loss if pipeline.loss in loss_kinds() else None

@@ -90,10 +90,7 @@ VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "T
 
 
 def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | None, str]:
-    """Load the data, and infer of it `model.inputs`, or what is not declared of them.
-
-    Return the pipeline with `model.inputs`, its data, and a line that names what was inferred.
-    """
+    """Load the data; return the pipeline with its inputs, the data, a line on what is inferred."""
     from compress.data.infer_signature import (
         described,
         inputs_of,
@@ -201,10 +198,7 @@ def load_data(pipeline: PipelineConfig) -> Splits | None:
 def measuring_context(
     pipeline: PipelineConfig, root: Path, progress: Progress = silent
 ) -> tuple[Plan, PipelineConfig, Context, str]:
-    """Return plan and pipeline completed by the data, a context to measure in outside of a run.
-
-    Last comes a line that names which inputs were inferred.
-    """
+    """Return plan and pipeline completed by the data, a context, a line on what was inferred."""
     plan = build_plan(pipeline)
     pipeline, data, inferred = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
@@ -222,10 +216,7 @@ def measuring_context(
 
 
 def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None]:
-    """Build the model and read its weights and the data, without storing anything.
-
-    Return the model's interface, lines that name what of it and the loss was inferred, the data.
-    """
+    """Build model and data, storing nothing; return interface, lines on what was inferred, data."""
     from compress.data.fingerprint import SAMPLED_FOR_FINGERPRINT
 
     plan, pipeline, context, inferred = measuring_context(pipeline, Path())
@@ -605,10 +596,7 @@ def load_inputs(
 
 
 def checked_model(pipeline: PipelineConfig) -> CheckedModel:
-    """Return what the last check of an unchanged file found valid, or check model and data.
-
-    What is refused is not kept.
-    """
+    """Return what the last check of an unchanged file found valid, or check; keep no refusal."""
     name = hashlib.sha256(str(Path(pipeline.file).absolute()).encode()).hexdigest()[:16]
     # Not `Path.home()`, which raises where there is no home.
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111

@@ -422,10 +422,7 @@ def unlike_val(data: Splits, samples: int, seed: int) -> str:
 
 
 def constant_score(data: Splits, metric: Metric) -> float | None:
-    """Return the best metric on `val` of a constant output, as a baseline; None if there is none.
-
-    For classes the output is their log-frequencies, for numbers the targets' mean or median.
-    """
+    """Return the best metric on `val` of a constant output, as a baseline; None without any."""
     if metric.needs_reference:
         return None
     import torch

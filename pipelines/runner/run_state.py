@@ -77,10 +77,7 @@ class RunOutcome:
 
     @contextmanager
     def record_failures(self, name: str) -> Iterator[None]:
-        """Mark a stage as the current one during a block, and record its error if it has one.
-
-        Interruptions, and exceptions that are not the toolkit's, pass through and end the run.
-        """
+        """Mark a stage as the current one in a block; record its error, if it is the toolkit's."""
         self.current = name
         try:
             with only_signals_interrupt():
@@ -109,10 +106,7 @@ class RunOutcome:
         return bool(causes)
 
     def error(self) -> CompressError | None:
-        """Return the error that decides how the run ends, with the others as its notes.
-
-        The first stage that failed, in the plan's order; else the first that a gate refused.
-        """
+        """Return the error that ends the run: the first failure, else refusal; others are notes."""
         errors = [self.errors[name] for name in self.plan.ordered(self.errors)]
         errors.sort(key=lambda error: isinstance(error, GateRefused))
         for other in errors[1:]:

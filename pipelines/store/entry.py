@@ -133,10 +133,7 @@ class Entry:
             os.utime(self._record_path)
 
     def lookup(self, key: dict[str, Any], artifact: Artifact) -> StoredValue | None:
-        """Return what was measured on an artifact, unless user code would now read other files.
-
-        `key` has what was measured, and everything that the value depends on.
-        """
+        """Return what was measured under a key, unless user code would now read other files."""
         stored = self._values_of(artifact).answers.get(canonical_json(key))
         return None if not stored or self._surroundings.change(stored.depends) else stored
 

@@ -50,10 +50,7 @@ class Cleaned(Settings):
 
 
 def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
-    """Remove artifacts, of a run's directory or a shared store's URL, not used for some time.
-
-    `announce` receives a line where another run has to end first.
-    """
+    """Remove what was not used for some time, of a run or a shared store; announce a wait."""
     age = re.fullmatch(r"(\d{1,6})([hdw])", older_than)
     if not age:
         raise PipelineInvalid(

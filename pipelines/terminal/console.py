@@ -155,10 +155,7 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
 
 
 def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
-    """Wrap a command: common options, errors as one line on standard error, exit codes.
-
-    `options` has the annotations of `as_json`, `quiet` and `debug`: the command knows none of them.
-    """
+    """Wrap a command: common `options`, unknown to it, errors as one line, exit codes."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
@@ -276,10 +273,7 @@ def print_result(
 
 
 def print_report(report: Report, out: Path, error_follows: bool = False) -> None:
-    """Print a run's report as JSON or as a table; nothing with `--quiet`.
-
-    With `error_follows` the error that ended the run is left out: the command prints it last.
-    """
+    """Print a report as JSON or table unless `--quiet`; with `error_follows` without its error."""
     from compress.pipelines.config.model_spec import SOURCE
     from compress.pipelines.reporting.terminal_table import closing_lines, print_table, stage_table
 

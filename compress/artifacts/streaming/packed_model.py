@@ -122,10 +122,7 @@ def _skeleton_of(recipe: Recipe) -> nn.Module:
 def packed_module(
     recipe: Recipe, stored: Mapping[str, StoredTensor], device: str = "cpu", *, rounds: bool
 ) -> nn.Module:
-    """Return a module that reads and dequantizes a layer's weights when it is called.
-
-    With `rounds` packed linear layers read activations rounded to 8 bits.
-    """
+    """Return a module that dequantizes layers when called; `rounds` activations to 8 bits."""
     from compress.artifacts.meta_init import stream_weights_
 
     module = _skeleton_of(recipe)
