@@ -87,11 +87,7 @@ def build_plan(
     """Check names, order, types, requirements and device, without importing torch where possible.
 
     All stages run again that are made from the artifact of `start`, or with `force` at all; those
-    that `until` does not need are left out.
-
-    Raises:
-        PipelineInvalid: one line: the place, what was found, what was expected.
-        Unavailable: a library or the device is missing.
+    that `until` does not need are left out. Raises PipelineInvalid; Unavailable: lacks a library.
     """
     if not pipeline.stages:
         raise PipelineInvalid(

@@ -196,10 +196,8 @@ class Explanation(Settings):
         for cause in self.causes:
             where = f"{', '.join([*cause.layers][:3])}: " if any(cause.layers) else ""
             more = f" (and {len(cause.layers) - 3} more layers)" if len(cause.layers) > 3 else ""
-            returned = (
-                "" if cause.returned is None else f"; without it {cause.returned:.0%} returns"
-            )
-            yield f"  cause   {where}{cause.text}{more}{returned}"
+            share = "" if cause.returned is None else f"; without it {cause.returned:.0%} returns"
+            yield f"  cause   {where}{cause.text}{more}{share}"
         if self.notice:
             yield f"  note    {self.notice}"
         for repair in self.tried:

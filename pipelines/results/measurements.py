@@ -178,6 +178,22 @@ class Measurements(SpeedupReport):
     tensors alone, and in reports of older versions."""
 
     @property
+    def figures(self) -> dict[str, float | None]:
+        """The figures by name, for comparisons and trackers; None where one is not known."""
+        own = self.same_runtime
+        return {
+            **({self.metric.name: self.metric.value} if self.metric else {}),
+            "bytes": self.bytes,
+            "parameters": self.parameters,
+            "macs": self.macs,
+            "p50_ms": self.latency_ms.p50,
+            "p95_ms": self.latency_ms.p95,
+            "peak_mebibytes": self.peak_mebibytes,
+            "speedup": self.speedup,
+            **({"speedup_in_runtime": own.speedup} if own else {}),
+        }
+
+    @property
     def unmeasurable_reasons(self) -> tuple[str, ...]:
         """Why speedup and latency could not be measured on this machine; empty if they were."""
         own = self.same_runtime

@@ -69,13 +69,8 @@ def run(
 ) -> Report:
     """Run a pipeline and write its report; return it where all gates passed.
 
-    `render` makes the text of `report.html` from the report and `out`.
-
-    Raises:
-        GateRefused: a gate refused and no stage failed; the report is written, and the artifact
-            kept.
-        CompressError: the pipeline is invalid, or a stage failed; the report says so. Where others
-            did not pass either, their errors are its notes.
+    `render` makes the text of `report.html` from the report and `out`. Raises as `Pipeline.run`;
+    where several stages did not pass, the errors of the others are the notes of the first.
     """
     check_engine(pipeline, options.engine)
     profiler = Profiler(is_on=options.profile)
@@ -247,7 +242,7 @@ def preview_state(
 
     def preview(name: str, parts: dict[str, Any]) -> None:
         entry, rerun = store.entry(parts), name in plan.again
-        found = None if rerun else store.peek(entry)
+        found = None if rerun else store.get(entry, downloads=False)
         if found:
             state.artifacts[name] = found[0]
             origin = f" (from {entry.fetched_from})" if entry.fetched_from else ""

@@ -180,6 +180,10 @@ class PackedWeights(Mapping[tuple[str, bool], PackedWeight]):
     def __len__(self) -> int:
         return len(self._stems)
 
+    def dequantized(self, key: tuple[str, bool]) -> torch.Tensor:
+        """Return a weight's floats."""
+        return self[key].dequantized()
+
     def format_of(self, key: tuple[str, bool]) -> tuple[int, int]:
         """Return bits and group size of a weight, without reading it."""
         stem, bits = self._stems[key]
@@ -221,7 +225,7 @@ def _prepare_(
             layer = module.get_submodule(name.rpartition(".")[0])
             key = (name, isinstance(layer, nn.Embedding))
             if key in weights:
-                read = partial(_dequantized, weights, key)
+                read = partial(weights.dequantized, key)
                 floats[name] = StoredTensor(tuple(parameter.shape), torch.float32, read)
                 if rounds and not key[1]:
                     group_size = weights.format_of(key)[1]
@@ -234,10 +238,6 @@ def _prepare_(
             factor = stored[name + FACTOR].read().to(device)
             layer.register_forward_pre_hook(partial(_multiply_input, factor), prepend=True)
     return floats
-
-
-def _dequantized(weights: PackedWeights, key: tuple[str, bool]) -> torch.Tensor:
-    return weights[key].dequantized()
 
 
 def _round_input(group_size: int, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
