@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from compress.core.verdict import Verdict
     from compress.pipelines.executors.engines import Engine
     from compress.pipelines.planning.plan import PlannedStage
-    from compress.pipelines.system.jsonl_log import EventName
 
 RERUN_REQUESTED = "asked to run again"  # why a stage runs that `--from` or `--force` names
 
@@ -249,7 +248,7 @@ class PipelineExecutor:
             # Of an imported model that is not the baseline nothing is measured.
             "measurements": measurements.model_dump(mode="json") if measurements else None,
         }
-        event: EventName = "stage_cached" if lookup.cached else "stage_finished"
+        event = "stage_cached" if lookup.cached else "stage_finished"
         self.state.emit(event, name, f"{name}: {', '.join(words)}", fields)
 
     def _register(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:

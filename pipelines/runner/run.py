@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.results.schema import Status
     from compress.pipelines.runner.inputs import Inputs
-    from compress.pipelines.system.jsonl_log import Level
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +216,7 @@ def _log_end(state: RunState, report: Report, seconds: float) -> None:
         "seconds": seconds,
         "test": report.test.values if report.test else {},
     }
-    level: Level = "info" if report.status == "passed" else "error"
+    level = "info" if report.status == "passed" else "error"
     line = f"{report.pipeline}: {report.status}"
     state.emit("run_finished", None, line, fields, level, is_announced=False)
 

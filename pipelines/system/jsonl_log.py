@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from pydantic_core import to_json
 
@@ -19,26 +19,6 @@ LOG = "log.jsonl"
 MAX_LOG_BYTES = 8 * 2**20  # size at which the log rotates to `log.jsonl.1`; older lines are dropped
 LOGGER = "compress"
 log = logging.getLogger(__name__)
-EventName: TypeAlias = Literal[
-    "run_started",
-    "task_known",
-    "stage_started",
-    "stage_finished",
-    "stage_cached",
-    "gate_judged",
-    "stage_failed",
-    "stage_skipped",
-    "run_finished",
-    "search_started",
-    "candidate_chosen",
-    "candidate_checked",
-    "candidate_failed",
-    "model_corrected",
-    "front_changed",
-    "search_finished",
-    "message",
-]
-Level: TypeAlias = Literal["info", "warning", "error"]
 
 
 def log_event(event: str, message: str, **fields: Any) -> None:
@@ -124,17 +104,17 @@ class LogFile(RotatingFileHandler):
 
 @dataclass(frozen=True)
 class EventEmitter:
-    """Logs what happens in a run, and announces what is for the user."""
+    """Logs events of a run, those that docs/cli.md lists, and announces what is for the user."""
 
     announce: Callable[[str], None] = lambda line: None
 
     def __call__(
         self,
-        event: EventName,
+        event: str,
         stage: str | None,
         line: str,
         fields: Mapping[str, Any] = {},
-        level: Level = "info",
+        level: str = "info",
         is_announced: bool = True,
     ) -> None:
         """Log an event with its fields; `line` has it in words, which may be announced, too."""
