@@ -82,6 +82,20 @@ def located(place: str, kind: type[CompressError] | None = None) -> Iterator[Non
         raise (kind or type(error))(f"{place}{error}") from error
 
 
+@contextmanager
+def raised_as(kind: type[CompressError], what: str, advice: str = "") -> Iterator[None]:
+    """Turn what other code raises in a block into an error of a kind; the toolkit's own pass.
+
+    The message says what was tried, what was raised, and what to do.
+    """
+    try:
+        yield
+    except CompressError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {first_line(error)}{advice}") from error
+
+
 def describe_exit(error: BaseException) -> str:
     """Describe how code tried to end the process, with file and line."""
     where, frame = "", error.__traceback__

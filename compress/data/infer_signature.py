@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from compress.common.errors import CompressError, PipelineInvalid, first_line, located
+from compress.common.errors import CompressError, PipelineInvalid, located, raised_as
 from compress.common.signature import Signature, TensorSpec
 from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
@@ -83,14 +83,8 @@ def _samples(splits: Splits, most: int = SAMPLES) -> Iterator[tuple[str, Any]]:
         count = len(dataset)
         for index in sorted({i * (count - 1) // (most - 1) for i in range(most)}):
             place = f"sample {index} of split {name!r}"
-            try:
+            with raised_as(PipelineInvalid, f"{place} cannot be read"):
                 sample = dataset[index]
-            except CompressError:
-                raise
-            except Exception as error:
-                raise PipelineInvalid(
-                    f"{place} cannot be read: {type(error).__name__}: {first_line(error)}"
-                ) from error
             if splits.loading.collate_fn:
                 batch = splits.collate_fn([sample])
                 yield place, (tuple(x[0] for x in batch.inputs), 0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from compress.common.errors import CompressError, PipelineInvalid, first_line, located
+from compress.common.errors import PipelineInvalid, located, raised_as
 from compress.common.forward import Predictor, image_advice, output_argument
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric, default_metric
@@ -234,16 +234,11 @@ def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> 
 def _outputs_for(
     pipeline: PipelineConfig, predict: Predictor, inputs: Sequence[torch.Tensor], split: str
 ) -> list[torch.Tensor]:
-    try:
+    shapes = ", ".join(task.describe_tensor(x) for x in inputs)
+    what = f"the model does not take the samples of split {split!r}, {shapes}"
+    where = pipeline.place("data")
+    with raised_as(PipelineInvalid, f"{where}: {what}", image_advice(inputs)):
         return [x.cpu() for x in predict(*inputs)]
-    except CompressError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(task.describe_tensor(x) for x in inputs)
-        raise PipelineInvalid(
-            f"{pipeline.place('data')}: the model does not take the samples of split {split!r}, "
-            f"{shapes}: {type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
-        ) from error
 
 
 def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) -> str:
