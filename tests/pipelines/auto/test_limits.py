@@ -26,7 +26,7 @@ from compress.pipelines.auto.search import search_log
 from compress.pipelines.auto.search_state import SearchState
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
-from compress.pipelines.system.jsonl_log import LOG, LogFile, EventEmitter, log_event, log_handler
+from compress.pipelines.system.jsonl_log import LOG, EventEmitter, LogFile, log_event, log_handler
 from compress.profiling.interaction_sum import InteractionSum
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
