@@ -257,10 +257,11 @@ def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric, str]:
         loss.check()
         if spec is None:
             return loss, default_metric(loss), reason
-    with located(f"{pipeline.place('metric')}: "), explained_task(task, reason):
+    with located(f"{pipeline.place('metric')}: "):
         arguments = tuple(sorted(spec.arguments.items()))
         metric = Metric(spec.name, arguments, spec.higher_is_better, pipeline.code_folder, loss)
-        metric.check()
+        with explained_task(task, reason):
+            metric.check()
     return loss, metric, reason
 
 
