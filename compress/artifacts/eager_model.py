@@ -209,10 +209,7 @@ class EagerModel(Artifact):
         )
 
     def stored_weights(self) -> tuple[torch.nn.Module, Weights]:
-        """Return the module on the meta device, and its weights, still on disk.
-
-        Raises ArtifactInvalid: the module cannot be built without its weights.
-        """
+        """Return the module on meta, weights on disk; ArtifactInvalid if it is built with them."""
         from compress.artifacts.meta_init import match_state_dict
         from compress.checkpoint.safetensors_io import read_safetensors
 

@@ -75,10 +75,7 @@ def rebuilding_recipe(
 def check_rebuild(
     module: torch.nn.Module, recipe: Recipe, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recipe, Signature]:
-    """Return the recipe with the edits of :func:`fit_call`, and the signature with output names.
-
-    Raises ArtifactInvalid: the factory builds another architecture, or one with other outputs.
-    """
+    """Return recipe and signature completed by `fit_call`; ArtifactInvalid: another model."""
 
     def rebuild() -> torch.nn.Module:
         built = recipe.build()

@@ -223,10 +223,7 @@ class BlockVariants:
         self.added.append(self.whole)
 
     def find_order(self, deadline: float) -> None:
-        """Find in which order blocks may be removed, within some of the time until a deadline.
-
-        Blocks leave one after another, each time the one whose removal changes the outputs least.
-        """
+        """Order the blocks to remove: each time the one that changes the outputs least."""
         evaluator = self.state.evaluator
         file, key = evaluator.out / BLOCKS_FILE, evaluator.model.digest
         order = read_state(file, key, list[str])
