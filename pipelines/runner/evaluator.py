@@ -28,7 +28,6 @@ from compress.pipelines.results.schema import (
 )
 from compress.pipelines.store.local import publish
 from compress.pipelines.system.error_context import name_stage_in_errors
-from compress.pipelines.system.jsonl_log import RunEvent
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
 from compress.serve.http.loaded_model import SERVED_KINDS
@@ -204,7 +203,7 @@ def _evaluate_gate(
     )
     verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
     words = "passed" if verdict.passed else "refused"
-    event = RunEvent(
+    state.emit(
         "gate_judged",
         planned.name,
         f"{planned.name}: {verdict.gate} {words}",
@@ -212,7 +211,6 @@ def _evaluate_gate(
         "info" if verdict.passed else "error",
         is_announced=False,
     )
-    state.emit(event)
     return verdict
 
 

@@ -21,7 +21,6 @@ from compress.pipelines.results.schema import FailureReport, SkippedReport, Stag
 from compress.pipelines.runner.inputs import RememberedSplits, source_parts
 from compress.pipelines.store.local import WORK, Store, StoredExports
 from compress.pipelines.system import signals
-from compress.pipelines.system.jsonl_log import EventListener, RunEvent
 from compress.pipelines.system.machine_info import machine
 from compress.pipelines.system.run_profile import Profiler
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan, PlannedStage
     from compress.pipelines.store.entry import Entry
+    from compress.pipelines.system.jsonl_log import EventEmitter
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 
@@ -66,7 +66,7 @@ class RunOutcome:
     """Which stages of a run failed, were refused or were skipped; the other stages go on."""
 
     plan: Plan
-    emit: EventListener
+    emit: EventEmitter
     current: str = ""
     """The stage that this process works on; empty between stages."""
     running_elsewhere: tuple[str, ...] = ()
@@ -78,10 +78,7 @@ class RunOutcome:
 
     @contextmanager
     def record_failures(self, name: str) -> Iterator[None]:
-        """Mark a stage as the current one during a block, and record its error if it has one.
-
-        Interruptions, and exceptions that are not the toolkit's, pass through and end the run.
-        """
+        """Mark a stage as the current one in a block; record its error, if it is the toolkit's."""
         self.current = name
         try:
             with only_signals_interrupt():
@@ -106,14 +103,11 @@ class RunOutcome:
             fields = self._stage_fields(planned.name)
             self.skipped[planned.name] = SkippedReport(**fields, because=causes[0])
             line = f"{planned.name}: skipped, as {causes[0]} did not pass"
-            self.emit(RunEvent("stage_skipped", planned.name, line, level="warning"))
+            self.emit("stage_skipped", planned.name, line, level="warning")
         return bool(causes)
 
     def error(self) -> CompressError | None:
-        """Return the error that decides how the run ends, with the others as its notes.
-
-        The first stage that failed, in the plan's order; else the first that a gate refused.
-        """
+        """Return the error that ends the run: the first failure, else refusal; others are notes."""
         errors = [self.errors[name] for name in self.plan.ordered(self.errors)]
         errors.sort(key=lambda error: isinstance(error, GateRefused))
         for other in errors[1:]:
@@ -130,7 +124,7 @@ class RunOutcome:
         why = "failed: " + " ".join(lines_of(error)).removeprefix(f"{name}: ")
         line = f"{name}: {INTERRUPTED if failure.status == INTERRUPTED else why}"
         # An error that ends the run is announced at its end.
-        self.emit(RunEvent("stage_failed", name, line, {"error": error}, "error", not ends_run))
+        self.emit("stage_failed", name, line, {"error": error}, "error", not ends_run)
 
     def _stage_fields(self, name: str) -> dict[str, Any]:
         stage = self.plan.stage(name).stage.stage if name != SOURCE else SOURCE
@@ -147,7 +141,7 @@ class RunState:
     store: Store
     data: Splits | None
     progress: Progress
-    emit: EventListener
+    emit: EventEmitter
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     """By stage name, as `entries` and `reports`."""
     entries: dict[str, Entry] = field(default_factory=dict)
