@@ -151,12 +151,15 @@ class EagerModel(Artifact):
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a new module in eval mode; raise ArtifactInvalid if the weights do not fit it."""
+        from compress.artifacts.uninitialized import build_to_load
         from compress.checkpoint.safetensors_io import tensors_in
 
         self.verify_cached()
-        module, file = self.recipe.build(self.code), self.payload_path
+        file = self.payload_path
         with file.open("rb", buffering=0) as stream:
-            load_state_(module, tensors_in(stream), str(file))
+            weights = tensors_in(stream)
+            module = build_to_load(self.recipe, self.code, weights.keys())
+            load_state_(module, weights, str(file))
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:
@@ -254,8 +257,7 @@ class EagerModel(Artifact):
 
     def parameters(self) -> int:
         """Count the weights, tied ones once."""
-        module = self.skeleton() if self.is_streamed else None
-        return sum(p.numel() for p in (module or self.load()).parameters())
+        return sum(p.numel() for p in (self.skeleton() or self.load()).parameters())
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int:
         """Count multiply-accumulates for one sample."""
