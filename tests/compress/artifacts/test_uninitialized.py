@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import Recipe
+from compress.artifacts.recipe import KeepIndices, Recipe
 from compress.artifacts.uninitialized import build_to_load
 from compress.checkpoint.state_dict import load_state_
 
@@ -23,9 +23,9 @@ states_after: list[torch.Tensor] = []
 class Plain(nn.Module):
     """Layers as usual, one of which is copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.first = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         self.second = copy.deepcopy(self.first)
         self.lstm = nn.LSTM(8, 8, batch_first=True)
@@ -117,6 +117,27 @@ def test_no_weight_is_drawn(write) -> None:
     model.load()
     (state,) = states_after
     assert state.equal(torch.Generator().manual_seed(0).get_state())
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_edits_may_cut_what_has_no_values_and_may_read_it(reads, monkeypatch) -> None:
+    cut = KeepIndices(kept={"embedding.weight": {0: (0, 2)}})
+    apply_, seen = KeepIndices.apply_, []
+
+    def apply_and_read_(edit: KeepIndices, module: Plain) -> None:
+        seen.append(float(module.first[0].bias.detach().sum()) if reads else 0.0)
+        apply_(edit, module)
+
+    monkeypatch.setattr(KeepIndices, "apply_", apply_and_read_)
+    recipe = Recipe(factory=f"{__name__}:Plain", arguments={"seed": int(reads)}, edits=(cut,))
+    expected = Plain(int(reads))
+    states_after.clear()
+    module = build_to_load(recipe, None, expected.state_dict().keys())
+    assert module.embedding.weight.shape == (2, 8)
+    assert seen == [float(expected.first[0].bias.detach().sum()) if reads else 0.0]
+    undrawn = torch.Generator().manual_seed(int(reads)).get_state()
+    # Where its values are read, it is built a second time.
+    assert [state.equal(undrawn) for state in states_after] == [True, False][: 1 + reads]
 
 
 def test_a_tensor_that_the_file_does_not_have_is_drawn() -> None:
