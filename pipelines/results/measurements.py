@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import field_validator, model_validator
@@ -305,11 +304,11 @@ def _in_same_runtime(
     try:
         twin = in_runtime_of(artifact, context)
         assert twin is not None  # as there is a runtime
-        if twin.digest == artifact.digest:  # nothing was compressed
-            compared = replace(
-                compared, before=compared.after, ratios=(1.0,) * len(compared.ratios)
+        if twin.digest == artifact.digest != baseline.digest:  # nothing was compressed
+            return SameRuntimeReport(
+                runtime=runtime.title, speedup=1.0, speedup_interval=(1.0, 1.0)
             )
-        elif twin.digest != baseline.digest:
+        if twin.digest != baseline.digest:
             compared = context.compare_latency(twin, artifact, artifact.signature.smallest_batch)
         measured = _speedup(compared)
     except (StageFailed, Unavailable) as error:

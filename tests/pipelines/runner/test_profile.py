@@ -13,11 +13,12 @@ from compress.common import atomic_files
 from compress.common.counts import counted
 from compress.common.forward import count_forwards
 from compress.pipelines import Pipeline
+from compress.pipelines.results import measurements
 from compress.pipelines.results.schema import Report
 from compress.pipelines.system.run_profile import Profiler
 from compress.profiling import benchmark
 from compress.profiling.benchmark import Comparison, Latency, compare_latency
-from tests.pipelines.conftest import FILE, NETS, Project
+from tests.pipelines.conftest import FILE, IN_SAME_RUNTIME, NETS, Project
 
 ONE = Latency(batch=1, p50=1, p95=1, p50_interval=(1, 1), p95_interval=(1, 1), outliers=0)
 
@@ -70,6 +71,7 @@ def test_a_large_file_is_traced_and_hashed_once_and_read_a_few_times(tmp_path, m
     (tmp_path / "p.yaml").write_text(EXPORT)
     monkeypatch.setattr(atomic_files, "RACY_SECONDS", -1.0)
     monkeypatch.setattr(benchmark, "compare_latency", lambda *_, **__: Comparison(ONE, ONE, (1.0,)))
+    monkeypatch.setattr(measurements, "_in_same_runtime", IN_SAME_RUNTIME)
     report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "out", profile=True)
     assert report.profile
     total, size = report.profile.total, 4 * 2 * 1024 * 2048
