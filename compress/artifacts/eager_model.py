@@ -257,7 +257,8 @@ class EagerModel(Artifact):
 
     def parameters(self) -> int:
         """Count the weights, tied ones once."""
-        return sum(p.numel() for p in (self.skeleton() or self.load()).parameters())
+        module = self.skeleton() if self.is_streamed else None
+        return sum(p.numel() for p in (module or self.load()).parameters())
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int:
         """Count multiply-accumulates for one sample."""

@@ -79,7 +79,7 @@ def test_a_large_file_is_traced_and_hashed_once_and_read_a_few_times(tmp_path, m
     assert total["traces"] == 1
     # The model's file and the exported one.
     assert total["hashed.bytes"] <= 2.1 * size
-    assert total["read.bytes"] <= 11.5 * size
+    assert total["read.bytes"] <= 12.5 * size
     same = report.stages[-1].measurements.same_runtime
     assert same.speedup == 1
 
