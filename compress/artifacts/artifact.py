@@ -257,8 +257,8 @@ class Artifact:
         """Verify the files before they are loaded; raise ArtifactInvalid as :meth:`check_files`."""
         # A run opens an artifact many times. Files that this process has hashed are hashed again
         # only if their inode, size or times have changed.
-        files, versions = self.manifest.files, self.file_versions()
-        unknown = {v: name for v, name in versions.items() if _known.get(v) != files[name].sha256}
+        hashed = self.hashed_versions()
+        unknown = {v: name for v, name in self.file_versions().items() if v not in hashed}
         if unknown:
             self.check_files(hashed=unknown.values())
         self.note_hashed(unknown)
@@ -266,6 +266,11 @@ class Artifact:
     def file_versions(self) -> dict[FileVersion, str]:
         """Return the version of each file → its name; ArtifactInvalid as :meth:`check_files`."""
         return {_version(self.path / n, s): n for n, s in self._check_sizes().items()}
+
+    def hashed_versions(self) -> dict[FileVersion, str]:
+        """Return those of :meth:`file_versions` whose files this process has hashed as sealed."""
+        files = self.manifest.files
+        return {v: n for v, n in self.file_versions().items() if _known.get(v) == files[n].sha256}
 
     def note_hashed(self, versions: Mapping[FileVersion, str]) -> None:
         """Let :meth:`verify_cached` hash no file of these versions; another process has done it."""

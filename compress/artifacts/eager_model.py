@@ -150,12 +150,15 @@ class EagerModel(Artifact):
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a new module in eval mode; raise ArtifactInvalid if the weights do not fit it."""
+        from compress.artifacts.uninitialized import build_to_load
         from compress.checkpoint.safetensors_io import tensors_in
 
         self.verify_cached()
-        module, file = self.recipe.build(self.code), self.payload_path
+        file = self.payload_path
         with file.open("rb", buffering=0) as stream:
-            load_state_(module, tensors_in(stream), str(file))
+            weights = tensors_in(stream)
+            module = build_to_load(self.recipe, self.code, weights.keys())
+            load_state_(module, weights, str(file))
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:

@@ -316,6 +316,10 @@ def _in_same_runtime(
     try:
         twin = in_runtime_of(artifact, context)
         assert twin is not None  # as there is a runtime
+        if twin.digest == artifact.digest != baseline.digest:  # nothing was compressed
+            return SameRuntimeReport(
+                runtime=runtime.title, speedup=1.0, speedup_interval=(1.0, 1.0)
+            )
         if twin.digest != baseline.digest:
             compared = context.compare_latency(twin, artifact, artifact.signature.smallest_batch)
         measured = _speedup(compared)
