@@ -39,11 +39,12 @@ from real_models.fetch import cache_folder, fetch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 DEFAULT = ("lite0", "minilm", "speaker", "rnet", "onet", "pnet")
-TOOLS = ("onnxruntime", "nncf", "neural_compressor")
+TOOLS = ("onnxruntime", "nncf", "neural_compressor", "olive")
 RECIPES = {
     "onnxruntime": ("static", "dynamic"),
     "nncf": ("static",),
     "neural_compressor": ("static", "dynamic"),
+    "olive": ("static", "dynamic"),
 }
 FLOAT = "float"
 PAGE = ROOT / "docs" / "real-models.md"
