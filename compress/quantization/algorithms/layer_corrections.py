@@ -92,10 +92,23 @@ ROWS_PER_BATCH = 2048  # rows that are used of a batch: memory stays flat howeve
 
 @dataclass
 class InputMoments:
-    """Second moments of a layer's input x in the float model and y in the quantized one."""
+    """Moments of a layer's input x in the float model and y in the quantized one, in float64."""
 
     yy_GII: torch.Tensor  # noqa: N815 - the letters name the axes
     xy_GII: torch.Tensor  # noqa: N815
+    y_GI: torch.Tensor  # noqa: N815
+    x_GI: torch.Tensor  # noqa: N815
+
+    @classmethod
+    def from_pairs(cls, layer: Node, kernel: Sequence[int], pairs: InputPairs) -> InputMoments:
+        """Compute the means over a sample of the rows that a layer multiplies its weight with."""
+        sums, rows = [torch.zeros(()).double()] * 4, 0
+        for both in pairs:
+            x_GNI, y_GNI = (input_rows(layer, values, kernel) for values in both)
+            parts = (y_GNI.mT @ y_GNI, x_GNI.mT @ y_GNI, y_GNI.sum(1), x_GNI.sum(1))
+            sums = [total + part.double() for total, part in zip(sums, parts, strict=True)]
+            rows += x_GNI.shape[1]
+        return cls(*(total / rows for total in sums))
 
 
 def weight_matrix(layer: Node, weight: torch.Tensor) -> torch.Tensor:
@@ -165,14 +178,7 @@ def adaround_(prepared: GraphModule, layer: Node, pairs: InputPairs, steps: int)
     """Round a layer's weight adaptively in a calibrated graph; return the share not to nearest."""
     weight, observer = weight_of(prepared, layer), observer_of(prepared, layer.args[1])
     weight_GOI, scale_GO1 = weight_and_scale(prepared, layer)
-    yy_GII = xy_GII = torch.zeros(()).double()
-    rows = 0
-    for both in pairs:
-        x_GNI, y_GNI = (input_rows(layer, values, weight.shape[2:]) for values in both)
-        yy_GII = yy_GII + (y_GNI.mT @ y_GNI).double()
-        xy_GII = xy_GII + (x_GNI.mT @ y_GNI).double()
-        rows += x_GNI.shape[1]
-    moments = InputMoments(yy_GII / rows, xy_GII / rows)
+    moments = InputMoments.from_pairs(layer, weight.shape[2:], pairs)
     limits = observer.quant_min, observer.quant_max
     integers_GOI = round_adaptively(weight_GOI, scale_GO1, limits, moments, steps)
     # Conversion rounds these values to nearest, which gives the same integers.
@@ -232,18 +238,9 @@ def gptq_(prepared: GraphModule, layer: Node, pairs: InputPairs) -> float:
     """
     weight, observer = weight_of(prepared, layer), observer_of(prepared, layer.args[1])
     weight_GOI, scale_GO1 = (values.double() for values in weight_and_scale(prepared, layer))
-    yy_GII = ny_GII = y_GI = n_GI = torch.zeros(()).double()
-    rows = 0
-    for both in pairs:
-        x_GNI, y_GNI = (input_rows(layer, values, weight.shape[2:]) for values in both)
-        noise_GNI = x_GNI - y_GNI
-        yy_GII = yy_GII + (y_GNI.mT @ y_GNI).double()
-        ny_GII = ny_GII + (noise_GNI.mT @ y_GNI).double()
-        y_GI, n_GI = y_GI + y_GNI.sum(1).double(), n_GI + noise_GNI.sum(1).double()
-        rows += y_GNI.shape[1]
-    y_GI, n_GI = y_GI / rows, n_GI / rows
-    moment_GII = yy_GII / rows - y_GI[:, :, None] * y_GI[:, None]
-    noise_GII = ny_GII / rows - n_GI[:, :, None] * y_GI[:, None]
+    sums = InputMoments.from_pairs(layer, weight.shape[2:], pairs)
+    moment_GII = sums.yy_GII - sums.y_GI[:, :, None] * sums.y_GI[:, None]
+    noise_GII = sums.xy_GII - sums.x_GI[:, :, None] * sums.y_GI[:, None] - moment_GII
     # Differences of large sums: of an input that never changes they may leave less than nothing.
     variance_GI = moment_GII.diagonal(dim1=1, dim2=2).clamp_(min=0)
     ridge_G11 = (RIDGE * variance_GI.mean(1)).clamp(min=SMALLEST_SCALE)[:, None, None]
