@@ -228,6 +228,10 @@ RIDGE = 10.0
 fitted, as others look different on other data (MTCNN's RNet: cosine .9982 with 0.1, .9986 with
 10)."""
 
+MOST_INPUTS = 4608
+"""Of a layer that `gptq_` rounds, those of a 3x3 convolution of 512 channels: moments of the 25,088
+of a VGG's first linear layer would take 5 GB each."""
+
 
 def gptq_(prepared: GraphModule, layer: Node, pairs: InputPairs) -> float:
     """Round a layer's weight by GPTQ in a calibrated graph; return the share not to nearest.
@@ -238,13 +242,16 @@ def gptq_(prepared: GraphModule, layer: Node, pairs: InputPairs) -> float:
     """
     weight, observer = weight_of(prepared, layer), observer_of(prepared, layer.args[1])
     weight_GOI, scale_GO1 = (values.double() for values in weight_and_scale(prepared, layer))
+    if weight_GOI.shape[2] > MOST_INPUTS:
+        return 0.0
     sums = InputMoments.from_pairs(layer, weight.shape[2:], pairs)
     moment_GII = sums.yy_GII - sums.y_GI[:, :, None] * sums.y_GI[:, None]
     noise_GII = sums.xy_GII - sums.x_GI[:, :, None] * sums.y_GI[:, None] - moment_GII
     # Differences of large sums: of an input that never changes they may leave less than nothing.
     variance_GI = moment_GII.diagonal(dim1=1, dim2=2).clamp_(min=0)
-    ridge_G11 = (RIDGE * variance_GI.mean(1)).clamp(min=SMALLEST_SCALE)[:, None, None]
-    ridged_GII = moment_GII + ridge_G11 * torch.eye(variance_GI.shape[1], dtype=torch.float64)
+    ridged_GII = moment_GII.clone()
+    ridge_G1 = (RIDGE * variance_GI.mean(1, keepdim=True)).clamp(min=SMALLEST_SCALE)
+    ridged_GII.diagonal(dim1=1, dim2=2).add_(ridge_G1)
     change_GOI = torch.linalg.solve(ridged_GII, weight_GOI @ noise_GII, left=False)
     # By a step at most, as rounding itself may: more would fit the sample.
     target_GOI = weight_GOI + change_GOI.clamp(-scale_GO1, scale_GO1)
