@@ -73,7 +73,10 @@ turn in one process); the outputs of the two files are equal to the last bit.
 Resemblyzer's run fails, as it should: the integer LSTM rounds its state in each of 160 steps, and
 on `val` the file's answers differ from the graph's by 0.58 and 0.69 of their norm. The peers write
 the same operator and compare nothing; the refused file's cosine would be 0.8194, as ONNX Runtime's.
-PNet, whose layers have 10 to 32 channels, is slower in integers by every tool.
+PNet, whose layers have 10 to 32 channels, is slower in integers by every tool; our run warns of it.
+
+The rows of EfficientNet-Lite0 and Lite1 with `corrections: auto` are from before `rounding: gptq`
+and `observer: l3` were among what it tries. Olive has a row where it was run.
 
 SmolLM2-135M stands on the page about [decoders](decoders.md#beside-other-tools).
 
