@@ -75,8 +75,8 @@ on `val` the file's answers differ from the graph's by 0.58 and 0.69 of their no
 the same operator and compare nothing; the refused file's cosine would be 0.8194, as ONNX Runtime's.
 PNet, whose layers have 10 to 32 channels, is slower in integers by every tool; our run warns of it.
 
-The rows of EfficientNet-Lite0 and Lite1 with `corrections: auto` are from before `rounding: gptq`
-and `observer: l3` were among what it tries. Olive has a row where it was run.
+The row of EfficientNet-Lite1 with `corrections: auto` is from before `rounding: gptq` and
+`observer: l3` were among what it tries. Olive has a row where it was run.
 
 SmolLM2-135M stands on the page about [decoders](decoders.md#beside-other-tools).
 
