@@ -314,7 +314,7 @@ def mac_estimate(
     positions: dict[str, float] = {}
     calls, _ = record_layer_calls(copy_module(module), Batch(tuple(inputs), None), "cpu")
     for call in calls:
-        count = call.output.numel() / call.output.shape[call.channel_axis] / len(inputs[0])
+        count = call.positions / len(inputs[0])
         positions[call.weight] = positions.get(call.weight, 0.0) + count
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if name in positions}
     known = sum(positions[name] * prod(shape) for name, shape in shapes.items())

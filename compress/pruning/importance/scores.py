@@ -28,7 +28,12 @@ from compress.core.objectives.task import has_target
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
-from compress.pruning.importance.layer_calls import LayerCall, observe_layer_calls, samples_refused
+from compress.pruning.importance.layer_calls import (
+    LayerCall,
+    channels_last,
+    observe_layer_calls,
+    samples_refused,
+)
 
 if TYPE_CHECKING:
     from compress.common.signature import Signature
@@ -48,8 +53,11 @@ MAX_COLUMNS = 12288
 """Columns of the widest layer whose Gram matrix is computed: it takes 1.2 GB in float64."""
 
 POSITIONS_PER_COLUMN = 64
-"""Positions after which further ones hardly change a layer's Gram matrix, for each of its columns.
-"""
+"""Positions after which further samples hardly change a layer's Gram matrix, per column."""
+USED_PER_COLUMN = 32
+"""Positions of these samples that are used for each column, drawn at random: neighbours are much
+alike, and so are refitted ResNets and EfficientNets (errors within 1 % of those of all)."""
+MIN_POSITIONS = 2**15  # positions that are used in any case, as they cost little
 MIN_SAMPLES = 128  # samples that are read in any case: the positions of one image are much alike
 GRAM_BLOCK = 128
 """Columns whose products with all later columns are computed at once: the Gram matrix is symmetric,
@@ -378,8 +386,13 @@ def samples_needed(call: LayerCall, samples: int, calls: int = 1) -> int:
 
     The first layers of a convolutional network have thousands of positions a sample.
     """
-    positions = calls * call.output.numel() / call.output.shape[call.channel_axis] / samples
+    positions = calls * call.positions / samples
     return max(MIN_SAMPLES, ceil(POSITIONS_PER_COLUMN * call.columns / max(positions, 1e-9)))
+
+
+def share_needed(call: LayerCall, positions: float) -> float:
+    """Return which share of the positions of a layer's calls its Gram matrix needs."""
+    return min(1.0, max(MIN_POSITIONS, USED_PER_COLUMN * call.columns) / max(positions, 1e-9))
 
 
 @dataclass(frozen=True)
@@ -500,21 +513,25 @@ def consumers(
     slots = {slot for group in groups for slot in group.consumed_slots}
     calls: dict[str, LayerCall] = {}
     moments: dict[str, Moments] = {}
+    generator, available = torch.Generator().manual_seed(0), sum(map(len, batches))
     module.to(device)
 
     def add_to_moments(call: LayerCall, size: int, samples_before: int) -> None:
         is_read = (call.weight, call.read_axis) in slots and call.columns <= MAX_COLUMNS
-        if is_read and samples_before < samples_needed(call, size):
+        needed = samples_needed(call, size)
+        if is_read and samples_before < needed:
             calls[call.weight] = call.without_values()
             own = moments.setdefault(call.weight, Moments())
-            for columns, _ in call.parts():
+            share = share_needed(call, call.positions * min(needed, available) / size)
+            for (columns,) in call.parts(share=share, generator=generator):
                 own.add_(columns)
 
     samples = 0
-    for batch in batches:
-        add = partial(add_to_moments, size=len(batch), samples_before=samples)
-        observe_layer_calls(module, [batch], add, device)
-        samples += len(batch)
+    with channels_last([module], batches[0], device):
+        for batch in batches:
+            add = partial(add_to_moments, size=len(batch), samples_before=samples)
+            observe_layer_calls(module, [batch], add, device)
+            samples += len(batch)
     module.cpu()  # where it is sliced and verified
     weights = dict(module.named_parameters())
     found: list[list[Consumer]] = [[] for _ in groups]

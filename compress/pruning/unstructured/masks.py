@@ -364,7 +364,7 @@ def set_calibrated_zeros_(
 
         def add_to_moments(call: LayerCall, moments: dict[str, Moments] = moments) -> None:
             if call.weight in moments and call.columns <= MAX_COLUMNS:
-                for columns_gpi, _ in call.parts():
+                for (columns_gpi,) in call.parts():
                     moments[call.weight].add_(layouts[call.weight].columns(columns_gpi))
 
         observe_layer_calls(module, batches, add_to_moments, device)
