@@ -327,7 +327,7 @@ def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespa
     lines += [_line(["", "equal labels", "multiply-accumulates", "CPU s"]), "|---|---|---|---|"]
     pipeline, out = work / "pruned.yaml", work / "pruned"
     stage = f"stage: prune_channels, target: {{macs: {given.prune}}}, scope: global"
-    stage += ", importance: obs, refit: true, calibration_samples: 64"
+    stage += ", importance: obs, refit: true, calibration_samples: {model.sizes[0]}"
     pipeline.write_text(f"{head}stages:\n  - {{name: smaller, {stage}}}\n")
     command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
     made = out / "artifacts" / "smaller"
@@ -358,7 +358,8 @@ def torch_pruning(model, packages: Path, work: Path, given, data) -> list[str]:
     torch.save({name: data[key] for name, key in splits.items()}, rows)
     settings = {"module": whole, "data": rows, "code": packages, "importances": ["l2"]}
     job = {**settings, "macs": given.prune, "output": output}
-    cost = tool_cost("torch_pruning", given.environments, job)
+    run = partial(tool_cost, "torch_pruning", given.environments, job)
+    cost = kept_cost(work / "torch-pruning", output, run)
     if isinstance(cost, str):
         return [_line([PEERS["torch_pruning"].release, f"failed: {cost}", "", ""])]
     return [
@@ -367,7 +368,7 @@ def torch_pruning(model, packages: Path, work: Path, given, data) -> list[str]:
                 f"{PEERS['torch_pruning'].release}, {name}",
                 _number(found["accuracy"], "percent"),
                 f"{found['macs']:.2f}",
-                f"{cost.cpu_seconds:.0f}",
+                f"{cost.cpu_seconds:.0f}" if cost else "",
             ]
         )
         for name, found in json.loads(output.read_text()).items()

@@ -6,6 +6,8 @@ weight used through ``F.conv2d``, or in a layer of another library, is observed 
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -22,8 +25,6 @@ from compress.common.errors import StageFailed, first_line
 from compress.common.forward import run_in_eval
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from compress.data.batch import Batch
 
 MAX_PART = 1 << 23
@@ -133,9 +134,28 @@ class LayerCallMode(TorchFunctionMode):
         """Observe ``module``; ``on_call`` gets each layer call."""
         super().__init__()
         self._names = {id(p): name for name, p in module.named_parameters()}
+        self._means = {
+            id(norm.running_mean): f"{name}.running_mean".lstrip(".")
+            for name, norm in module.named_modules()
+            if isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        }
         self._on_call = on_call
+        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        """Address of a layer's output → the output, and the layer's weight."""
+        self._readers: dict[str, list[str | None]] = {}
+        """Weight → the running mean of each function that reads its output; None for others."""
         self.used_elsewhere: set[str] = set()
         """Parameters that functions other than a layer's used, too."""
+
+    @property
+    def means(self) -> dict[str, str]:
+        """Weight → running mean of the BatchNorm that alone reads its output, and no other."""
+        counts = Counter(mean for own in self._readers.values() for mean in own)
+        return {
+            weight: str(own[0])
+            for weight, own in self._readers.items()
+            if len(own) == 1 and own[0] is not None and counts[own[0]] == 1
+        }
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -148,10 +168,25 @@ class LayerCallMode(TorchFunctionMode):
         if call is not None:
             own = (call.weight, call.bias)
             self._on_call(call)
+        leaves = pytree.tree_leaves((args, kwargs))
         if isinstance(result, torch.Tensor):
-            used = (self._names.get(id(x)) for x in pytree.tree_leaves((args, kwargs)))
+            used = (self._names.get(id(x)) for x in leaves)
             self.used_elsewhere |= {name for name in used if name and name not in own}
+        # Functions that give sizes or numbers of dimensions read no output.
+        if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result)):
+            mean = next((self._means[id(x)] for x in leaves if id(x) in self._means), None)
+            self.add_reader_(leaves, mean)
+        if call is not None:
+            self._outputs[id(result)] = weakref.ref(result), call.weight
+            self._readers.setdefault(call.weight, [])
         return result
+
+    def add_reader_(self, values: Any, mean: str | None = None) -> None:
+        """Note that a function, with the running mean of a BatchNorm, reads outputs of layers."""
+        for x in pytree.tree_leaves(values):
+            output, weight = self._outputs.get(id(x), (None, ""))
+            if output is not None and output() is x:
+                self._readers[weight].append(mean)
 
 
 @contextmanager
@@ -194,11 +229,10 @@ def _make_contiguous_(parameters: Sequence[nn.Parameter]) -> None:
 
 def observe_layer_calls(
     module: nn.Module, batches: Sequence[Batch], on_call: Callable[[LayerCall], None], device: str
-) -> set[str]:
+) -> LayerCallMode:
     """Run a module over batches and pass every layer call to a callback, without gradients.
 
-    Returns the parameters that functions other than a layer's used, too. The module is in eval mode
-    on the device.
+    Returns what else was observed. The module is in eval mode on the device.
 
     Raises:
         StageFailed: the module does not take a batch.
@@ -208,21 +242,22 @@ def observe_layer_calls(
         moved = batch.to(device)
         try:
             with torch.no_grad(), mode:
-                module(*moved.inputs)
+                outputs = module(*moved.inputs)
         except Exception as error:
             raise samples_refused(batch, error) from error
-    return mode.used_elsewhere
+        mode.add_reader_(outputs)
+    return mode
 
 
 def record_layer_calls(
     module: nn.Module, batch: Batch, device: str
-) -> tuple[list[LayerCall], set[str]]:
-    """Return one batch's layer calls on meta tensors, and the parameters used elsewhere, too."""
+) -> tuple[list[LayerCall], LayerCallMode]:
+    """Return one batch's layer calls on meta tensors, and what else was observed."""
     calls: list[LayerCall] = []
-    used_elsewhere = observe_layer_calls(
+    mode = observe_layer_calls(
         module, [batch], lambda call: calls.append(call.without_values()), device
     )
-    return calls, used_elsewhere
+    return calls, mode
 
 
 def samples_refused(batch: Batch, error: Exception) -> StageFailed:

@@ -5,7 +5,8 @@ Sun reconstruct layers in "Channel Pruning for Accelerating Very Deep Neural Net
 the order in which they run, each on the inputs that it gets in the smaller model, so that it also
 compensates the errors of the layers before it. Both models run once: their passes wait at each
 layer, and go on with its new weights (:class:`PausedForward`). Layers that have many positions a
-sample are fitted on the first samples, whose passes alone have begun by then.
+sample are fitted on the first samples, whose passes alone have begun by then, and on positions
+drawn at random.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from compress.pruning.importance.layer_calls import (
     record_layer_calls,
     samples_refused,
 )
-from compress.pruning.importance.scores import MAX_COLUMNS, Moments, samples_needed, share_needed
+from compress.pruning.importance.scores import (
+    MAX_COLUMNS,
+    Moments,
+    ridge_factor,
+    samples_needed,
+    share_needed,
+)
 from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForward, resident_budget
 from compress.pruning.verification.masked_equivalence import sliced_copy
 
@@ -70,6 +77,8 @@ class RefittableLayer:
     weight: str
     bias: str | None
     """Its bias, if no other layer uses it."""
+    mean: str | None
+    """Running mean of the BatchNorm behind it, which takes what a bias would add."""
     read_axis: int
     calls: int
     """Calls in one forward pass."""
@@ -136,7 +145,7 @@ def refittable_layers(
     """Return the layers to refit, in the order in which they run."""
     size, available = len(batches[0]), sum(map(len, batches))
     calls: dict[str, list[LayerCall]] = {}
-    in_order, used_elsewhere = record_layer_calls(module, batches[0], device)
+    in_order, observed = record_layer_calls(module, batches[0], device)
     for call in in_order:
         calls.setdefault(call.weight, []).append(call)
     owners = Counter(bias for own in calls.values() for bias in {call.bias for call in own})
@@ -145,11 +154,22 @@ def refittable_layers(
         last = own[-1]
         is_sliced = last.read_axis in kept.get(weight, {})
         alike = len({(call.read_axis, call.bias) for call in own}) == 1
-        if is_sliced and alike and weight not in used_elsewhere and last.columns <= MAX_COLUMNS:
-            bias = last.bias if owners[last.bias] == 1 and last.bias not in used_elsewhere else None
+        if (
+            is_sliced
+            and alike
+            and weight not in observed.used_elsewhere
+            and last.columns <= MAX_COLUMNS
+        ):
+            bias = (
+                last.bias
+                if owners[last.bias] == 1 and last.bias not in observed.used_elsewhere
+                else None
+            )
             samples = samples_needed(last, size, len(own))
             share = share_needed(last, len(own) * last.positions * min(samples, available) / size)
-            layers.append(RefittableLayer(weight, bias, last.read_axis, len(own), samples, share))
+            mean = None if last.bias or len(own) > 1 else observed.means.get(weight)
+            one = RefittableLayer(weight, bias, mean, last.read_axis, len(own), samples, share)
+            layers.append(one)
     return layers
 
 
@@ -212,7 +232,8 @@ def _refit_layer_(
     gram_gii = moments.gram_gii
     groups, columns, outputs = moments.cross_gio.shape
     zeros_gio = (is_zero == 0).reshape(groups, outputs, columns).mT  # an earlier stage pruned them
-    intercept = layer.bias is not None
+    intercept = layer.bias is not None or layer.mean is not None
+    ridge *= ridge_factor(columns, moments.positions)
     change_gio, shift_go = least_squares(moments, ridge, intercept=intercept, fixed_gio=zeros_gio)
     change_OI = change_gio.mT.reshape(-1, change_gio.shape[1])
     change = change_OI.mT if layer.read_axis == 0 else change_OI.reshape(weight.shape)
@@ -220,6 +241,9 @@ def _refit_layer_(
     if layer.bias is not None:
         bias = module.get_parameter(layer.bias)
         bias.add_(shift_go.flatten().to(bias))
+    elif layer.mean is not None:
+        mean = module.get_buffer(layer.mean)
+        mean.sub_(shift_go.flatten().to(mean))
     gained = 2 * (change_gio * moments.cross_gio).sum() + 2 * (shift_go * moments.answers_go).sum()
     moved = (change_gio * (gram_gii @ change_gio)).sum()
     moved += 2 * (shift_go * (moments.columns_gi[:, None] @ change_gio)[:, 0]).sum()
