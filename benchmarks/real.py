@@ -46,6 +46,7 @@ RECIPES = {
     "neural_compressor": ("static", "dynamic"),
 }
 FLOAT = "float"
+PRUNED = ", channels removed without training"
 PAGE = ROOT / "docs" / "real-models.md"
 HEAD = """# Models that others trained
 
@@ -148,10 +149,16 @@ def main() -> None:
 
 
 def page(work: Path) -> str:
-    """Return the page of the documentation, of all tables that were made in a folder."""
-    files = [work / name / f"{kind}.md" for name in MODELS for kind in ("table", "pruned")]
-    tables = [file.read_text() for file in files if file.exists()]
-    return "\n\n".join([HEAD + machine() + ".", *tables]) + "\n"
+    """Return the page of the documentation: tables made in a folder, and its others as they are."""
+    _, *parts = PAGE.read_text().split("\n### ") if PAGE.exists() else ("",)
+    tables = {part.partition("\n")[0]: f"### {part.strip()}" for part in parts}
+    for file in (work / name / f"{kind}.md" for name in MODELS for kind in ("table", "pruned")):
+        if file.exists():
+            text = file.read_text().strip()
+            tables[text.partition("\n")[0].removeprefix("### ")] = text
+    titles = [model.title + end for model in MODELS.values() for end in ("", PRUNED)]
+    ordered = [tables[title] for title in titles if title in tables]
+    return "\n\n".join([HEAD + machine() + ".", *ordered]) + "\n"
 
 
 def machine() -> str:
@@ -323,7 +330,7 @@ def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespa
 
     head = prepare(model, packages, work)
     data = load_file(work / "data.safetensors")
-    lines = [f"### {model.title}, channels removed without training", ""]
+    lines = [f"### {model.title}{PRUNED}", ""]
     lines += [_line(["", "equal labels", "multiply-accumulates", "CPU s"]), "|---|---|---|---|"]
     pipeline, out = work / "pruned.yaml", work / "pruned"
     stage = f"stage: prune_channels, target: {{macs: {given.prune}}}, scope: global"
