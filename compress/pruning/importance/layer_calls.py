@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import run_in_eval
+from compress.common.forward import copy_module, run_in_eval
 
 if TYPE_CHECKING:
     from compress.data.batch import Batch
@@ -203,11 +203,14 @@ def channels_last(modules: Sequence[nn.Module], batch: Batch, device: str) -> It
         yield
         return
     inputs = [x[:2] for x in batch.inputs]
+    # A copy with the same tensors: what forward keeps on a module belongs to its own passes.
+    tensors = [*modules[0].parameters(), *modules[0].buffers()]
+    trial = copy_module(modules[0], {id(tensor): tensor for tensor in tensors})
     try:
-        expected = run_in_eval(modules[0], inputs)
+        expected = run_in_eval(trial, inputs)
         for weight in weights:
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-        for own, right in zip(run_in_eval(modules[0], inputs), expected, strict=True):
+        for own, right in zip(run_in_eval(trial, inputs), expected, strict=True):
             torch.testing.assert_close(own, right, rtol=1e-3, atol=1e-3, equal_nan=True)
     except Exception:  # noqa: BLE001 - a forward may fail in any way, or on two samples
         _make_contiguous_(weights)
