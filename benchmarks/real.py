@@ -334,7 +334,7 @@ def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespa
     lines += [_line(["", "equal labels", "multiply-accumulates", "CPU s"]), "|---|---|---|---|"]
     pipeline, out = work / "pruned.yaml", work / "pruned"
     stage = f"stage: prune_channels, target: {{macs: {given.prune}}}, scope: global"
-    stage += ", importance: obs, refit: true, calibration_samples: {model.sizes[0]}"
+    stage += f", importance: obs, refit: true, calibration_samples: {model.sizes[0]}"
     pipeline.write_text(f"{head}stages:\n  - {{name: smaller, {stage}}}\n")
     command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
     made = out / "artifacts" / "smaller"

@@ -137,24 +137,24 @@ class LayerCallMode(TorchFunctionMode):
         self._means = {
             id(norm.running_mean): f"{name}.running_mean".lstrip(".")
             for name, norm in module.named_modules()
-            if isinstance(norm, nn.modules.batchnorm._BatchNorm)
+            if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.running_mean is not None
         }
         self._on_call = on_call
         self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         """Address of a layer's output → the output, and the layer's weight."""
         self._readers: dict[str, list[str | None]] = {}
         """Weight → the running mean of each function that reads its output; None for others."""
+        self._uses_of_mean: Counter[str | None] = Counter()
         self.used_elsewhere: set[str] = set()
         """Parameters that functions other than a layer's used, too."""
 
     @property
     def means(self) -> dict[str, str]:
         """Weight → running mean of the BatchNorm that alone reads its output, and no other."""
-        counts = Counter(mean for own in self._readers.values() for mean in own)
         return {
             weight: str(own[0])
             for weight, own in self._readers.items()
-            if len(own) == 1 and own[0] is not None and counts[own[0]] == 1
+            if len(own) == 1 and self._uses_of_mean[own[0]] == 1
         }
 
     def __torch_function__(
@@ -175,6 +175,7 @@ class LayerCallMode(TorchFunctionMode):
         # Functions that give sizes or numbers of dimensions read no output.
         if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result)):
             mean = next((self._means[id(x)] for x in leaves if id(x) in self._means), None)
+            self._uses_of_mean[mean] += mean is not None
             self.add_reader_(leaves, mean)
         if call is not None:
             self._outputs[id(result)] = weakref.ref(result), call.weight
@@ -197,7 +198,7 @@ def channels_last(modules: Sequence[nn.Module], batch: Batch, device: str) -> It
     does, nothing changes.
     """
     # oneDNN's results are then channels-last, too: a ResNet-18 at 224 x 224 takes 17 ms a sample
-    # instead of 24, and max pooling a tenth of its time.
+    # instead of 24.
     weights = [p for module in modules for p in module.parameters() if _is_window(p)]
     if device != "cpu" or not weights:
         yield
