@@ -1,7 +1,10 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import onnx
+import onnx.parser
 import pytest
 import torch
 
@@ -10,11 +13,11 @@ from compress import QuantizeStatic
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.common.foreign.native_runtimes import openvino_core
-from compress.common.signature import AxisBounds
+from compress.common.signature import AxisBounds, Signature
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MinSpeedup
 from compress.export import ExportOnnx, ExportOpenVINO, OpenVINOModel
-from compress.export.openvino.stage import OPENVINO
+from compress.export.openvino.stage import OPENVINO, write
 from tests.export.builders import (
     EXACT_BITS,
     IMAGE_AND_CONTEXT,
@@ -44,6 +47,25 @@ def test_every_input_and_output_keeps_its_name_and_place(tmp_path: Path) -> None
     # OpenVINO itself numbers operators by how many there were before in the process.
     again = ExportOpenVINO()(model, Context(root=tmp_path / "again"))
     assert again.model_files == exported.model_files
+
+
+def test_constants_have_no_name_that_counts_the_operators_of_the_process(tmp_path: Path) -> None:
+    # Of ReduceProd OpenVINO makes a ShapeOf, whose result it knows once the axis has its bounds.
+    graph = """<ir_version: 9, opset_import: ["": 18]>
+        graph (float[batch, length] x) => (float[batch, length] y) {
+            k = Constant<value_ints = [2, 3]> ()
+            shape = Shape(k)
+            product = ReduceProd<keepdims = 0>(shape)
+            factor = Cast<to = 1>(product)
+            y = Mul(x, factor)
+        }"""
+    onnx.save(onnx.parser.parse_model(graph), tmp_path / "model.onnx")
+    x: dict[str, Any] = {"name": "x", "shape": ["batch", "length"], "dtype": "float32"}
+    axes = {"length": AxisBounds(min=1, max=8)}
+    signature = Signature.model_validate({"inputs": [x], "outputs": [{"name": "y"}], "axes": axes})
+    for name in ("one", "two"):
+        write(tmp_path / "model.onnx", tmp_path / f"{name}.xml", signature)
+    assert (tmp_path / "one.xml").read_text() == (tmp_path / "two.xml").read_text()
 
 
 @pytest.mark.slow
