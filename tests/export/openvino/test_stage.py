@@ -17,7 +17,7 @@ from compress.common.signature import AxisBounds, Signature
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MinSpeedup
 from compress.export import ExportOnnx, ExportOpenVINO, OpenVINOModel
-from compress.export.openvino.stage import OPENVINO, write
+from compress.export.openvino.stage import OPENVINO, compiled, predictor, write
 from tests.export.builders import (
     EXACT_BITS,
     IMAGE_AND_CONTEXT,
@@ -176,9 +176,12 @@ def test_wrong_answers_are_refused_with_a_script(tmp_path: Path, monkeypatch) ->
 def test_a_function_of_a_module(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     rows = torch.randn(3, 4)
-    exported = compress.export_openvino(module, tmp_path / "model.xml", example_inputs=(rows,))
+    exported = compress.export_openvino(module, tmp_path / "net.xml", example_inputs=(rows,))
     assert isinstance(exported, OpenVINOModel)
     torch.testing.assert_close(exported.module(rows), module(rows), rtol=1e-4, atol=1e-5)
+    # OpenVINO finds the weights by the file's name.
+    (answers,) = predictor(compiled(tmp_path / "net.xml", threads=1))(rows)
+    torch.testing.assert_close(answers, module(rows), rtol=1e-4, atol=1e-5)
 
 
 def test_without_openvino_one_line_says_how_to_install_it(tmp_path: Path, monkeypatch) -> None:
