@@ -15,7 +15,7 @@ import compress.export.executorch.stage
 import compress.export.tensorrt.stage
 import compress.export.genai.stage
 import compress.export.gguf.stage
-import compress.export.compressed_tensors.stage  # noqa: F401 - of all of them, for this effect
+import compress.export.compressed_tensors.stage  # noqa: F401 - all are imported for this effect
 # isort: on
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

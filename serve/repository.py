@@ -292,8 +292,8 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         if interface.rows_stay_first and not joins:
             warnings.append(AUTO_COMPLETES)
         payload = f"{self.model_name}/{VERSION}/{backend.file}"
-        facts = packaged_facts(model, self.model_name, payload, warnings)
-        facts["batched"] = interface.rows_stay_first
+        batched = interface.rows_stay_first
+        facts = packaged_facts(model, self.model_name, payload, warnings, batched=batched)
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
@@ -322,7 +322,7 @@ def kind_of(file: Path) -> str:
 
 
 def packaged_facts(
-    model: Artifact, name: str, file: str, warnings: Sequence[str]
+    model: Artifact, name: str, file: str, warnings: Sequence[str], **further: Any
 ) -> dict[str, Any]:
     """Return facts of a repository: name, file, counts, warnings, and what opening the file needs.
 
@@ -332,6 +332,7 @@ def packaged_facts(
     return {
         "model_name": name,
         "model_file": file,
+        **further,  # here, as the facts' order is a part of the artifact's digest
         "parameters": model.parameters(),
         "macs": model.macs(),
         "warnings": [*warnings],

@@ -78,6 +78,8 @@ def test_every_stage_is_public() -> None:
 def test_reading_a_pipeline_or_verifying_imports_no_heavy_library() -> None:
     code = (
         "import sys, compress.pipelines.config.pipeline, compress.pipelines.planning.plan\n"
+        "compress.pipelines.config.registry.stages()\n"
+        "assert 'numpy' not in sys.modules\n"
         "import compress.pipelines.commands.verify\n"
         "print([m for m in ('torch', 'onnx', 'onnxruntime', 'ts', 'torchao') if m in sys.modules])"
     )

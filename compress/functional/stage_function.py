@@ -183,8 +183,11 @@ def _run_stage(
             out,
         )
     if file is not None:  # the one to deploy, and those that it refers to by name: large weights
+        payload = artifact.payload_name
         for part in artifact.model_files:
-            target = file if part == artifact.payload_name else file.parent / part
+            target = file if part == payload else file.parent / part
+            if part != payload and Path(part).stem == Path(payload).stem:
+                target = file.with_suffix(Path(part).suffix)  # OpenVINO's, found by the file's name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(artifact.path / part, target)
     return artifact

@@ -83,13 +83,14 @@ class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
         weights = decoder_weights(model, context, self.title)
         scheme = tensors.write_folder(file, weights)
         counted = tensors.compare_integers(file, weights, self.title)
-        facts = {**source_counts(model), "equal_integers": counted, "opened_by": None}
+        facts = {**source_counts(model), "equal_integers": counted}
         wrong = "answers otherwise than the quantized weights"
         if isinstance(model, PackedModel):
             error = tensors.streamed_scores_error(model, file.parent)
-            facts[STREAMED] = True
+            facts |= {STREAMED: True, "opened_by": None}
             facts["scores_error"] = refuse_scores(error, f"{self.title}: the folder {wrong}")
         elif COMPRESSED_TENSORS.missing():  # where `run` is called, which checks no requirement
+            facts["opened_by"] = None
             logger.warning(
                 "%s: not opened by transformers, which needs compressed-tensors; %s",
                 *(self.title, COMPRESSED_TENSORS.install),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -68,12 +69,22 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
     # Operators without a name get one by their place, so that a model is always written alike:
     # OpenVINO numbers them by how many the process has made, of all models.
     operators = model.get_ordered_ops()
-    unnamed = {i for i, op in enumerate(operators) if op.get_friendly_name() == op.get_name()}
+    unnamed = {i for i, op in enumerate(operators) if _is_numbered(op)}
     taken = {op.get_friendly_name() for i, op in enumerate(operators) if i not in unnamed}
     for i in sorted(unnamed):
         name = f"{operators[i].get_type_name()}_{i}"
         operators[i].set_friendly_name(f"{name}_unnamed" if name in taken else name)
     open_vino().save_model(model, file, compress_to_fp16=False)
+
+
+def _is_numbered(operator: Any) -> bool:
+    """Whether an operator's name is a number of OpenVINO's, or a constant took over such a name."""
+    name = operator.get_friendly_name()
+    if name == operator.get_name():
+        return True
+    # One that the file names has a result of that name, which a constant in its place keeps.
+    has_results = any(output.get_names() for output in operator.outputs())
+    return not has_results and re.fullmatch(r"[A-Z]\w*_\d+", name) is not None
 
 
 def compiled(file: Path, threads: int) -> Any:

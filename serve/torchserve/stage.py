@@ -6,15 +6,12 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.carried_files import TOKENIZER
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
@@ -23,16 +20,18 @@ from compress.common.errors import StageFailed
 from compress.common.requirements import JAVA, Requirement, pip_install
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from compress.export.exporter import EXPORTERS
+from compress.export.aotinductor.stage import AotModel
+from compress.export.onnx.stage import OnnxModel
+from compress.export.openvino.stage import OpenVINOModel
+from compress.export.torchscript.stage import TorchScriptModel
 from compress.serve.packaging import provenance, request_forms
-from compress.serve.packaging.model_interface import refuse_code_for_gpu
 from compress.serve.packaging.provenance import PROVENANCE, digest_of
 from compress.serve.packaging.request_forms import ImageInput, RequestForms, TextInput
 from compress.serve.torchserve import mar_file
 from compress.serve.torchserve.artifact import PROBE, TorchServeArchive
-from compress.serve.worker.loaders import LOADERS
 
 if TYPE_CHECKING:
+    from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.verdict import History
@@ -42,8 +41,10 @@ logger = logging.getLogger(__name__)
 
 STARTUP_SECONDS = 120  # time limit of a worker's start
 
+Servable = OnnxModel | OpenVINOModel | TorchScriptModel | AotModel | GraphModel | EagerModel
 
-class PackageTorchServe(Stage[Artifact, TorchServeArchive]):
+
+class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     """Pack a model into a `.mar` and hold what TorchServe answers against what was validated.
 
     An eager model is packed as its traced graph: the author's code does not travel.
@@ -96,12 +97,6 @@ class PackageTorchServe(Stage[Artifact, TorchServeArchive]):
         """The probe's inputs come from `val`, where there is one."""
         return True
 
-    @classmethod
-    def reads(cls) -> Any:
-        """Return the artifacts that the handler loads, and those that become one as a graph."""
-        exported = (exporter.writes() for kind, exporter in EXPORTERS.items() if kind in LOADERS)
-        return reduce(or_, (*exported, GraphModel, EagerModel))
-
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The handler's hash: an archive with another version's handler is not started here."""
@@ -121,7 +116,7 @@ class PackageTorchServe(Stage[Artifact, TorchServeArchive]):
         """Check `image` and `text` against the signature before anything is trained or exported."""
         RequestForms(image=self.image, text=self.text).handler_settings(signature)
 
-    def with_carried(self, model: Artifact) -> Self:
+    def with_carried(self, model: Servable) -> Self:
         """Return the stage with `image` and `text` of the artifact where they are left out here."""
         forms = request_forms.forms_of(model)
         own = {"class_names": self.class_names, "image": self.image, "text": self.text}
@@ -138,7 +133,7 @@ class PackageTorchServe(Stage[Artifact, TorchServeArchive]):
         update = {key: carried[key] for key in used if key != "class_names"}
         return self.model_copy(update=update)
 
-    def run(self, model: Artifact, context: Context) -> TorchServeArchive:
+    def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
         from compress.serve.packaging.model_interface import record_probe
         from compress.serve.packaging.val_preparation import compare_preparation
@@ -178,8 +173,10 @@ class PackageTorchServe(Stage[Artifact, TorchServeArchive]):
 
 
 @contextmanager
-def open_packaged(model: Artifact) -> Iterator[Artifact]:
+def open_packaged(model: Servable) -> Iterator[Artifact]:
     """Yield the artifact to pack: the model, or the traced graph of an eager one."""
+    from compress.serve.packaging.model_interface import refuse_code_for_gpu
+
     refuse_code_for_gpu(model, "package_torchserve", "archives are served on the CPU")
     if not isinstance(model, EagerModel):
         yield model

@@ -200,6 +200,9 @@ def test_a_repository_is_verified_and_refused_where_it_was_altered(
     pooled: OnnxModel, tmp_path: Path
 ) -> None:
     sealed = PackageTriton()(pooled, Context(root=tmp_path / "triton"))
+    # Their order is a part of the digest.
+    first = ["model_name", "model_file", "batched", "parameters"]
+    assert list(sealed.manifest.facts)[:4] == first
     proof = verify(sealed.path)
     assert proof.kind == "triton" and proof.sha256 == sha256_of(pooled.payload_path)
     copy = shutil.copytree(sealed.path, tmp_path / "copy")
