@@ -14,8 +14,9 @@ from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, names_in
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.pipelines.config.data_spec import FileData, HuggingFaceData, ImageData, TableData
-from compress.pipelines.config.model_spec import HuggingFaceModel, TimmModel
+from compress.pipelines.config.model_spec import HuggingFaceModel, ModelFile, TimmModel
 from compress.pipelines.data.samples import Preparation
+from compress.pipelines.models.exported_files import class_names_of
 from compress.serve.packaging.request_forms import (
     RESAMPLE,
     ImageInput,
@@ -43,6 +44,8 @@ def find_preparation(
         folder = pipeline.folder / model.huggingface
         carried = hf_folder.files_to_carry(folder, hf_folder.read_architecture(folder, model.task))
     names = names_in(json.loads(carried.get(CONFIG, b"{}")))
+    if isinstance(model, ModelFile):
+        names = class_names_of(model.kind, pipeline.folder / model.file)
     columns = isinstance(spec, HuggingFaceData | TableData) and spec.columns
     is_text = not columns and isinstance(spec, HuggingFaceData | TableData) and bool(spec.text)
     if is_text:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, StackDataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid
 from compress.data.batch import LABELS
+from compress.pipelines.config.data_spec import FileData, TableData
 from compress.pipelines.data.records import MOST_SHOWN, Parts, Records, read_records
 from compress.serve.packaging.val_preparation import image_body
 from compress.serve.worker.wire import image_reader, text_reader
-
-if TYPE_CHECKING:
-    from compress.pipelines.config.data_spec import FileData
 
 
 @dataclass(frozen=True)
@@ -138,10 +137,14 @@ def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
         return PreparedImages(next(iter(columns.values())), targets, files.preparation)
     if form == "text":
         return PreparedTexts(columns["text"], targets, files.preparation)
-    tensors = [torch.from_numpy(np.ascontiguousarray(column)) for column in columns.values()]
-    tensors = [x.float() if x.dtype == torch.float64 else x for x in tensors]
-    tensors += [] if targets is None else [targets]
-    return Rows(*tensors)
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in columns.items()}
+    tensors = {n: x.float() if x.dtype == torch.float64 else x for n, x in tensors.items()}
+    if isinstance(files.spec, TableData):
+        tensors = {"input": torch.stack([*tensors.values()], dim=1)}
+    labels = {} if targets is None else {LABELS: targets}
+    if len(tensors) > 1:  # the model takes them by their names
+        return StackDataset(**tensors, **labels)
+    return Rows(*tensors.values(), *labels.values())
 
 
 def targets_of(
@@ -156,20 +159,27 @@ def targets_of(
     labelled = {name: records for name, records in parts.items() if records.labels is not None}
     targets: dict[str, torch.Tensor | None] = dict.fromkeys(parts)
     names = next((r.names for r in labelled.values() if r.names), ())
-    columns = {name: np.asarray(_whole(records.labels)) for name, records in labelled.items()}
+    columns = _as_numbers({name: records.labels for name, records in labelled.items()})
     if not labelled:
         return targets, tuple(known)
     kinds = {column.dtype.kind for column in columns.values()}
-    if kinds <= set("f") or as_floats or any(column.ndim > 1 for column in columns.values()):
+    is_vector = any(column.ndim > 1 for column in columns.values())
+    # Whole prices in one split are prices, too.
+    if as_floats or is_vector or ("f" in kinds and kinds <= set("fiu")):
+        if not is_vector and not all(np.isfinite(x.astype(float)).all() for x in columns.values()):
+            raise PipelineInvalid("labels: found nan or inf, expected numbers")
         return targets | {n: torch.from_numpy(x.astype(np.float32)) for n, x in columns.items()}, ()
     if names:  # numbers that stand for names
+        if any((x < 0).any() for x in columns.values()):
+            raise PipelineInvalid("labels: some are -1, which names no class")
         columns = {n: np.asarray(names)[x] for n, x in columns.items()}
     every = {label for column in columns.values() for label in column.tolist()}
     texts = {str(label) for label in every}
     if all(isinstance(label, int) for label in every) and not (known and texts <= set(known)):
         if min(every) < 0:
             raise PipelineInvalid(f"labels: found {min(every)}, expected classes from 0 on")
-        return targets | {n: torch.from_numpy(x) for n, x in columns.items()}, tuple(known)
+        numbers = {n: torch.from_numpy(x.astype(np.int64)) for n, x in columns.items()}
+        return targets | numbers, tuple(known)
     order = tuple(known) or names or tuple(sorted(texts))
     if others := sorted(texts - set(order)):
         found, expected = (", ".join(map(repr, x[:MOST_SHOWN])) for x in (others, order))
@@ -184,15 +194,17 @@ def targets_of(
     return targets, order
 
 
-def _whole(labels: Any) -> Any:
-    """Return labels of a text file, which are texts, as whole or other numbers if all are some."""
-    if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
+def _as_numbers(labels: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each split's labels, with the texts of text files as numbers if all are numbers."""
+
+    def converted(column: Any, kind: type) -> Any:
+        return np.asarray([kind(x) if isinstance(x, str) else x for x in column])
+
+    if any(isinstance(x, str) for column in labels.values() for x in column):
         for kind in (int, float):
-            try:
-                return [kind(label) for label in labels]
-            except ValueError:
-                pass
-    return labels
+            with suppress(ValueError):
+                return {name: converted(column, kind) for name, column in labels.items()}
+    return {name: np.asarray(column) for name, column in labels.items()}
 
 
 def _shown(entry: Any) -> str:

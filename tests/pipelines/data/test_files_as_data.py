@@ -180,6 +180,101 @@ def test_tables_give_numbers_and_say_what_a_row_lacks(tmp_path: Path) -> None:
         load_data(write(tmp_path, table, factory="net:linear"))
 
 
+def splits_of(folder: Path, data: dict[str, Any], **model: Any) -> Any:
+    """Read data of files, without a model that says more than its inputs."""
+    found = load_data(write(folder, data, factory="net:linear", **model))
+    assert found is not None
+    return found
+
+
+def test_splits_have_the_same_columns_in_the_same_order(tmp_path: Path) -> None:
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house/train.csv").write_text("size,rooms,price\n50,2,1.5\n")
+    (tmp_path / "house/val.csv").write_text("rooms,price,size\n2,2,50\n")
+    (tmp_path / "house/unlabelled.csv").write_text("size,rooms\n50,2\n")
+    table = {"table": "house", "label": "price"}
+    data = splits_of(tmp_path, table)
+    read = {name: next(iter(data.batches(name))) for name in data.datasets}
+    assert all(batch.inputs[0].tolist() == [[50, 2]] for batch in read.values())
+    # A whole price is a price, as 1.5 is.
+    assert read["val"].target.tolist() == [2.0] and read["unlabelled"].target is None
+    (tmp_path / "house/val.csv").write_text("rooms,price,size,id\n2,2,50,7\n")
+    with pytest.raises(PipelineInvalid, match="inputs of val are 'rooms', 'size', 'id', and of"):
+        splits_of(tmp_path, table)
+
+
+def test_labels_are_read_alike_in_all_splits() -> None:
+    parts = {"train": Records({"x": [1, 2]}, ["01", "a"]), "val": Records({"x": [1]}, ["01"])}
+    targets, names = targets_of(parts)
+    assert names == ("01", "a") and targets["val"] is not None and targets["val"].tolist() == [0]
+    for labels in (np.array([1, 0], np.uint8), [True, False]):
+        (found, _) = targets_of({"train": Records({"x": [1, 2]}, labels)})
+        assert found["train"] is not None and found["train"].dtype == torch.int64
+    with pytest.raises(PipelineInvalid, match="found nan or inf"):
+        targets_of({"train": Records({"x": [1, 2]}, ["nan", "1"])})
+    with pytest.raises(PipelineInvalid, match="-1, which names no class"):
+        targets_of({"train": Records({"x": [1, 2]}, [-1, 1], ("bad", "good"))})
+
+
+def test_arrays_are_inputs_by_their_names(tmp_path: Path) -> None:
+    a, b, y = np.zeros((2, 1)), np.ones((2, 1)), np.array([0, 1])
+    arrays = {"a_train": a, "b_train": b, "Y_train": y, "Y_val": y, "b_val": b, "a_val": a}
+    np.savez(tmp_path / "two.npz", **arrays)
+    inputs = [{"name": name, "shape": ["batch", 1]} for name in "ba"]
+    data = splits_of(tmp_path, {"arrays": "two.npz"}, inputs=inputs)
+    for name in ("train", "val"):
+        (batch,) = data.batches(name)
+        assert [x.flatten().tolist() for x in batch.inputs] == [[1, 1], [0, 0]]
+        assert batch.target.tolist() == [0, 1]
+    np.savez(tmp_path / "two.npz", a_train=a, b_train=b, a_val=a, b_val=b)
+    (batch,) = splits_of(tmp_path, {"arrays": "two.npz"}, inputs=inputs).batches("val")
+    assert batch.target is None and len(batch.inputs) == 2
+
+
+def test_tables_of_other_programs_are_read(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x;y\n1;0\n2;1\n")
+    (tmp_path / "t.jsonl").write_text('\ufeff{"x": 1, "y": "a\u2028b"}\n{"x": 2, "y": "c"}\n')
+    for name in ("t.csv", "t.jsonl"):
+        table = {"table": name, "label": "y", "split": {"val": 0.5}}
+        assert len(splits_of(tmp_path, table).datasets["val"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "words"),
+    [
+        ("x,y\n1,0,3\n", {}, "row 1 has more cells than columns"),
+        ("x,y\n1,0\nnan,1\n", {}, "row 2, column 'x': 'nan' is no number"),
+        ("x,y\n1,0\n", {"columns": ["x", "y"]}, "column 'y' is given twice"),
+        ("x,y\n1,0\n", {"prepare": {"tokenizer": "t.json"}}, "only texts are prepared"),
+    ],
+)
+def test_tables_that_are_not_clear_are_refused(
+    tmp_path: Path, rows: str, settings: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "t.csv").write_text(rows)
+    with pytest.raises(PipelineInvalid, match=words):
+        splits_of(tmp_path, {"table": "t.csv", "label": "y", "split": {"val": 0.5}, **settings})
+
+
+@pytest.mark.parametrize("kind", ["MPO", "JPEG", "WEBP"])
+def test_photos_are_turned_as_their_cameras_were_held(tmp_path: Path, kind: str) -> None:
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:8] = 255
+    photo = Image.fromarray(pixels)
+    exif = photo.getexif()
+    exif[0x0112] = 6  # to be turned to the right
+    for split in ("train", "val"):
+        (tmp_path / "photos" / split).mkdir(parents=True)
+        more = {"save_all": True, "append_images": [photo]} if kind == "MPO" else {}
+        suffix = "webp" if kind == "WEBP" else "jpg"
+        file = tmp_path / f"photos/{split}/1.{suffix}"
+        photo.save(file, kind, exif=exif.tobytes(), **more)
+    data = load_data(write(tmp_path, {"images": "photos", "prepare": {"size": 16}}))
+    assert data is not None
+    (batch,) = data.batches("val")
+    assert batch.inputs[0][0, 0, :, 12:].min() > 0.9 and batch.inputs[0][0, 0, :, :4].max() < 0.1
+
+
 @pytest.mark.parametrize(
     "names",
     [
