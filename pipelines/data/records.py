@@ -164,7 +164,13 @@ def divide(records: Records, shares: Mapping[str, float]) -> Parts:
 def _files_below(place: Path) -> Iterator[Path]:
     """Yield files, also those of linked folders, without hidden ones."""
     for folder, folders, names in os.walk(place, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        own = Path(folder).resolve()
+        folders[:] = [
+            name
+            for name in folders
+            # A link to a folder that it lies in would give the same images again and again.
+            if not (name.startswith(".") or own.is_relative_to(Path(folder, name).resolve()))
+        ]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 

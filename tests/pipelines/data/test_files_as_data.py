@@ -66,6 +66,7 @@ def test_folders_of_classes_become_prepared_samples(tmp_path: Path) -> None:
     ]
     images(tmp_path / "photos", names)
     (tmp_path / "photos/train/.hidden.png").write_bytes(b"")
+    (tmp_path / "photos/train/loop").symlink_to("..")
     data = load_data(write(tmp_path, {"images": "photos", "prepare": PREPARE}))
     assert data is not None and sorted(data.datasets) == ["train", "val"]
     (batch,) = data.batches("val")
@@ -343,7 +344,7 @@ def test_the_preparation_travels_with_the_model(tmp_path: Path, prepare: dict[st
 def test_python_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "rows.npz", x=np.arange(20.0).reshape(10, 2), y=np.arange(10) % 2)
     monkeypatch.chdir(tmp_path)
-    splits = compress.load_data(arrays="rows.npz", split={"val": 0.4})
+    splits = compress.load_data(arrays=Path("rows.npz"), split={"val": 0.4})
     assert len(splits.datasets["val"]) == 4  # type: ignore[arg-type]
     module = torch.nn.Linear(2, 2)
     assert isinstance(compress.quantize_dynamic(module, data=splits), compress.GraphModel)
