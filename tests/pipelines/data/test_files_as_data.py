@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from onnx import helper
 from PIL import Image
 
 import compress
 from compress.common.errors import PipelineInvalid
 from compress.common.signature import Signature
 from compress.pipelines.api import Pipeline
+from compress.pipelines.commands.init import InitOptions, _data_section
 from compress.pipelines.config.pipeline import PipelineConfig, relocated
 from compress.pipelines.data.describe import describe_files
 from compress.pipelines.data.records import Records, divide
@@ -375,6 +377,42 @@ def test_init_describes_what_it_is_given(tmp_path: Path) -> None:
     with pytest.raises(PipelineInvalid, match=r"expected a folder of images, a \.csv"):
         (tmp_path / "notes.txt").write_text("")
         describe_files(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (["batch", 3, 8, 6], {"size": [8, 6], "mean": [0.0], "std": [1.0]}),
+        (["batch", 8, 6, 1], {"size": [8, 6], "layout": "hwc", "mean": [0.0], "std": [1.0]}),
+        (["batch", 3, "height", "width"], None),
+        ([], None),
+    ],
+)
+def test_init_prepares_images_as_the_input_is(
+    tmp_path: Path, shape: list[Any], expected: dict[str, Any] | None
+) -> None:
+    images(tmp_path / "photos", ["a/1.png", "b/2.png"])
+    options = InitOptions("net:net", data=str(tmp_path / "photos"))
+    model = {"inputs": [{"name": "x", "shape": shape}]} if shape else {}
+    if expected is None:
+        with pytest.raises(PipelineInvalid, match="images become inputs of one size; give it as"):
+            _data_section(options, tmp_path, model)
+    else:
+        assert _data_section(options, tmp_path, model)["prepare"] == expected
+
+
+def test_an_onnx_file_names_its_classes(tmp_path: Path) -> None:
+    images(tmp_path / "photos", ["ape/1.png", "ape/2.png", "zebra/1.png", "zebra/2.png"])
+    value = {n: helper.make_tensor_value_info(n, 1, ["batch", 3, 8, 8]) for n in "xy"}
+    node = helper.make_node("Relu", ["x"], ["y"])
+    model = helper.make_model(helper.make_graph([node], "g", [value["x"]], [value["y"]]))
+    helper.set_model_props(model, {"class_names": '["zebra", "ape"]'})
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    data = {"images": "photos", "split": {"val": 0.5}, "prepare": {"mean": [0.5]}}
+    found = load_data(write(tmp_path, data, file="m.onnx"))
+    assert found is not None
+    (batch,) = found.batches("val")
+    assert batch.target.tolist() == [1, 0]
 
 
 @pytest.mark.slow
