@@ -54,7 +54,7 @@ class StoredImages:
 
     def __getitem__(self, index: int) -> Any:
         entry = self.dataset[index][self.name]
-        return entry["bytes"] or Path(entry["path"])
+        return entry and (entry["bytes"] or Path(entry["path"]))
 
 
 @dataclass(frozen=True)

@@ -67,14 +67,16 @@ class PreparedImages(Dataset[Any]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Any:
-        body = image_body(self.images[index])
+        entry = self.images[index]
+        place = entry if isinstance(entry, Path) else f"sample {index}"
+        body = image_body(entry)
         if body is None:
-            raise PipelineInvalid(f"{_shown(self.images[index])} is no image that can be read")
+            raise PipelineInvalid(f"{place} is no image that can be read")
         read = image_reader(self.preparation.settings, self.preparation.inputs[0])
         try:
             x = torch.from_numpy(read(body)[0][0])
         except ValueError as error:
-            raise PipelineInvalid(f"{_shown(self.images[index])}: {error.args[-1]}") from None
+            raise PipelineInvalid(f"{place}: {error.args[-1]}") from None
         return (x,) if self.targets is None else (x, self.targets[index])
 
 
@@ -205,7 +207,3 @@ def _as_numbers(labels: Mapping[str, Any]) -> dict[str, Any]:
             with suppress(ValueError):
                 return {name: converted(column, kind) for name, column in labels.items()}
     return {name: np.asarray(column) for name, column in labels.items()}
-
-
-def _shown(entry: Any) -> str:
-    return str(entry) if isinstance(entry, Path) else "a row"
