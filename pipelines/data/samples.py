@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Preparation:
     """Of the server's handler."""
     inputs: tuple[Mapping[str, Any], ...] = ()
     """The model's inputs, as the handler knows them."""
-    tokenizer: str = field(default="", repr=False)
+    tokenizer: str = ""
     """Content of a `tokenizer.json`; prepared samples are hashed, and show what it is."""
     class_names: tuple[str, ...] = ()
     """Classes that the model knows by name, in its order."""
@@ -45,15 +46,32 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Files:
-    """What :func:`load_files` reads; where it lies decides nothing, and is no part of its text."""
+    """What :func:`load_files` reads."""
 
     spec: FileData
     preparation: Preparation
-    folder: Path = field(repr=False)
+    folder: Path
+    code: Path
+    """The folder of the user's modules, the same for a pipeline file that is written elsewhere."""
     has_numbers: bool = False
     """Whether whole numbers among the labels are no classes, but what is predicted."""
     carried: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Files beside the model that tell the preparation to servers."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The cache key's part: what decides the samples besides what the files hold."""
+        spec, prepared = self.spec, self.preparation
+        # How samples are read decides nothing about them.
+        settings = spec.model_dump(mode="json", exclude={"batch_size", "loader", "prepare"})
+        return {
+            **settings,
+            spec.key: os.path.relpath((self.folder / spec.place).resolve(), self.code),
+            "prepare": {"form": prepared.form, **prepared.settings},
+            "inputs": [*prepared.inputs],
+            "class_names": [*prepared.class_names],
+            "has_numbers": self.has_numbers,
+        }
 
 
 class PreparedImages(Dataset[Any]):

@@ -415,6 +415,29 @@ def test_an_onnx_file_names_its_classes(tmp_path: Path) -> None:
     assert batch.target.tolist() == [1, 0]
 
 
+def test_the_cache_key_names_what_changed_and_stays_where_a_file_moves(tmp_path: Path) -> None:
+    images(tmp_path / "photos", ["train/a/1.png", "val/a/2.png"])
+
+    def key(**settings: Any) -> Any:
+        found = load_data(write(tmp_path, {"images": "photos", "prepare": PREPARE, **settings}))
+        assert found is not None
+        return found.contents().made
+
+    made = key()
+    files = made["arguments"]["files"]
+    assert files["images"] == "photos" and files["prepare"]["mean"] == [0.5]
+    assert key(loader={"workers": 1}) == made
+    assert key(batch_size=3) == {**made, "batch_size": 3}
+    assert key(prepare={**PREPARE, "std": [0.5]}) != made and key(classes=["a", "b"]) != made
+    content = yaml.safe_load((tmp_path / "p.yaml").read_text())
+    content["data"] = {"images": "photos", "prepare": PREPARE}
+    (tmp_path / "elsewhere").mkdir()
+    moved = tmp_path / "elsewhere/p.yaml"
+    moved.write_text(yaml.safe_dump(relocated(content, tmp_path, moved.parent)))
+    found = load_data(PipelineConfig.from_yaml(moved))
+    assert found is not None and found.contents().made == made
+
+
 @pytest.mark.slow
 def test_photos_are_served_as_they_were_judged(tmp_path: Path) -> None:
     names = [f"{label}/{i}.png" for label in ("dark", "light") for i in range(20)]
