@@ -67,7 +67,8 @@ def find_preparation(
         settings = form.handler_settings(Signature(inputs=inputs))
     except StageFailed as error:
         raise PipelineInvalid(f"data.prepare: {error}") from error
-    carried[IMAGES] = _json(_processor_config(settings))
+    if spec.prepare or IMAGES not in carried:  # the model's own file is left as it is
+        carried[IMAGES] = _json(_processor_config(settings))
     return _preparation("image", settings, inputs, names), carried
 
 
@@ -139,6 +140,8 @@ def _processor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
         config["size"] = {"shortest_edge": settings["shorter_side"]}
     else:
         config["size"] = dict(zip(("height", "width"), settings["squashed_to"], strict=True))
+    # Of transformers, ViTImageProcessor cuts nothing out.
+    config["image_processor_type"] = "CLIPImageProcessor"
     return {**config, "do_center_crop": True, "crop_size": whole}
 
 

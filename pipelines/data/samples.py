@@ -157,11 +157,11 @@ def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
         return PreparedImages(next(iter(columns.values())), targets, files.preparation)
     if form == "text":
         return PreparedTexts(columns["text"], targets, files.preparation)
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in columns.items()}
+    tensors: Any = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in columns.items()}
     tensors = {n: x.float() if x.dtype == torch.float64 else x for n, x in tensors.items()}
     if isinstance(files.spec, TableData):
         tensors = {"input": torch.stack([*tensors.values()], dim=1)}
-    labels = {} if targets is None else {LABELS: targets}
+    labels: dict[str, Any] = {} if targets is None else {LABELS: targets}
     if len(tensors) > 1:  # the model takes them by their names
         return StackDataset(**tensors, **labels)
     return Rows(*tensors.values(), *labels.values())
