@@ -17,21 +17,25 @@ TIMES := .venv/times
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # make soak   run the tests that take long or want a quiet machine, one after the other
-.PHONY: demo test tests test-lowest soak fuzz attack lint docs lock mutation reference clean
+.PHONY: demo test tests collected test-lowest soak fuzz attack lint docs lock mutation reference clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
 
-# Lint and docs use one core each, so beside one another; --output-sync keeps their output apart.
+# Lint uses one core; beside it the other has time for the docs and for what all workers of the tests read
+# then, the tests' modules with rewritten assertions. --output-sync keeps their output apart.
 test: .venv/dev
 	@rm -f $(TIMES)
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target timed-lint timed-docs
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target timed-lint timed-docs collected
 	@$(MAKE) --no-print-directory timed-tests
 	@cat $(TIMES)
 
 timed-%:
 	@begin=$$(date +%s); $(MAKE) --no-print-directory $* || exit; \
 	echo "$*: $$(($$(date +%s) - begin)) s" | tee -a $(TIMES)
+
+collected: .venv/dev
+	$(BIN)/pytest -q --collect-only -m 'not soak' > .venv/collected || { tail -n 40 .venv/collected; exit 1; }
 
 # Quick and slow tests in one run: the workers import and collect once. The commands that tests start
 # would compile what they import each time where PYTHONDONTWRITEBYTECODE is set.
@@ -51,7 +55,7 @@ test-lowest: .venv/lock
 soak: .venv/dev
 	$(BIN)/pytest -q -m soak
 
-# Hypothesis draws new examples each time; CI tries the same 100 in `make test`.
+# Hypothesis draws new examples each time; CI tries the same 60 in `make test`.
 fuzz: .venv/dev
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest -q --timeout 0 tests/fuzz
 

@@ -16,17 +16,7 @@ from typer.core import TyperGroup
 from compress import __version__
 from compress.common.errors import PipelineInvalid
 from compress.common.malloc import keep_freed_memory
-from compress.pipelines.terminal.console import (
-    current_mode,
-    fast_imports,
-    get_prompter,
-    notify,
-    print_report,
-    print_result,
-    run_app,
-    show_progress,
-    wrap_command,
-)
+from compress.pipelines.terminal import console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +59,8 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
     """Register a command with examples for its help; each takes --json, --quiet and --debug."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        return app.command(epilog=_examples(*examples))(wrap_command(function, COMMON_OPTIONS))
+        wrapped = console.wrap_command(function, COMMON_OPTIONS)
+        return app.command(epilog=_examples(*examples))(wrapped)
 
     return register
 
@@ -135,7 +126,7 @@ StoreUrl = Annotated[str | None, typer.Option("--store", help="URL of a store to
 
 def main() -> None:
     """Entry point of the `compress` command."""
-    run_app(app)
+    console.run_app(app)
 
 
 def _version(wanted: bool) -> None:
@@ -196,8 +187,8 @@ def init(
         from compress.pipelines.commands.init import InitOptions, write_draft
 
         options = InitOptions(model, argument, checkpoint, inputs, data, target, goal, task)
-        draft = write_draft(file, options, force, get_prompter())
-        print_result(draft.content(), draft.lines(), warnings=draft.warnings)
+        draft = write_draft(file, options, force, console.get_prompter())
+        console.print_result(draft.content(), draft.lines(), warnings=draft.warnings)
         return
     from compress.pipelines.executors.slurm import Cluster, write_script
 
@@ -206,17 +197,17 @@ def init(
     )
     to_do = write_script(script, file, out or Path("runs") / file.stem, cluster)
     lines = [f"{script}: submit it with `sbatch {script}`"]
-    print_result({"file": str(script), "to_do": to_do}, lines, warnings=to_do)
+    console.print_result({"file": str(script), "to_do": to_do}, lines, warnings=to_do)
 
 
 @command("compress check pipeline.yaml")
 def check(file: PipelineFile, quick: Quick = False) -> None:
     """Validate a pipeline without running its stages."""
-    with fast_imports():
+    with console.fast_imports():
         from compress.pipelines.commands.check import check_pipeline
 
     content, lines, warnings = check_pipeline(file, models=not quick)
-    print_result(content, lines, warnings=warnings)
+    console.print_result(content, lines, warnings=warnings)
 
 
 @command(
@@ -241,12 +232,12 @@ def run(
     ] = False,
 ) -> None:
     """Run a pipeline; write the report and the artifacts."""
-    with fast_imports():
+    with console.fast_imports():
         from compress.pipelines.api import Pipeline
         from compress.pipelines.executors.launched import joined_processes
     with joined_processes(file):
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
-        with fast_imports():
+        with console.fast_imports():
             from compress.pipelines.config.run_options import RunOptions
             from compress.pipelines.explain.command import repaired_on_refusal
             from compress.pipelines.runner.run import forked_measurement_process, preview_run
@@ -255,12 +246,12 @@ def run(
         options = RunOptions(start, until, force, jobs, engine, store, judge=judge, profile=profile)
         if dry_run:
             actions = preview_run(pipeline, directory, options)
-            print_result(actions, (f"{name}: {action}" for name, action in actions.items()))
+            console.print_result(actions, (f"{name}: {action}" for name, action in actions.items()))
             return
         with (
             repaired_on_refusal(directory) if repair else nullcontext(),
             forked_measurement_process(pipeline, directory, options),
-            show_progress(quiet=current_mode().silent) as (progress, announce),
+            console.show_progress() as (progress, announce),
         ):
             keep_freed_memory()
             pipeline.run(
@@ -268,7 +259,7 @@ def run(
                 options,
                 progress=progress,
                 announce=announce,
-                finished=functools.partial(print_report, out=directory, error_follows=True),
+                finished=functools.partial(console.print_report, out=directory, error_follows=True),
             )
 
 
@@ -280,8 +271,8 @@ def report(
     """Show a run's report, and write its page again."""
     from compress.pipelines.reporting.html import rerender_report
 
-    found = rerender_report(directory, notify)
-    print_report(found, out=directory)
+    found = rerender_report(directory, console.notify)
+    console.print_report(found, out=directory)
     if open_it:
         typer.launch(str((directory / "report.html").resolve()))
 
@@ -323,7 +314,7 @@ def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl =
 
     pipeline = PipelineConfig.from_yaml(file)
     reason = explain(pipeline, out or pipeline.default_out, stage, store)
-    print_result(reason, reason.lines())
+    console.print_result(reason, reason.lines())
 
 
 @command("compress diff runs/before runs/after")
@@ -333,7 +324,7 @@ def diff(before: RunDirectory, after: RunDirectory) -> None:
     from compress.pipelines.results.comparison import compare
 
     found = compare(before, after)
-    print_result(found, difference_lines(found), lambda _: difference_table(found))
+    console.print_result(found, difference_lines(found), lambda _: difference_table(found))
 
 
 def describe_artifact(found: Artifact) -> list[str]:
@@ -359,7 +350,7 @@ def inspect(artifact: ArtifactPath) -> None:
     from compress.artifacts.artifact import Artifact
 
     found = Artifact.from_directory(artifact)
-    print_result(
+    console.print_result(
         {"digest": found.digest} | found.manifest.model_dump(mode="json"), describe_artifact(found)
     )
 
@@ -386,7 +377,7 @@ def verify(
     options["model_signature"] = model_signature
     proof = verify_command(artifact, VerifierInputs(sha256, attestation, key), **options)
     found = {"artifact": str(artifact)} | proof.model_dump(mode="json")
-    print_result(found, proof.summary_lines())
+    console.print_result(found, proof.summary_lines())
 
 
 @command(
@@ -408,14 +399,17 @@ def serve(
     report: Annotated[Path | None, typer.Option(help="The run's report.json.")] = None,
 ) -> None:
     """Serve an artifact over HTTP; a .mar by TorchServe."""
-    with fast_imports():
+    with console.fast_imports():
         from compress.serve.http.options import Limits, Options
         from compress.serve.serve_command import serve_artifact
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
     sizes["sha256"] = sha256
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
     serve_artifact(
-        artifact, options, token_file, lambda p: print_result(asdict(p), p.lines(), indent=None)
+        artifact,
+        options,
+        token_file,
+        lambda p: console.print_result(asdict(p), p.lines(), indent=None),
     )
 
 
@@ -427,10 +421,10 @@ def generate(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
     """Continue a text with a model of export_genai."""
-    with fast_imports():
+    with console.fast_imports():
         from compress.export.genai.text import continue_text
     found = continue_text(artifact, prompt, tokens, threads)
-    print_result(asdict(found), found.lines())
+    console.print_result(asdict(found), found.lines())
 
 
 @command(
@@ -450,7 +444,7 @@ def bench(
     web: Annotated[Path | None, typer.Option(help="Write a page for browsers.")] = None,
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
-    with fast_imports():
+    with console.fast_imports():
         from compress.common.atomic_files import write_atomically
         from compress.pipelines.bench import bench as measure
         from compress.pipelines.bench import bench_page, bench_table, parse_numbers
@@ -465,7 +459,7 @@ def bench(
     )
     if html is not None:
         write_atomically(html, bench_page(found))
-    print_result(found, found.lines(), lambda _: bench_table(found))
+    console.print_result(found, found.lines(), lambda _: bench_table(found))
 
 
 @command(
@@ -481,7 +475,7 @@ def package(
     sign_key: Annotated[Path | None, typer.Option(help="Signs the attestation, PEM.")] = None,
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
-    with fast_imports():
+    with console.fast_imports():
         from compress.pipelines.commands.verify import verify_command
         from compress.serve.image.container_image import write_build_folder, write_image_layout
 
@@ -502,7 +496,7 @@ def package(
         from compress.artifacts.libraries.transformers_folder import write_transformers_folder
 
         packaged = write_transformers_folder(artifact, transformers)
-    print_result(asdict(packaged), packaged.lines())
+    console.print_result(asdict(packaged), packaged.lines())
 
 
 @command("compress sensitivity pipeline.yaml --ratio 0.25 --ratio 0.5")
@@ -562,11 +556,11 @@ def auto(
 @command("compress doctor")
 def doctor() -> None:
     """Show versions, hardware, and missing requirements."""
-    with fast_imports():
+    with console.fast_imports():
         from compress.pipelines.commands.doctor import examine
 
     found = examine()
-    print_result(found, found.lines())
+    console.print_result(found, found.lines())
 
 
 @command("compress gc runs/pipeline --older-than 8w --dry-run")
@@ -578,8 +572,8 @@ def gc(
     """Delete cached results that were not used lately."""
     from compress.pipelines.store.gc import clean
 
-    found = clean(place, older_than, dry_run, notify)
-    print_result(found, found.lines())
+    found = clean(place, older_than, dry_run, console.notify)
+    console.print_result(found, found.lines())
 
 
 @command("compress schema > pipeline.schema.json")
@@ -588,7 +582,7 @@ def schema() -> None:
     from compress.pipelines.config.pipeline import json_schema
 
     content = json_schema()
-    print_result(content, json.dumps(content, indent=1).splitlines())
+    console.print_result(content, json.dumps(content, indent=1).splitlines())
 
 
 if __name__ == "__main__":  # torchrun -m compress.cli

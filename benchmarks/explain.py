@@ -40,7 +40,7 @@ from compress.pipelines import Pipeline  # noqa: E402
 from compress.pipelines.config.run_options import RunOptions  # noqa: E402
 from compress.pipelines.explain.explain import Explained, explain_run  # noqa: E402
 from compress.pipelines.explain.finished_run import FinishedRun  # noqa: E402
-from compress.pipelines.explain.repair import repair_run  # noqa: E402
+from compress.pipelines.explain.repair import RepairSearch  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 
 POINTS = 1.0
@@ -182,7 +182,8 @@ def explain(
 def repair(outcome: Outcome) -> None:
     """Try repairs, and the guilty layers in float."""
     began = time.monotonic()
-    search = repair_run(outcome.run, [outcome.explained], began + SECONDS, lambda line: None)
+    search = RepairSearch(outcome.run, began + SECONDS, lambda line: None)
+    search.search(outcome.run, [outcome.explained], {}, None)
     outcome.is_tried = True
     outcome.repair_seconds = time.monotonic() - began
     outcome.repaired_by = search.found.name if search.found else None

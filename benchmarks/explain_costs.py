@@ -45,7 +45,7 @@ from compress.pipelines import Pipeline  # noqa: E402
 from compress.pipelines.config.run_options import RunOptions  # noqa: E402
 from compress.pipelines.explain.explain import explain_run  # noqa: E402
 from compress.pipelines.explain.finished_run import FinishedRun  # noqa: E402
-from compress.pipelines.explain.repair import repair_run  # noqa: E402
+from compress.pipelines.explain.repair import RepairSearch  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 
 LIMIT = {
@@ -167,7 +167,8 @@ def explain(fault: CostFault, number: int, folder: Path, *, repairs: bool) -> Ou
     outcome.layers = tuple(found.causes[0].layers) if found.causes else ()
     if repairs and explained.repairs:
         deadline = time.monotonic() + REPAIR_SECONDS
-        search = repair_run(finished, [explained], deadline, lambda line: None)
+        search = RepairSearch(finished, deadline, lambda line: None)
+        search.search(finished, [explained], {}, None)
         outcome.repaired = search.found is not None
         outcome.repaired_by = search.found.name if search.found else "-"
     return outcome

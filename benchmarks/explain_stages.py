@@ -38,7 +38,7 @@ from compress.pipelines import Pipeline  # noqa: E402
 from compress.pipelines.config.run_options import RunOptions  # noqa: E402
 from compress.pipelines.explain.explain import explain_run  # noqa: E402
 from compress.pipelines.explain.finished_run import FinishedRun  # noqa: E402
-from compress.pipelines.explain.repair import repair_run  # noqa: E402
+from compress.pipelines.explain.repair import RepairSearch  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 
 SET_ON = ("chain", "depthwise", "perceptron")
@@ -160,7 +160,8 @@ def judge(
             )
             if repairs and outcome.is_fault:
                 began = time.monotonic()
-                search = repair_run(run, explained, began + SECONDS, lambda line: None, trains=True)
+                search = RepairSearch(run, began + SECONDS, lambda line: None, trains=True)
+                search.search(run, explained, {}, None)
                 outcome.is_tried = True
                 outcome.repair_seconds = time.monotonic() - began
                 if search.found is not None:

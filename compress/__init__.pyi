@@ -60,9 +60,9 @@ from .functional.stages import quantize_static as quantize_static
 from .functional.stages import quantize_weights as quantize_weights
 from .functional.stages import rotate_weights as rotate_weights
 from .functional.stages import train as train
-from .pipelines.auto.function import auto as auto
 from .pipelines.bench import bench as bench
 from .pipelines.load_data import load_data as load_data
+from .pipelines.optimize import auto as auto
 from .pipelines.optimize import optimize as optimize
 from .pruning.channel_settings import Target as Target
 from .pruning.prune_channels import PruneChannels as PruneChannels

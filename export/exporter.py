@@ -136,6 +136,7 @@ class Exporter(Stage[Reads, Writes]):
             # An artifact that is no export, such as an imported ONNX file, is run as it is.
             kinds=frozenset({kind.kind}),
             write=cls._write_baseline,
+            lineage=lambda model, context: cls.for_baseline(context).lineage(model),
             reads=frozenset(one.kind for one in members_of(cls.reads())),
             requirements=runtime.requirements,
         )

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import lazy_loader  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
-    from compress.pipelines.api import Pipeline
+    from compress.pipelines.api import Pipeline as Pipeline
 
-__all__ = ["Pipeline"]
-
-
-def __getattr__(name: str) -> Any:
-    # Not imported at once: every module below imports this one first, also those of a command that
-    # must start fast, and the settings of all stages take most of a second to import.
-    if name == "Pipeline":
-        from compress.pipelines.api import Pipeline
-
-        return Pipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Not imported at once: every module below imports this one first, also those of a command that
+# must start fast, and the settings of all stages take most of a second to import.
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"api": ["Pipeline"]})

@@ -86,13 +86,11 @@ def bench(
         if web is not None:
             page = _web_page(artifacts, context, cells, seconds)
             write_atomically(Path(web), page)
-        measured = [
+        measured = tuple(
             BenchedModel(name=name, kind=a.kind, digest=a.digest, bytes=a.payload_bytes)
             for name, a in artifacts.items()
-        ]
-    return Bench(
-        machine=machine(), models=tuple(measured), cells=tuple(cells), not_exported=failures
-    )
+        )
+    return Bench(machine=machine(), models=measured, cells=tuple(cells), not_exported=failures)
 
 
 def _web_page(

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Self
 
 SERVER = """
-import gc, json, os, runpy, sys, traceback
+import atexit, gc, json, os, runpy, sys, traceback
 gc.disable()
 exec(sys.argv.pop())
 gc.freeze()
@@ -35,6 +35,7 @@ for line in sys.stdin:
             code = 0
         except BaseException:
             traceback.print_exc()
+        atexit._run_exitfuncs()  # such as those that remove temporary folders
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -192,6 +192,7 @@ MODELS = {
     "pnet": _detector("PNet", 64, ("boxes", "probabilities")),
     "rnet": _detector("RNet", 24, ("boxes", "probabilities")),
     "onet": _detector("ONet", 48, ("boxes", "landmarks", "probabilities")),
+    "resnet18": _seeded_images("ResNet-18, seeded weights", "resnet18", False),
     "resnet50": _seeded_images("ResNet-50, seeded weights", "resnet50", False),
     "vit": _seeded_images("ViT-S/16, seeded weights", "vit_small", True),
     "bert": _text_encoder("BERT-base, seeded weights", "bert_base", sizes=(64, 64, 128)),

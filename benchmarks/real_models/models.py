@@ -75,6 +75,14 @@ def vit_small() -> nn.Module:
     return timm.create_model("vit_small_patch16_224")
 
 
+def resnet18() -> nn.Module:
+    """Return a network of ResNet-18's shape, whose BatchNorms are those of seeded weights."""
+    from shapes import resnet18
+
+    torch.manual_seed(0)
+    return resnet18()
+
+
 def resnet50() -> nn.Module:
     """Return a network of ResNet-50's shape, whose BatchNorms are those of seeded weights."""
     from shapes import resnet50

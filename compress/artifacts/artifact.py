@@ -17,25 +17,11 @@ from pydantic import Field, JsonValue, field_validator
 from compress.artifacts.carried_files import CARRIED_NAMES, CONFIG, names_in
 from compress.artifacts.kinds import LOADED, artifact_class, known_kinds
 from compress.artifacts.recipe import Recipe
-from compress.common.atomic_files import (
-    open_regular,
-    partial_folder,
-    refuse_irregular,
-    replace,
-    stays_inside,
-    sync,
-)
+from compress.common import atomic_files, sealed_json
 from compress.common.config import Settings
 from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.forward import KeptModels, OpenedModel
-from compress.common.sealed_json import (
-    SEAL,
-    dump_sealed,
-    load_sealed,
-    load_strictly,
-    parse_settings,
-)
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
@@ -84,7 +70,7 @@ class Manifest(Settings):
     @classmethod
     def _inside(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         for name in files:
-            if not stays_inside(name) or name == MANIFEST:
+            if not atomic_files.stays_inside(name) or name == MANIFEST:
                 raise ValueError(f"{name[:80]!r} is not a file of an artifact")
         return files
 
@@ -143,7 +129,7 @@ class Artifact:
         """Return the artifact of a directory's manifest, unchecked, or raise ArtifactInvalid."""
         path = Path(path)
         try:
-            with open_regular(path / MANIFEST, follow_link=False) as stream:
+            with atomic_files.open_regular(path / MANIFEST, follow_link=False) as stream:
                 raw = stream.read(MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise ArtifactInvalid(f"{path}: not an artifact (it has no {MANIFEST})") from None
@@ -156,7 +142,7 @@ class Artifact:
         """Return a manifest's artifact; raise ArtifactInvalid if unreadable or of another kind."""
         if len(raw) > MANIFEST_BYTES:
             raise ArtifactInvalid(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
-        manifest = parse_settings(Manifest, raw, path / MANIFEST, _load_manifest)
+        manifest = sealed_json.parse_settings(Manifest, raw, path / MANIFEST, _load_manifest)
         kind = artifact_class(manifest.kind)
         if kind is None or not issubclass(kind, cls):
             expected = getattr(cls, "kind", " or ".join(known_kinds()))
@@ -188,7 +174,7 @@ class Artifact:
         # not an artifact, so a half-written one does not exist.
         facts = {} if facts is None else facts
         _refuse_foreign(path)
-        with partial_folder(path) as partial:
+        with atomic_files.partial_folder(path) as partial:
             for name, content in (carried or {}).items():
                 (partial / name).write_bytes(content)
             yield partial
@@ -204,11 +190,11 @@ class Artifact:
                 lineage=lineage,
                 files=files,
             )
-            raw = dump_sealed(manifest.model_dump(mode="json"), indent=1)
+            raw = sealed_json.dump_sealed(manifest.model_dump(mode="json"), indent=1)
             (partial / MANIFEST).write_bytes(raw)
             seal(partial)
             replace_artifact(partial, path)  # checks again what the path holds by now
-            sync(path.parent)
+            atomic_files.sync(path.parent)
             _known.update({_version(path / n, s): files[n].sha256 for n, s in written.items()})
 
     @property
@@ -271,8 +257,8 @@ class Artifact:
         """Verify the files before they are loaded; raise ArtifactInvalid as :meth:`check_files`."""
         # A run opens an artifact many times. Files that this process has hashed are hashed again
         # only if their inode, size or times have changed.
-        files, versions = self.manifest.files, self.file_versions()
-        unknown = {v: name for v, name in versions.items() if _known.get(v) != files[name].sha256}
+        hashed = self.hashed_versions()
+        unknown = {v: name for v, name in self.file_versions().items() if v not in hashed}
         if unknown:
             self.check_files(hashed=unknown.values())
         self.note_hashed(unknown)
@@ -280,6 +266,11 @@ class Artifact:
     def file_versions(self) -> dict[FileVersion, str]:
         """Return the version of each file → its name; ArtifactInvalid as :meth:`check_files`."""
         return {_version(self.path / n, s): n for n, s in self._check_sizes().items()}
+
+    def hashed_versions(self) -> dict[FileVersion, str]:
+        """Return those of :meth:`file_versions` whose files this process has hashed as sealed."""
+        files = self.manifest.files
+        return {v: n for v, n in self.file_versions().items() if _known.get(v) == files[n].sha256}
 
     def note_hashed(self, versions: Mapping[FileVersion, str]) -> None:
         """Let :meth:`verify_cached` hash no file of these versions; another process has done it."""
@@ -295,10 +286,7 @@ class Artifact:
                 _known[version] = _known[before[name]]
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
-        """Compare names and sizes of all files, and hashes of some, with the manifest.
-
-        Raises ArtifactInvalid, which names the file: it is missing, altered, a link, or was added.
-        """
+        """Compare names, sizes and some hashes with the manifest; ArtifactInvalid names a file."""
         self._check_sizes()
         for name in hashed:
             if _digest(self.path / name) != self.manifest.files[name]:
@@ -412,13 +400,14 @@ def _version(file: Path, status: os.stat_result) -> FileVersion:
 def replace_artifact(new: Path, path: Path) -> None:
     """Rename a directory over an older artifact, if any; raise PipelineInvalid over other files."""
     _refuse_foreign(path)
-    replace(new, path)
+    atomic_files.replace(new, path)
 
 
 def _load_manifest(raw: bytes) -> Any:
-    content = load_strictly(raw)
-    is_sealed = isinstance(content, dict) and SEAL in content  # earlier versions wrote no digest
-    return load_sealed(raw) if is_sealed else content
+    content = sealed_json.load_strictly(raw)
+    # Earlier versions wrote no digest.
+    is_sealed = isinstance(content, dict) and sealed_json.SEAL in content
+    return sealed_json.load_sealed(raw) if is_sealed else content
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -448,13 +437,13 @@ def files_below(folder: Path) -> dict[str, os.stat_result]:
                     continue
                 # Another reader may follow a link, to files that were never hashed.
                 status = entry.stat(follow_symlinks=False)
-                refuse_irregular(path, status.st_mode)
+                atomic_files.refuse_irregular(path, status.st_mode)
                 files[path.relative_to(folder).as_posix()] = status
     return dict(sorted(files.items()))
 
 
 def _digest(file: Path) -> FileDigest:
-    with open_regular(file, follow_link=False) as stream:
+    with atomic_files.open_regular(file, follow_link=False) as stream:
         size = os.fstat(stream.fileno()).st_size
         count("hashed.bytes", size)
         return FileDigest(sha256=hashlib.file_digest(stream, "sha256").hexdigest(), bytes=size)
@@ -464,8 +453,8 @@ def seal(folder: Path) -> None:
     """Write-protect and sync an artifact's files, before it is renamed to its final name."""
     protect(folder)
     for entry in sorted(folder.rglob("*"), reverse=True):
-        sync(entry)
-    sync(folder)
+        atomic_files.sync(entry)
+    atomic_files.sync(folder)
 
 
 def protect(folder: Path) -> None:
@@ -477,15 +466,12 @@ def protect(folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which gets the name `out` at the end of the block.
-
-    Raises PipelineInvalid: `out` holds files, or lies in an artifact.
-    """
+    """Yield a folder to become `out`; PipelineInvalid if it holds files, or is in an artifact."""
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise PipelineInvalid(f"{out}: exists; remove it, or choose another folder")
     if any((folder / MANIFEST).is_file() for folder in out.parents):
         raise PipelineInvalid(f"{out}: lies in an artifact, which holds its own files alone")
-    with partial_folder(out) as partial:
+    with atomic_files.partial_folder(out) as partial:
         yield partial
         partial.replace(out)

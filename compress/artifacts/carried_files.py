@@ -18,10 +18,7 @@ CARRIED_NAMES = (CONFIG, TOKENIZER, *TOKENIZER_SETTINGS, IMAGES)
 
 
 def chat_template_of(files: Mapping[str, bytes]) -> str | None:
-    """Return a tokenizer's chat template, of its own file or of its settings, or None.
-
-    Several templates are a list there, by name, of which the one for chats is meant.
-    """
+    """Return a tokenizer's chat template, the default one of several, or None without any."""
     if CHAT_TEMPLATE in files:
         return files[CHAT_TEMPLATE].decode()
     source = json.loads(files.get(TOKENIZER_CONFIG, b"{}")).get("chat_template")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -151,12 +150,15 @@ class EagerModel(Artifact):
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a new module in eval mode; raise ArtifactInvalid if the weights do not fit it."""
+        from compress.artifacts.uninitialized import build_to_load
         from compress.checkpoint.safetensors_io import tensors_in
 
         self.verify_cached()
-        module, file = self.recipe.build(self.code), self.payload_path
+        file = self.payload_path
         with file.open("rb", buffering=0) as stream:
-            load_state_(module, tensors_in(stream), str(file))
+            weights = tensors_in(stream)
+            module = build_to_load(self.recipe, self.code, weights.keys())
+            load_state_(module, weights, str(file))
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:
@@ -210,10 +212,7 @@ class EagerModel(Artifact):
         )
 
     def stored_weights(self) -> tuple[torch.nn.Module, Weights]:
-        """Return the module on the meta device, and its weights, still on disk.
-
-        Raises ArtifactInvalid: the module cannot be built without its weights.
-        """
+        """Return the module on meta, weights on disk; ArtifactInvalid if it is built with them."""
         from compress.artifacts.meta_init import match_state_dict
         from compress.checkpoint.safetensors_io import read_safetensors
 
@@ -230,17 +229,12 @@ class EagerModel(Artifact):
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the module as a predictor for a ``with`` block."""
-        with self._fused_predictor(device, threads) as predict:
+        with torch_predictor(self._callable_module(device), device, threads) as predict:
             yield plain_attention()(predict)
 
     def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
         """Load the module once more, to be timed: with attention as fused as PyTorch runs it."""
-        return OpenedModel(self._fused_predictor(device, threads))
-
-    @contextmanager
-    def _fused_predictor(self, device: str, threads: int) -> Iterator[Predictor]:
-        with torch_predictor(self._callable_module(device), device, threads) as predict:
-            yield predict
+        return OpenedModel(torch_predictor(self._callable_module(device), device, threads))
 
     def _callable_module(self, device: str = "cpu") -> torch.nn.Module:
         """Return the module with its weights, which it reads in each call if they are on disk."""

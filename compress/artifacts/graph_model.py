@@ -106,7 +106,9 @@ class GraphModel(Artifact):
 
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""
-        return self._counts(())[0]
+        if not self._counted:
+            self._counts(())
+        return next(iter(self._counted.values()))[0]  # the same at any sizes
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int:
         """Count multiply-accumulates for one sample."""

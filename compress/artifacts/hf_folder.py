@@ -22,7 +22,7 @@ from compress.common.atomic_files import (
     refuse_irregular,
     sha256_while_unchanged,
 )
-from compress.common.errors import ArtifactInvalid, first_line
+from compress.common.errors import ArtifactInvalid, first_line, raised_as
 from compress.common.foreign.child_process import MEMORY, read_in_child, stored_bytes
 
 if TYPE_CHECKING:
@@ -367,15 +367,9 @@ def _model_class(name: str) -> Any:
 @contextmanager
 def reading_by_transformers(source: Path) -> Iterator[None]:
     """Turn errors of :func:`offline_transformers`'s block into ArtifactInvalid, as a line."""
-    try:
-        with offline_transformers(source):
-            yield
-    except ArtifactInvalid:
-        raise
-    except Exception as error:
-        raise ArtifactInvalid(
-            f"{source}: transformers cannot read it: {type(error).__name__}: {first_line(error)}"
-        ) from error
+    what = f"{source}: transformers cannot read it"
+    with raised_as(ArtifactInvalid, what), offline_transformers(source):
+        yield
 
 
 @contextmanager
@@ -397,10 +391,7 @@ def offline_transformers(source: Path) -> Iterator[None]:
 
 @contextmanager
 def offline(source: object) -> Iterator[None]:
-    """Refuse connections to other machines in a block, by whatever library, in this thread.
-
-    Raises ArtifactInvalid, which begins with the source that is read, where one is asked for.
-    """
+    """Refuse connections to other machines in a block and its thread; errors name the `source`."""
     _watch_connections()
     token = _reading.set(source)
     try:
@@ -412,13 +403,16 @@ def offline(source: object) -> Iterator[None]:
 @cache
 def _watch_connections() -> None:
     # Each library reads variables such as HF_HUB_OFFLINE when it is imported, and some read none.
+    # Asked thousands of times a second, and until after the end of this module.
+    watched, lookups, reading = frozenset(LOOKUPS + CONNECTIONS), LOOKUPS, _reading
+
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in LOOKUPS + CONNECTIONS or _reading.get() is None:
+        if event not in watched or reading.get() is None:
             return
-        address = arguments if event in LOOKUPS else arguments[1]
+        address = arguments if event in lookups else arguments[1]
         if isinstance(address, tuple):
             raise ArtifactInvalid(
-                f"{_reading.get()}: asks for {address[0]}, and nothing is downloaded; save the "
+                f"{reading.get()}: asks for {address[0]}, and nothing is downloaded; save the "
                 "model with all that it needs (save_pretrained)"
             )
 

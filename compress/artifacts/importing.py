@@ -77,9 +77,8 @@ def import_module(
     """Create an artifact from a module that its recipe built and that has its weights.
 
     It may be changed to take its inputs by name, and to leave itself and them as they are.
-    ``inputs`` are an example, ``carried`` files beside the model. Raises PipelineInvalid: names of
-    inputs or outputs contradict the model; ArtifactInvalid: it takes others, or answers otherwise
-    when loaded again.
+    ``inputs`` are an example, ``carried`` files beside the model. Raises PipelineInvalid: names
+    contradict the model; ArtifactInvalid: it takes others, or answers otherwise when loaded again.
     """
     inputs = signature.example() if inputs is None else inputs
     edits, signature = fit_call(module, signature, inputs, repr(recipe.factory))

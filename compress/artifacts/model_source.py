@@ -28,8 +28,7 @@ class Origin(Settings):
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the factory."""
     checkpoint: str | None = None
-    """Weights, relative to the pipeline file, of any form that `model.checkpoint` takes; without it
-    the factory's own."""
+    """Weights, relative to the file, of any form `model.checkpoint` takes; else the factory's."""
 
     _code: Path | None = PrivateAttr(default=None)
 

@@ -13,7 +13,7 @@ from compress.artifacts.hf_folder import recipe_from
 from compress.artifacts.in_process import is_in_process, register_module
 from compress.artifacts.recipe import AnyEdit, CallByName, IndependentCalls, Recipe
 from compress.checkpoint.state_dict import load_state_
-from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, raised_as
 from compress.common.forward import (
     answer_one_row,
     forward_parameters,
@@ -75,10 +75,7 @@ def rebuilding_recipe(
 def check_rebuild(
     module: torch.nn.Module, recipe: Recipe, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recipe, Signature]:
-    """Return the recipe with the edits of :func:`fit_call`, and the signature with output names.
-
-    Raises ArtifactInvalid: the factory builds another architecture, or one with other outputs.
-    """
+    """Return recipe and signature completed by `fit_call`; ArtifactInvalid: another model."""
 
     def rebuild() -> torch.nn.Module:
         built = recipe.build()
@@ -126,17 +123,11 @@ def fit_call(
     PipelineInvalid: names contradict forward; ArtifactInvalid: the module does not take the inputs.
     """
     call, keywords = _by_signature(module, signature)
-    try:
+    pairs = zip(signature.inputs, inputs, strict=False)
+    shapes = ", ".join(f"{spec.name} {list(x.shape)} {spec.dtype}" for spec, x in pairs)
+    what = f"model.inputs: {name} does not take {shapes}"
+    with raised_as(ArtifactInvalid, what, image_advice(inputs)):
         output, state, changes_inputs, is_random = call_effects(module, call, inputs)
-    except CompressError:
-        raise
-    except Exception as error:
-        pairs = zip(signature.inputs, inputs, strict=True)
-        shapes = ", ".join(f"{spec.name} {list(x.shape)} {spec.dtype}" for spec, x in pairs)
-        raise ArtifactInvalid(
-            f"model.inputs: {name} does not take {shapes}: "
-            f"{type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
-        ) from error
     if is_random:
         raise ArtifactInvalid(
             f"{name} draws random numbers in eval mode, so that equal calls answer differently; "

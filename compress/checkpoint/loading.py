@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.state_dict import StoredTensor, Weights, mismatches
 from compress.common.atomic_files import file_beside, refuse_irregular, sha256_while_unchanged
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, located
 from compress.common.foreign.child_process import read_in_child
 
 if TYPE_CHECKING:
@@ -155,8 +155,7 @@ def consolidate(checkpoint: Path, file: Path) -> None:
     """Write a checkpoint's weights as one safetensors file, a tensor at a time.
 
     The checkpoint is any that :func:`read_state_dict` takes, such as a directory of
-    torch.distributed.checkpoint; the file's folder must exist. Raises ArtifactInvalid: the
-    checkpoint cannot be read.
+    torch.distributed.checkpoint; the file's folder must exist. Raises as that function.
     """
     from compress.checkpoint.safetensors_io import write_safetensors
 
@@ -224,10 +223,8 @@ def _entry_point(checkpoint: Path) -> Path:
     if not checkpoint.exists():
         raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")
     if not checkpoint.is_dir():
-        try:
+        with located("checkpoint "):
             refuse_irregular(checkpoint)
-        except ArtifactInvalid as error:
-            raise ArtifactInvalid(f"checkpoint {error}") from None
         return checkpoint
     if (checkpoint / ".metadata").is_file():
         return checkpoint

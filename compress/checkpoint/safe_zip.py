@@ -24,8 +24,7 @@ ENCRYPTED, UTF8 = 1, 0x800
 LARGE = 0xFFFFFFFF  # in place of a size: it is in the extra field (zip64)
 MEMBERS = 100_000  # more than one for each tensor of any model
 UNPACKED_BYTES = 2**28
-"""Bytes that compressed members may unpack to: torch.jit.save compresses source code, never
-tensors."""
+"""That compressed members may unpack to: torch.jit.save compresses source code, not tensors."""
 
 
 def refuse_bomb(file: Path) -> None:

@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, storage_key
 from compress.common.atomic_files import file_beside, open_atomically, open_regular
 from compress.common.config import Settings
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, located
 from compress.common.sealed_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class Entry(Settings):
 def write_safetensors(file: Path, state: Weights) -> None:
     """Write a state dict as one file, with at most one tensor from disk in memory at a time.
 
-    Raises ArtifactInvalid: a tensor differs from what its index says, or the format lacks its
-    dtype.
+    Raises ArtifactInvalid: a tensor is not what its index says, or the format lacks its dtype.
     """
     # A tensor with several names is written once; the header's metadata lists the others.
     first_name: dict[tuple[object, ...], str] = {}
@@ -127,11 +126,9 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
             raise ArtifactInvalid(f"checkpoint {error}") from error
 
     try:
-        with open_regular(file) as stream:
+        with located("checkpoint "), open_regular(file) as stream:
             size, entries, tied = read_header(stream)
             state = _stored_tensors(size, entries, file, read)
-    except ArtifactInvalid as error:
-        raise ArtifactInvalid(f"checkpoint {error}") from error
     except OSError as error:
         raise ArtifactInvalid(
             f"checkpoint {file}: not a readable safetensors file, or truncated ({error})"
@@ -148,11 +145,9 @@ def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
 def weight_map(index: Path) -> dict[str, Path]:
     """Return each tensor's file from an index; raise ArtifactInvalid for one in another folder."""
     try:
-        with open_regular(index) as stream:
+        with located("checkpoint "), open_regular(index) as stream:
             text = stream.read()
-        files = json.loads(text, object_pairs_hook=reject_duplicate_keys)["weight_map"]
-    except ArtifactInvalid as error:
-        raise ArtifactInvalid(f"checkpoint {error}") from error
+            files = json.loads(text, object_pairs_hook=reject_duplicate_keys)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactInvalid(
             f"checkpoint {index}: not a readable index with a weight_map "
@@ -164,10 +159,7 @@ def weight_map(index: Path) -> dict[str, Path]:
 
 
 def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry], dict[str, str]]:
-    """Return the offset of the first tensor, entries, and further names → those that are stored.
-
-    Raises ArtifactInvalid if the header or the layout is not as the format demands.
-    """
+    """Return where tensors begin, entries, other names → stored ones; or raise ArtifactInvalid."""
     try:
         length = int.from_bytes(stream.read(8), "little")
         if length > LARGEST_HEADER:

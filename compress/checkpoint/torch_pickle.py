@@ -25,8 +25,7 @@ RUNS_PROGRAMS = re.compile(
     r"(os|posix|nt|sys|subprocess|commands|pty|runpy|importlib|ctypes)\..*"
     r"|builtins\.(eval|exec|compile|open|__import__|breakpoint)"
 )
-"""Functions that no training stores. They would not be called either, but a file that names them is
-not worth reading."""
+"""Functions that no training stores: never called, but a file that names them is not read."""
 NAMES_CODE = re.compile(r"unsupported (global|class)|allowlist", re.IGNORECASE)
 """In torch's (2.13) error for a pickle that names anything but tensors and plain containers."""
 ADVICE = "save the weights alone with torch.save(model.state_dict(), …) or as .safetensors"
@@ -62,8 +61,7 @@ def read_pickle(file: Path) -> dict[Any, Any]:
     """Return the dictionary of a file, its tensors mapped into memory and read when they are used.
 
     Objects of other classes become placeholders: nothing of them is imported or called. Raises
-    ArtifactInvalid for a file that is unreadable, no dictionary, or names functions that run
-    programs.
+    ArtifactInvalid: the file is unreadable, no dictionary, or names functions that run programs.
     """
     refuse_bomb(file)
     names: list[str] = []

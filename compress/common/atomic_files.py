@@ -239,6 +239,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def sha256_if_readable(path: Path) -> str | None:
+    """Return the SHA-256 of a regular file, or None where it cannot be read."""
+    with suppress(OSError, ArtifactInvalid):
+        return sha256_of(path)
+    return None
+
+
 def sha256_while_unchanged(path: Path) -> str:
     """Return a regular file's SHA-256, hashed again only once inode, size or times have changed.
 

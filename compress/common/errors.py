@@ -73,6 +73,29 @@ def exits_refused() -> Iterator[None]:
         raise StageFailed(f"user code {describe_exit(error)}") from error
 
 
+@contextmanager
+def located(place: str, kind: type[CompressError] | None = None) -> Iterator[None]:
+    """Let the toolkit's errors in a block begin with a place, and perhaps be of another kind."""
+    try:
+        yield
+    except CompressError as error:
+        raise (kind or type(error))(f"{place}{error}") from error
+
+
+@contextmanager
+def raised_as(kind: type[CompressError], what: str, advice: str = "") -> Iterator[None]:
+    """Turn what other code raises in a block into an error of a kind; the toolkit's own pass.
+
+    The message says what was tried, what was raised, and what to do.
+    """
+    try:
+        yield
+    except CompressError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {first_line(error)}{advice}") from error
+
+
 def describe_exit(error: BaseException) -> str:
     """Describe how code tried to end the process, with file and line."""
     where, frame = "", error.__traceback__

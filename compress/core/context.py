@@ -21,6 +21,7 @@ from compress.common.dependency_recorder import Recording, add_to_recordings, re
 from compress.common.errors import CompressError, StageFailed
 from compress.common.forward import accept_any_batch
 from compress.common.lazy_modules import torch
+from compress.common.process import gc_frozen
 from compress.core.metrics import Metric, evaluate
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.progress import Progress, silent
@@ -62,7 +63,8 @@ class ExportCache:
         """Return the export of a key, or write it into a folder; an error is raised each time."""
         if key not in self._exports:
             try:
-                self._exports[key] = self._find_or_write(key, write)
+                with gc_frozen():
+                    self._exports[key] = self._find_or_write(key, write)
             except CompressError as error:
                 self._exports[key] = error
         if isinstance(found := self._exports[key], CompressError):
@@ -187,7 +189,7 @@ class _Answers:
         self._recorded.add(recorded)
         try:
             # Parity asks at sizes that a model may refuse: its calls answer whole batches alone.
-            self._keep(key, [] if by_row else rows, outputs)
+            self._keep(key, [] if keep_errors else rows, outputs)
         except OSError:  # no room on the disk
             self.is_full = True
         return outputs
@@ -377,7 +379,11 @@ class Context:
         return change.scaled(-100 if self.metric.higher_is_better else 100)
 
     def batch_dependence(self, artifact: Artifact) -> BatchDependence:
-        """Return whether an artifact's outputs depend on the rest of the batch, measured once."""
+        """Return whether an artifact's outputs depend on the rest of the batch, measured once.
+
+        Those of the file that answers in its place, where one does.
+        """
+        artifact = self.form_of(artifact)
         if artifact.digest not in self.dependences:
             from compress.profiling.batch_dependence import measure_artifact
 
@@ -390,8 +396,7 @@ class Context:
         """Return the batch size at which artifacts are evaluated; None for the data's own."""
         # Models whose outputs depend on the batch are evaluated at the size that they are served
         # with, or at a fixed size of theirs.
-        asked = {a.digest: a for a in (*artifacts, *map(self.form_of, artifacts))}
-        if not any(self.batch_dependence(artifact).depends for artifact in asked.values()):
+        if not any(self.batch_dependence(artifact).depends for artifact in artifacts):
             return None
         return max(self.served_batch_size, *(a.signature.smallest_batch for a in artifacts))
 
@@ -432,10 +437,14 @@ class Context:
     def predictor(self, artifact: Artifact, *, kept: bool = True) -> Iterator[Predictor]:
         """Provide an artifact as a predictor that takes any number of samples.
 
-        What it was called with before, it answers from :attr:`answers`, unless not `kept`.
+        What it was called with before, it answers from :attr:`answers`, unless not `kept`: row by
+        row where it is known to answer alike in every batch.
         """
         artifact = self.form_of(artifact)
-        open_model = partial(self.answers.predictor, artifact) if kept else artifact.open
+        open_model: Callable[[str, int], AbstractContextManager[Predictor]] = artifact.open
+        if kept:
+            by_row = self.answers_by_row(artifact)
+            open_model = partial(self.answers.predictor, artifact, by_row=by_row)
         with open_model(self.device, self.threads) as predict:
             yield accept_any_batch(predict, artifact.signature)
 
@@ -449,7 +458,7 @@ class Context:
 
     def answers_by_row(self, artifact: Artifact) -> bool:
         """Whether an artifact is known to answer to a row alike in every batch of `val`."""
-        found = self.dependences.get(artifact.digest)
+        found = self.dependences.get(self.form_of(artifact).digest)
         return found is not None and not found.why_not_joined
 
     def compare_latency(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import PipelineInvalid, first_line
+from compress.common.errors import PipelineInvalid, located, raised_as
 from compress.common.lazy_modules import torch
 from compress.data.targets import as_target, check_batch, describe, flatten, map_leaves, select
 
@@ -124,14 +124,9 @@ def collate_by(
     samples: list[Any], function: Callable[[list[Any]], Any], name: str, input_names: Sequence[str]
 ) -> Batch:
     """Make a batch by the user's own function; raise PipelineInvalid if it does not return one."""
-    try:
+    where = f"data.loader.collate_fn {name!r}"
+    with raised_as(PipelineInvalid, where), located(f"{where}: as a batch, ", PipelineInvalid):
         inputs, target = adapt(function(samples), input_names)
-    except PipelineInvalid as error:
-        raise PipelineInvalid(f"data.loader.collate_fn {name!r}: as a batch, {error}") from error
-    except Exception as error:
-        raise PipelineInvalid(
-            f"data.loader.collate_fn {name!r}: {type(error).__name__}: {first_line(error)}"
-        ) from error
     parts: list[tuple[str, Targets]] = [("", x) for x in inputs]
     parts += [] if target is None else [("target: ", target)]
     for role, part in parts:

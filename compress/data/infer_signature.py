@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from compress.common.errors import CompressError, PipelineInvalid, first_line
+from compress.common.errors import CompressError, PipelineInvalid, located, raised_as
 from compress.common.signature import Signature, TensorSpec
 from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
@@ -35,10 +35,8 @@ def inputs_of(
     names: list[str] = []
     found: list[tuple[torch.Tensor, ...]] = []
     for place, sample in _samples(splits):
-        try:
+        with located(f"{place}: "):
             tensors = adapt(sample, names if isinstance(sample, Mapping) else ())[0]
-        except PipelineInvalid as error:
-            raise PipelineInvalid(f"{place}: {error}") from error
         if not found and isinstance(sample, Mapping):
             names = [name for name in sample if name != LABELS]
         elif not found:
@@ -85,14 +83,8 @@ def _samples(splits: Splits, most: int = SAMPLES) -> Iterator[tuple[str, Any]]:
         count = len(dataset)
         for index in sorted({i * (count - 1) // (most - 1) for i in range(most)}):
             place = f"sample {index} of split {name!r}"
-            try:
+            with raised_as(PipelineInvalid, f"{place} cannot be read"):
                 sample = dataset[index]
-            except CompressError:
-                raise
-            except Exception as error:
-                raise PipelineInvalid(
-                    f"{place} cannot be read: {type(error).__name__}: {first_line(error)}"
-                ) from error
             if splits.loading.collate_fn:
                 batch = splits.collate_fn([sample])
                 yield place, (tuple(x[0] for x in batch.inputs), 0)
@@ -127,10 +119,7 @@ def _specs(
 
 
 def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
-    """Return declared inputs with the range, mask, NaN or infinities that samples show.
-
-    They are unchanged where samples cannot be read or do not fit, which stages then report.
-    """
+    """Return declared inputs with the range, mask, NaN or infinities that fitting samples show."""
     names = [spec.name for spec in inputs]
     count = SAMPLES if any(spec.holds_integers for spec in inputs) else SAMPLES_OF_FLOATS
     try:

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-)
+from torch.utils import data
 
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import (
@@ -58,7 +51,7 @@ CALLED_BYTES = 10 * 2**20
 """Inputs of a call in evaluation: 16 images of 224 x 224 pixels. More rows take no less time a row,
 and memory for activations, a multiple of this: of 64 rows a MobileNetV2 took 470 MiB more."""
 UNLABELLED = "unlabelled"
-View: TypeAlias = "Callable[[Splits, Dataset[Any]], Dataset[Any]]"
+View: TypeAlias = "Callable[[Splits, data.Dataset[Any]], data.Dataset[Any]]"
 """Wraps the dataset of `train`; small enough to be sent to other processes."""
 
 
@@ -105,7 +98,7 @@ class Splits:
     order; by index it gives its first samples.
     """
 
-    datasets: Mapping[str, Dataset[Any]]
+    datasets: Mapping[str, data.Dataset[Any]]
     batch_size: int = 128
     """Samples per batch in evaluation."""
     loading: Loading = field(default_factory=Loading)
@@ -126,7 +119,7 @@ class Splits:
     _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
     _caches: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
     _cached: dict[str, CachedDataset] = field(default_factory=dict, compare=False, repr=False)
-    _viewed: list[Dataset[Any]] = field(default_factory=list, compare=False, repr=False)
+    _viewed: list[data.Dataset[Any]] = field(default_factory=list, compare=False, repr=False)
     """``train`` with the views applied, once it is known; at most one."""
     # Of samples that are read one by one, by split and indices: once per run.
     _hashes: dict[Key, NDArray[np.uint64]] = field(default_factory=dict, compare=False, repr=False)
@@ -140,7 +133,7 @@ class Splits:
                 'expected {"train": Dataset, "val": Dataset, …}'
             )
         for name, dataset in self.datasets.items():
-            if isinstance(dataset, DataLoader):
+            if isinstance(dataset, data.DataLoader):
                 raise PipelineInvalid(
                     f"{where}: split {name!r} is a DataLoader, expected its dataset: return "
                     "loader.dataset, or Subset(loader.dataset, rows) where a sampler chooses rows; "
@@ -203,13 +196,13 @@ class Splits:
         loading = self.loading.model_copy(update={"cache": None})  # the dataset reads through it
         return [
             Splits(
-                {name: Subset(dataset, range(first, len(dataset), count))},
+                {name: data.Subset(dataset, range(first, len(dataset), count))},
                 *(self.batch_size, loading, self.input_names, self.source, self.input_dtypes),
             )
             for first in range(count)
         ]
 
-    def split(self, name: str) -> Dataset[Any]:
+    def split(self, name: str) -> data.Dataset[Any]:
         """Return one dataset, with the sample cache and the views applied; see :meth:`stored`."""
         if name != "train" or not self.views:
             return self.stored(name)
@@ -220,7 +213,7 @@ class Splits:
             self._viewed.append(dataset)
         return self._viewed[0]
 
-    def stored(self, name: str) -> Dataset[Any]:
+    def stored(self, name: str) -> data.Dataset[Any]:
         """Return one dataset with the sample cache; raise StageFailed if there is no such split."""
         if name not in self.datasets:
             raise StageFailed(f"the data has no split {name!r}; it has {', '.join(self.datasets)}")
@@ -342,7 +335,9 @@ class Splits:
     def calibration_digest(self, samples: int, seed: int) -> str | None:
         """Return a digest of calibration samples; None if :meth:`contents` covers all of them."""
         name = self.calibration_split
-        if name not in self.datasets or name not in self.contents().sampled:
+        if name not in self.datasets or in_memory_tensors(self.split(name)) is not None:
+            return None  # what is in memory is hashed whole
+        if name not in self.contents().sampled:
             return None
         return digest_of_hashes(self._hashes_of(name, self._calibration_order(samples, seed)))
 
@@ -382,7 +377,7 @@ class Splits:
             if held is not None:
                 hashes[name] = hashes_of_tensors(held)
                 # Others may change what they hold: their samples are read.
-                is_plain = type(dataset).__getitem__ is TensorDataset.__getitem__
+                is_plain = type(dataset).__getitem__ is data.TensorDataset.__getitem__
                 if is_plain and not self.loading.collate_fn:
                     rows = facts_of_rows(held[:1], held[1:])
                     facts[name] = SplitFacts(range(len(rows)), rows)
@@ -465,7 +460,7 @@ class Splits:
 
 def _reads_by_index(dataset: Any) -> bool:
     # torch gives an iterable dataset a __getitem__ that raises.
-    return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    return hasattr(dataset, "__getitem__") and not isinstance(dataset, data.IterableDataset)
 
 
 def _is_stream(dataset: Any) -> bool:
@@ -496,14 +491,14 @@ def _unpickled(
     return replace(splits, views=views, input_dtypes=input_dtypes)
 
 
-def _append_unlabelled(splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-    return ConcatDataset([dataset, WithoutLabels(splits.stored(UNLABELLED))])
+def _append_unlabelled(splits: Splits, dataset: data.Dataset[Any]) -> data.Dataset[Any]:
+    return data.ConcatDataset([dataset, WithoutLabels(splits.stored(UNLABELLED))])
 
 
-class WithoutLabels(Dataset[Any]):
+class WithoutLabels(data.Dataset[Any]):
     """A dataset's samples without their targets; its name is part of fingerprints."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
+    def __init__(self, dataset: data.Dataset[Any]) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:

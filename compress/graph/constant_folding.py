@@ -16,6 +16,7 @@ def fold_constants_(graph: fx.GraphModule, max_bytes: int = MAX_BYTES) -> None:
 
     Once they take `max_bytes`, the rest is left as it is: computed at each run. So is what an
     operator writes to in place: folded, it would start from what the run before has left there.
+    Steps on the way, such as unpacked integers, are freed once they are read.
     """
     values: dict[fx.Node, Any] = {}
     written = _written_to(graph.graph)
@@ -32,8 +33,11 @@ def fold_constants_(graph: fx.GraphModule, max_bytes: int = MAX_BYTES) -> None:
             arguments = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             with torch.no_grad():
                 values[node] = node.target(*arguments[0], **arguments[1])
-            if isinstance(values[node], torch.Tensor):
-                size += values[node].nbytes
+            size += _bytes(values[node])
+            for step in node.all_input_nodes:
+                if step.op != "get_attr" and values.keys() >= step.users.keys():
+                    size -= _bytes(values[step])
+                    values[step] = None
     for node, value in values.items():
         is_read = any(user not in values for user in node.users)
         if node.op == "get_attr" or not is_read or not isinstance(value, torch.Tensor):
@@ -46,6 +50,10 @@ def fold_constants_(graph: fx.GraphModule, max_bytes: int = MAX_BYTES) -> None:
         node.replace_all_uses_with(constant)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _bytes(value: Any) -> int:
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def _written_to(graph: fx.Graph) -> set[fx.Node]:

@@ -12,20 +12,40 @@ from unittest.mock import patch
 
 Patched = AbstractContextManager[Any]
 
+BACKENDS = ("CPU", "CUDA", "Meta")
+"""Those of tensors on the devices that the toolkit supports, and of tensors without numbers."""
+OVERRIDDEN = {
+    "_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE": [f"Autograd{name}" for name in BACKENDS],
+    "_BACKEND_KEYS_TO_OVERRIDE": BACKENDS,
+}
+"""Table of `torch.export.exported_program` → the names of the keys to leave in it."""
+
 
 def patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Patched:
     """Replace a library's attribute in a block; do nothing where this release does not have it."""
     return patch.object(owner, name, value) if name in vars(owner) else nullcontext()
 
 
-def cached_composite_ops() -> Patched:
+@contextmanager
+def cached_composite_ops() -> Iterator[None]:
     """Let torch list its composite operators once in a block in which none is registered."""
     from torch._export import utils
+    from torch.export import exported_program
 
     # To decompose a graph, torch 2.13 lists all of them in each of some thirty namespaces, twice in
     # an export to ONNX: a quarter of the time that a small model takes.
     name = "_materialize_cpp_cia_ops"
-    return patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None)))
+    # And it overrides each of 525 for 21 backends, most of which no tensor here can have: a third.
+    autograd, kernels = (
+        (name, [key for key in getattr(exported_program, name, ()) if key.name in wanted])
+        for name, wanted in OVERRIDDEN.items()
+    )
+    with (
+        patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None))),
+        patched_attribute(exported_program, *autograd),
+        patched_attribute(exported_program, *kernels),
+    ):
+        yield
 
 
 @contextmanager

@@ -47,7 +47,7 @@ even where outputs hardly differ from row to row."""
 LAST_BITS = 1e-6  # the same at an equal batch size
 LARGEST_OUTPUTS = 2**28
 """Bytes that the outputs for one batch may take: a decoder scores every token of every row."""
-MEASURED_SECONDS = 1.0  # for which a model is called; for longer where even two rows take longer
+MEASURED_SECONDS = 0.5  # for which a model is called; for longer where even two rows take longer
 CALLED_PER_ROW = 8
 """How many times each row is computed: alone, in five batches, and in two halves of three."""
 FEWEST_ROWS = 2  # one that must keep its outputs, and its neighbour, which changes

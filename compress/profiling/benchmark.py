@@ -59,7 +59,7 @@ for three it would be 2.5, so that the fourth call pays for itself."""
 TURN_SECONDS = 0.01
 """Of one model's calls, before another one's: so that a small model's weights are in the
 processor's caches, as they are where it is served alone."""
-OPENING_SECONDS = 1.5
+OPENING_SECONDS = MEASURED_SECONDS
 """For which a model is opened anew and warmed up at most, as long as it is called.
 
 Where it lies in memory matters to small ones; large ones take longer to open, and lie in so many

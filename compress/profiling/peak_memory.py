@@ -23,7 +23,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import StageFailed
+from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.malloc import keeps_freed_memory
 from compress.profiling.rss import PROCESS, MeasurementRequest
 
@@ -65,10 +65,11 @@ def peak_memory(
 
     require_measurable(artifact)
     kind = type(artifact)
-    try:
+    working_directory, hashed = "", list[list[str | int]]()
+    with suppress(FileNotFoundError):
         working_directory = str(Path.cwd())
-    except FileNotFoundError:
-        working_directory = ""
+    with suppress(ArtifactInvalid):  # the measuring process says so
+        hashed = [[*version] for version in artifact.hashed_versions()]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "inputs.pt"
         torch.save(batches, file)
@@ -80,6 +81,7 @@ def peak_memory(
                 device=device,
                 threads=threads,
                 inputs=str(file),
+                hashed=hashed,
                 imports=artifact.modules_to_open(),
                 folder=working_directory,
                 search=[*map(str, sys.path)],

@@ -140,6 +140,8 @@ def _measure(request: MeasurementRequest, stops: Callable[[], bool]) -> float:
     module = importlib.import_module(request.module)
     kind: type[Artifact] = functools.reduce(getattr, request.name.split("."), module)  # type: ignore[assignment]
     artifact = kind.from_directory(request.path)
+    hashed = {*map(tuple, request.hashed)}
+    artifact.note_hashed({v: n for v, n in artifact.file_versions().items() if v in hashed})
     batches = torch.load(request.inputs, weights_only=True)
     device, already = artifact.runs_on(request.device), 0
     on_device = device.startswith("cuda")

@@ -65,6 +65,8 @@ class MeasurementRequest(NamedTuple):
     threads: int
     inputs: str
     """File of the model's inputs, a list of batches."""
+    hashed: list[list[str | int]]
+    """Versions of the artifact's files that need not be hashed again."""
     imports: tuple[str, ...]
     """Modules that opening the artifact imports, as far as known."""
     folder: str

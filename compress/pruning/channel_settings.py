@@ -95,7 +95,9 @@ class ChannelSelection(Settings):
     the next layers cannot compensate)."""
     scope: Literal["uniform", "global", "isomorphic"] = "uniform"
     """Among which channels the least important are selected: within each group of coupled channels
-    (`uniform`), among all (`global`), or among groups of the same structure (`isomorphic`)."""
+    (`uniform`), among all (`global`), or among groups of the same structure (`isomorphic`). With a
+    `target` of MACs or parameters, `taylor`, `hessian`, `lamp` and `obs` compare groups by what is
+    lost for each of these that is saved."""
     max_ratio: Ratio = 0.8
     """Largest fraction of a group that is removed with scope `global` or `isomorphic`."""
     round_to: Count = 16

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,7 +73,7 @@ class RoundingNoise:
     """
 
     def __init__(self, source: GraphModel, context: Context) -> None:
-        self._source, self._context, self.threads = source, context, context.threads
+        self._source, self._context = source, context
 
     @cached_property
     def _disturbed(self) -> fx.GraphModule | None:
@@ -106,7 +107,7 @@ class RoundingNoise:
         module = self._disturbed
         if module is None:
             return None
-        with torch_predictor(module, "cpu", self.threads) as predict:
+        with torch_predictor(module, "cpu", self._context.threads) as predict:
             return accept_any_batch(predict, self._source.signature)(*inputs)
 
     @cached_property
@@ -117,6 +118,15 @@ class RoundingNoise:
         except StageFailed:
             return None  # the graph was made elsewhere
         return None if found.digest == self._source.digest else found
+
+    @contextmanager
+    def float_predictor(self) -> Iterator[Predictor]:
+        """Provide the float model, or what answers for it, with the answers that are kept."""
+        model, context = self.float_model or self._source, self._context
+        by_row = context.answers_by_row(model)
+        form = context.form_of(model)
+        with context.answers.predictor(form, "cpu", context.threads, by_row=by_row) as predict:
+            yield accept_any_batch(predict, model.signature)
 
 
 # The margins are of what the graph itself does: an export cannot widen them.
@@ -177,20 +187,23 @@ class Float64Reference:
             ):
                 return True
         errors, norms = _errors(expected, exported, finite), _norms(expected, finite)
-        nudged = [_errors(expected, self._expected(*_nudged(inputs, s)), finite) for s in (1, -1)]
-        jumps = [ERROR_FACTOR * largest(pair) for pair in zip(*nudged, strict=True)]
+
+        def are_allowed(jumps: Sequence[float]) -> bool:
+            return all(
+                (math.isfinite(jump) and error <= jump) or error <= limit * norm
+                for error, jump, norm in zip(errors, jumps, norms, strict=True)
+            )
+
         rounded = self._noise.outputs(*inputs) if self._noise is not None else None
+        moves, most = [0.0] * len(norms), [math.inf] * len(norms)
         if rounded is not None:
-            jumps = [
-                min(max(jump, FACTOR * noise), LARGEST_SPREAD * norm)
-                for jump, noise, norm in zip(
-                    jumps, _errors(expected, rounded, finite), norms, strict=True
-                )
-            ]
-        return all(
-            (math.isfinite(jump) and error <= jump) or error <= limit * norm
-            for error, jump, norm in zip(errors, jumps, norms, strict=True)
-        )
+            moves = [FACTOR * noise for noise in _errors(expected, rounded, finite)]
+            most = [LARGEST_SPREAD * norm for norm in norms]
+            if are_allowed([*map(min, moves, most)]):
+                return True  # without two calls more of a graph whose calls are dear
+        nudged = [_errors(expected, self._expected(*_nudged(inputs, s)), finite) for s in (1, -1)]
+        jumps = (ERROR_FACTOR * largest(pair) for pair in zip(*nudged, strict=True))
+        return are_allowed([*map(min, map(max, jumps, moves), most)])
 
     def finds_only_noise(self, inputs: Tensors, exported: Tensors, limit: float) -> bool:
         """Whether an export differs from its source only in outputs that float32 gets wrong itself.
@@ -256,7 +269,7 @@ def _nudged(inputs: Tensors, sign: int) -> Tensors:
     )
 
 
-SAMPLES, FEWEST_SAMPLES = 128, 64
+SAMPLES, FEWEST_SAMPLES = 128, 32
 """Samples of `val` that are compared, spread over it; a run compares all where it measures a
 metric."""
 # A graph with integers takes torch 25 ms for each 10^9 (ResNet-18, one thread), ten times as long
@@ -398,13 +411,14 @@ def check_on_samples(
         return errors
     spreads, changes = [tolerance.spread] * len(errors.outputs), tolerance.label_changes
     problem = problem_of(errors, spreads, changes)
-    limits = None
+    found = None
     if problem and noise is not None and math.isfinite(errors.relative_error):
-        limits = limits_of_noise(noise, expected, batches, tolerance)
-    if noise is not None and limits is not None:
+        found = noise_on(batches, noise, expected, exported)
+    if found is not None:
+        limits = limits_of_noise(found, tolerance)
         moved = f"int8 rounding alone moves the graph by {limits.noise.relative_error:.2g}"
         problem = problem_of(errors, limits.spreads, limits.label_changes)
-        problem = problem or float_problem(noise, expected, exported, batches, tolerance)
+        problem = problem or float_problem(found, tolerance)
         problem = problem and f"{problem} ({moved})"
         errors.allowed = max(limits.spreads)
         logger.info(
@@ -426,6 +440,44 @@ def check_on_samples(
     return errors
 
 
+@dataclass
+class NoiseOnSamples:
+    """A quantized graph, the graph with other last bits and its export, on the same samples."""
+
+    moved: SampleErrors = field(default_factory=SampleErrors)
+    """How far the other last bits move the graph."""
+    graph: SampleErrors = field(default_factory=SampleErrors)
+    """How far the graph is from the float model, as are the two below; without samples where that
+    is not known, or answers otherwise."""
+    disturbed: SampleErrors = field(default_factory=SampleErrors)
+    export: SampleErrors = field(default_factory=SampleErrors)
+
+
+def noise_on(
+    batches: Sequence[Tensors], noise: RoundingNoise, expected: Predictor, exported: Predictor
+) -> NoiseOnSamples | None:
+    """Measure the noise on samples, in one pass over them; None where there is none."""
+    found, is_comparable = NoiseOnSamples(), noise.float_model is not None
+    with noise.float_predictor() as float_model:
+        for inputs in batches:
+            rows, disturbed = len(inputs[0]), noise.outputs(*inputs)
+            if disturbed is None:
+                return None
+            graph = expected(*inputs)
+            found.moved.add(rows, graph, disturbed)
+            outputs = float_model(*inputs) if is_comparable else ()
+            if [t.shape for t in outputs] != [t.shape for t in graph]:
+                is_comparable = False  # it answers otherwise
+                continue
+            export = tuple(t.cpu() for t in exported(*inputs))
+            found.graph.add(rows, outputs, graph)
+            found.disturbed.add(rows, outputs, disturbed)
+            found.export.add(rows, outputs, export)
+    if is_comparable:
+        return found
+    return NoiseOnSamples(found.moved)
+
+
 class SampleLimits(NamedTuple):
     """What the noise that was measured on samples allows."""
 
@@ -435,19 +487,11 @@ class SampleLimits(NamedTuple):
     label_changes: float
 
 
-def limits_of_noise(
-    noise: RoundingNoise, expected: Predictor, batches: Sequence[Tensors], fixed: Tolerance
-) -> SampleLimits | None:
-    """Measure the noise on samples, and return what it allows; None where there is none."""
+def limits_of_noise(noise: NoiseOnSamples, fixed: Tolerance) -> SampleLimits:
+    """Return what the noise on samples allows."""
     import torch
 
-    own = SampleErrors()
-    for inputs in batches:
-        disturbed = noise.outputs(*inputs)
-        if disturbed is None:
-            return None
-        own.add(len(inputs[0]), expected(*inputs), disturbed)
-    spreads = []
+    own, spreads = noise.moved, []
     for sums in own.outputs:
         squared_B = torch.cat(sums.by_row)
         most = FACTOR**2 * float(squared_B.sum()) + 2**0.5 * margin(squared_B)
@@ -458,31 +502,16 @@ def limits_of_noise(
     return SampleLimits(own, tuple(spreads), max(fixed.label_changes, changes))
 
 
-def float_problem(
-    noise: RoundingNoise,
-    expected: Predictor,
-    exported: Predictor,
-    batches: Sequence[Tensors],
-    fixed: Tolerance,
-) -> str:
+def float_problem(noise: NoiseOnSamples, fixed: Tolerance) -> str:
     """Return how an export is further from the float model than its graph; empty if it is not.
 
     As far as the graph is where its own sums are rounded in either way.
     """
     import torch
 
-    if noise.float_model is None:
+    graph, disturbed, export = noise.graph, noise.disturbed, noise.export
+    if not graph.samples:
         return ""
-    graph, disturbed, export = SampleErrors(), SampleErrors(), SampleErrors()
-    with noise.float_model.open(threads=noise.threads) as predict:
-        predict = accept_any_batch(predict, noise.float_model.signature)
-        for inputs in batches:
-            outputs = predict(*inputs)
-            answers = expected(*inputs), noise.outputs(*inputs) or (), exported(*inputs)
-            if [t.shape for t in outputs] != [t.shape for t in answers[0]]:
-                return ""  # it answers otherwise: nothing can be compared
-            for errors, one in zip((graph, disturbed, export), answers, strict=True):
-                errors.add(len(inputs[0]), outputs, tuple(t.cpu() for t in one))
     spreads = []
     for sums in zip(graph.outputs, disturbed.outputs, export.outputs, strict=True):
         graph_B, disturbed_B = (torch.cat(one.by_row) for one in sums[:2])

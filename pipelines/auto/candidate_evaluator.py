@@ -53,9 +53,7 @@ if TYPE_CHECKING:
     from compress.pipelines.results.schema import Report
     from compress.profiling.benchmark import Opener
 
-LAYERS_COMPARED_ON = 64
-"""Samples on which the outputs of a model with one quantized layer are compared; `quantize_mixed`
-ranks layers by as many."""
+LAYERS_COMPARED_ON = 64  # samples, to compare models with one quantized layer; as `quantize_mixed`
 
 
 def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
@@ -107,8 +105,7 @@ class CandidateEvaluator:
     """The others, for what it has chosen."""
     meter: OutputErrorMeter
     base_ms: float = 0.0
-    """Median time of a call of the float ONNX file, once it is measured; others are measured in
-    turn with it."""
+    """Median time of a call of the float ONNX file, once measured; others are in turn with it."""
     tables: LatencyTables | None = None
     """Latencies of another machine; none are measured then."""
 
@@ -121,7 +118,7 @@ class CandidateEvaluator:
         whole, last = Candidate("float"), last_stage(base)
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)
-        _, _, context = measuring_context(pipeline, out / "work", options.progress)
+        _, _, context, _ = measuring_context(pipeline, out / "work", options.progress)
         model = Artifact.from_directory(whole.artifacts(out) / last)
         if not isinstance(model, EagerModel):
             raise StageFailed(f"{last!r} is a {model.kind!r} artifact, expected an eager model")

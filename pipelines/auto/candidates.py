@@ -132,20 +132,17 @@ class CheckedModel(Settings):
     latency_upper_ms: float | None = None
     """Upper end of its 95 % confidence interval; None where that is predicted."""
     p95_ms: float | None = None
-    """95th percentile of the time of a call, measured likewise; None where that is predicted, or
-    could not be measured."""
+    """95th percentile of the time of a call; None where that is predicted or not measurable."""
     is_predicted: bool = False
     """Whether `latency_ms` was not measured, but is what tables of another machine predict."""
     bytes: int
     """Of the file to serve."""
     peak_mebibytes: float | None = None
-    """Peak memory of opening and calling it, without that of the libraries; None where it could not
-    be measured."""
+    """Of opening and calling it, without that of the libraries; None where not measurable."""
     loss: float
     """Squared distance of the outputs from the float model's, relative to these."""
     drop: float | None
-    """Points of the metric lost on the half of `val` that the search decides by; None where the
-    metric is not finite."""
+    """Points of the metric lost on the half of `val` that decides; None where it is not finite."""
     confirmed_drop: float | None = None
     """The same on the other half, of models that were chosen."""
     confirmed_between: tuple[float, float] | None = None

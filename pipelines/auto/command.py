@@ -15,7 +15,7 @@ from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.system.machine_info import machine, versions
 from compress.pipelines.system.signals import INTERRUPTED
-from compress.pipelines.terminal.console import current_mode, print_result, show_progress
+from compress.pipelines.terminal.console import print_result, show_progress
 
 if TYPE_CHECKING:
     from compress.pipelines.auto.cost_models import LatencyTables
@@ -45,7 +45,7 @@ def search_and_print(
         print_result(measured, measured.lines(folder))
         return
     known = None if tables is None else LatencyTables.read(tables)
-    with show_progress(quiet=current_mode().silent) as (progress, announce):
+    with show_progress() as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
         page = folder / fronts.FRONT_PAGE
         try:
@@ -74,7 +74,7 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
     if settings.space.widths is None:
         raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")
     LatencyTables.refuse_blocks(settings)
-    with show_progress(quiet=current_mode().silent) as (progress, announce):
+    with show_progress() as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
         evaluator = CandidateEvaluator.from_pipeline(pipeline, settings, out, options)
         state = SearchState(evaluator)

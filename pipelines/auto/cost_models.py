@@ -27,20 +27,13 @@ from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import read_sealed, read_state, write_sealed, write_state
 from compress.export.exporter import EXPORTERS
+from compress.export.latency import served_latency
 from compress.export.latency.resizing import (
     FLOAT,
     MOST_EXPORTS,
     MixedModel,
     ResizableModel,
     weighted_layers,
-)
-from compress.export.latency.served_latency import (
-    LatencyModel,
-    WidthCosts,
-    measure_grid,
-    open_as_served,
-    spread_widths,
-    write_alone,
 )
 from compress.export.onnx.lowering import translate_small
 from compress.export.onnx.proto_io import read
@@ -80,7 +73,7 @@ MUCH_FASTER_SHARE = 0.02
 class RuntimeFit:
     """How latency and file size in a runtime follow from kernels and weights."""
 
-    latency: LatencyModel
+    latency: served_latency.LatencyModel
     bytes_ratio: float
     """Bytes of the file for each byte of the ONNX file."""
     bytes_added: float
@@ -256,7 +249,7 @@ def build_format_models(
         inputs = context.measured_batches(model.signature, batch)
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
-        costs = WidthCosts(mixed or resizable, whole, arrays, table)
+        costs = served_latency.WidthCosts(mixed or resizable, whole, arrays, table)
         known_models = {} if deeper is None else deeper.models
         fitted = {r: known.fit for r, known in known_models.items() if known.fit is not None}
         unfitted = [runtime for runtime in runtimes if runtime not in fitted]
@@ -273,7 +266,7 @@ def build_format_models(
             decided = decide_layers(
                 layers, mixed, costs, grid, most, deadline, context.progress, title
             )
-        seconds, weight_bytes, file_bytes = measure_grid(
+        seconds, weight_bytes, file_bytes = served_latency.measure_grid(
             costs,
             {**grid, **decided.grid},
             [*sorted(scopes), *decided.scopes],
@@ -281,7 +274,7 @@ def build_format_models(
         )
         quantized = dict.fromkeys(decided.grid, QUANTIZED)
         generator = random.Random(context.seed)
-        chosen = spread_widths(grid, FITTED_MODELS, generator)
+        chosen = served_latency.spread_widths(grid, FITTED_MODELS, generator)
         for choice in chosen[2::2]:  # the first two are the largest and the smallest widths
             choice |= {decision: generator.choice((QUANTIZED, FLOAT)) for decision in quantized}
         chosen = [{**quantized, **choice} for choice in chosen]
@@ -289,16 +282,18 @@ def build_format_models(
         for number, choice in enumerate(chosen if unfitted else []):
             context.progress(title, number, FITTED_MODELS, "whole models")
             changed = costs.model.resize({**whole, **choice})
-            file = write_alone(changed, folder / f"fitted{number}")
+            file = served_latency.write_alone(changed, folder / f"fitted{number}")
             for runtime in unfitted:
                 key = json.dumps([format, runtime, choice], sort_keys=True)
                 if key not in whole_models.known:
-                    served = open_as_served(file, runtime, model.signature, context.threads)
+                    served = served_latency.open_as_served(
+                        file, runtime, model.signature, context.threads
+                    )
                     whole_models.add(key, measure_ms(served.open), served.bytes)
                 figures[runtime].append(whole_models.known[key])
     for runtime in unfitted:
         measured = [1e-3 * milliseconds for milliseconds, _ in figures[runtime]]
-        latency = LatencyModel.fit([costs.at(c) for c in chosen], measured)
+        latency = served_latency.LatencyModel.fit([costs.at(c) for c in chosen], measured)
         # Each weight is as large in any runtime; what is written besides differs.
         sizes = [size for _, size in figures[runtime]]
         ratio, added = np.polyfit([file_bytes(c) for c in chosen], sizes, 1).tolist()
@@ -373,8 +368,7 @@ class LayerSensitivity:
     file: Path
     """The ONNX file of the whole model in this format."""
     numbers: Mapping[str, tuple[int, ...]]
-    """Layer → its numbers among the layers with weights; several where it is called several
-    times."""
+    """Layer → its numbers among the layers with weights; several if it is called several times."""
     loss_increases: Mapping[str, float]
     """Layer → the squared distance of the outputs that quantizing it alone adds."""
 
@@ -405,7 +399,7 @@ class DecidedLayers:
 def decide_layers(
     layers: LayerSensitivity,
     mixed: MixedModel,
-    costs: WidthCosts,
+    costs: served_latency.WidthCosts,
     grid: Mapping[str, Sequence[Value]],
     most: int,
     deadline: float,
@@ -415,8 +409,7 @@ def decide_layers(
     """Choose the layers that are worth a decision, and find which decisions meet in a kernel.
 
     They are those that are faster in float, and then those that lose most. What is measured for
-    each grows with the widths that it reads and writes; a layer for which no time is left until a
-    deadline stays quantized.
+    each grows with the widths that it reads and writes; without time left a layer stays quantized.
     """
     base, losses = costs.at({}).seconds, layers.loss_increases
     start, changes = time.monotonic(), {}

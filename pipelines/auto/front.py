@@ -95,8 +95,7 @@ class Front(Settings):
     predicted_for: str | None = None
     """The machine whose latency tables all latencies follow from; None where they were measured."""
     best: str | None = None
-    """The model that meets all limits, confirmed on samples that the search did not decide by; None
-    where there is none."""
+    """The model that meets all limits, confirmed on samples that did not decide; None without."""
 
     @property
     def by_name(self) -> dict[str, CheckedModel]:
@@ -293,10 +292,7 @@ def folder_of(front: Front, name: str) -> str:
 
 
 def chosen_points(front: Front, count: int) -> list[str]:
-    """Return the points that get a folder: the best, others within the limits, then the rest.
-
-    Of more than there may be, some are taken evenly over the front.
-    """
+    """Return the points that get a folder: the best, others within the limits, the rest, evenly."""
     known = front.by_name
     chosen = [front.best] if front.best is not None else []
     others = [name for name in front.points if name != front.best]

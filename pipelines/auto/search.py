@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.run_options import RunOptions
 
 FIRST_SHARE, SENSITIVITY_SHARE = 0.1, 0.35
-"""Shares of the time after which what single cuts lose is taken as it is known: early, for a first
-model, and once more."""
+"""Shares of the time after which what single cuts lose is taken as known: early, and once more."""
 BLOCKS_SHARE = 0.5
 """Share of the time that is left after a first model, until training, for models without some
 blocks; of what is left then, the same share is for what single cuts lose there."""
@@ -57,9 +56,8 @@ MAX_CHECKS_AT_LIMIT = 5
 NARROW_GAP = 1.03  # ratio of two latencies between which no further model is looked for
 WEIGHT_BEHIND_BAD = 0.5  # weight of a gap of latencies whose slower end loses too much
 AIMED_SHARE = 0.99
-"""Share of the asked latency that the solver aims at until a model keeps to it, as half of all
-models are slower than predicted. From then on it aims at all of it: the best one may be predicted
-at the very limit."""
+"""Share of the asked latency that the solver aims at until a model keeps to it, as half of all are
+slower than predicted; from then on at all of it: the best may be predicted at the very limit."""
 MAX_TRAINED_AT_ONCE = 6  # models of which successive halving trains the best to the end
 
 Contenders: TypeAlias = list[tuple[Candidate, float | None]]
@@ -83,7 +81,7 @@ def search(
     start = time.monotonic()
     # Of all candidates in one process, which imports the libraries once.
     with search_log(out), measurement_process():
-        emit = jsonl_log.event_listener(options.announce)
+        emit = jsonl_log.EventEmitter(options.announce)
         fields: dict[str, Any] = {
             "pipeline": pipeline.name,
             "versions": dict(versions()),
@@ -91,7 +89,7 @@ def search(
             "settings": settings.model_dump(mode="json", exclude_unset=True),
         }
         line = f"{pipeline.name}: search started"
-        emit(jsonl_log.RunEvent("search_started", None, line, fields, is_announced=False))
+        emit("search_started", None, line, fields, is_announced=False)
         evaluator = CandidateEvaluator.from_pipeline(pipeline, settings, out, options)
         if tables is not None:
             evaluator.tables, evaluator.base_ms = tables, tables.base_ms
@@ -99,7 +97,7 @@ def search(
         seconds = time.monotonic() - start
         fields = {"best": front.best, "points": front.points, "seconds": seconds}
         line = f"{len(front.checked)} models checked, best: {front.best or 'none'}"
-        emit(jsonl_log.RunEvent("search_finished", None, line, fields, is_announced=False))
+        emit("search_finished", None, line, fields, is_announced=False)
     return front
 
 
@@ -225,10 +223,7 @@ class BlockVariants:
         self.added.append(self.whole)
 
     def find_order(self, deadline: float) -> None:
-        """Find in which order blocks may be removed, within some of the time until a deadline.
-
-        Blocks leave one after another, each time the one whose removal changes the outputs least.
-        """
+        """Order the blocks to remove: each time the one that changes the outputs least."""
         evaluator = self.state.evaluator
         file, key = evaluator.out / BLOCKS_FILE, evaluator.model.digest
         order = read_state(file, key, list[str])
@@ -266,10 +261,7 @@ class BlockVariants:
         return programmes
 
     def are_feasible(self, deadline: float) -> bool:
-        """Check the smallest model with all blocks, and, if need be, with the fewest.
-
-        Return whether one of them meets all limits but that of the drop.
-        """
+        """Check the smallest models; return whether one meets all limits but that of the drop."""
         limits = self.state.settings.limits
         if limits.latency is None and limits.size is None and limits.memory is None:
             return True
@@ -355,10 +347,7 @@ def aimed_at(checked: Iterable[CheckedModel], asked_ms: float) -> float:
 
 
 def _middles(gaps: Iterable[tuple[float, float, float]]) -> list[float]:
-    """Return the middle of each gap between two latencies that is not narrow, the widest first.
-
-    A gap is a lower and an upper end, and the weight of its width.
-    """
+    """Return the middles of wide gaps of latencies (low, high, weight), the widest first."""
     wide = [(weight * math.log(b / a), a, b) for a, b, weight in gaps if b / a > NARROW_GAP]
     return [math.sqrt(a * b) for _, a, b in sorted(wide, reverse=True)]
 

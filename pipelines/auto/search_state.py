@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from compress.pipelines.auto.cost_models import (
 )
 from compress.pipelines.auto.front import Front, missed_limits
 from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
-from compress.pipelines.system.jsonl_log import EventListener, EventName, RunEvent
+from compress.pipelines.system.jsonl_log import EventEmitter
 from compress.pipelines.system.machine_info import machine
 from compress.pruning.latency.solver import Limit, Programme
 from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
@@ -88,8 +88,7 @@ class BlockVariant:
     ) -> LossIncreases:
         """Measure what each single cut loses beyond the blocks; what is known already is read.
 
-        Until one of a group's widths is measured, `deeper` is assumed: what cuts lose in the model
-        with all blocks.
+        Until a width of a group is measured, `deeper` is assumed: what is lost with all blocks.
         """
         removed = len(self.removed_blocks)
         # The names and keys of earlier versions, whose searches go on.
@@ -123,7 +122,7 @@ class SearchState:
     """Whether even the smallest models miss limits."""
     not_searched: list[str] = field(default_factory=list)
     """What is left out, and why."""
-    emit: EventListener = lambda event: None
+    emit: EventEmitter = field(default_factory=EventEmitter)
 
     def __post_init__(self) -> None:
         self.settings, self.out = self.evaluator.settings, self.evaluator.out
@@ -134,7 +133,7 @@ class SearchState:
         if name in self.checked or candidate in self.failed:
             return
         fields = {"candidate": name, **candidate.settings(), "predicted_ms": predicted_ms}
-        self._log("candidate_chosen", f"{name}: chosen", fields)
+        self.emit("candidate_chosen", None, f"{name}: chosen", fields, is_announced=False)
         try:
             found = self.evaluator.evaluate(candidate, predicted_ms)
         except StageFailed as error:
@@ -145,7 +144,7 @@ class SearchState:
             self.failed[candidate] = str(error)
             line = f"warning: {name} could not be made: {error}"
             fields = {"candidate": name, "error": str(error)}
-            self.emit(RunEvent("candidate_failed", None, line, fields, "warning"))
+            self.emit("candidate_failed", None, line, fields, "warning")
             return
         before, limits = self.front().points, self.settings.limits
         self.checked[name] = found
@@ -154,11 +153,12 @@ class SearchState:
             "figures": found.model_dump(mode="json", exclude={"name"}),
             "misses": missed_limits(limits, found),
         }
-        self.emit(RunEvent("candidate_checked", None, Front.line(found, limits), fields))
+        self.emit("candidate_checked", None, Front.line(found, limits), fields)
         front = self.front()
         if front.points != before:
             line = f"{len(front.points)} models that no other one beats"
-            self._log("front_changed", line, {"points": [*front.points]})
+            points = {"points": [*front.points]}
+            self.emit("front_changed", None, line, points, is_announced=False)
         front.write(self.out)
         self._correct(found)
 
@@ -257,10 +257,7 @@ class SearchState:
         return min(most, default=None)
 
     def measure_kernels(self, variant: BlockVariant, deadline: float | None = None) -> None:
-        """Measure kernels over the grid of widths, in each format and runtime.
-
-        Without a deadline, or without some blocks, no layer is left in float.
-        """
+        """Measure kernels over the grid; no layer is in float without a deadline or some blocks."""
         evaluator, removed_blocks = self.evaluator, variant.removed_blocks
         table = KernelTable(self.out / TABLES, machine(), evaluator.context.threads)
         # Relative to that of the float file, which is measured once.
@@ -333,15 +330,14 @@ class SearchState:
         model = self.models.get((format, runtime, checked.removed_blocks))
         choice = None if model is None else model.choice_of(checked.candidate)
         if model is not None and choice is not None:
-            fields = {"candidate": checked.name, "format": format, "runtime": runtime}
             uncorrected_ms, measured_ms = model.latency_ms(choice), checked.latency_ms
             model.correct(uncorrected_ms, measured_ms)
+            factor = model.correction
             figures = {"uncorrected_ms": uncorrected_ms, "measured_ms": measured_ms}
-            line = f"latency of {format} in {runtime}: corrected by {model.correction:.3g}"
-            self._log("model_corrected", line, fields | figures | {"factor": model.correction})
-
-    def _log(self, event: EventName, line: str, fields: dict[str, Any]) -> None:
-        self.emit(RunEvent(event, None, line, fields, is_announced=False))
+            about = {"candidate": checked.name, "format": format, "runtime": runtime}
+            fields = {**about, **figures, "factor": factor}
+            line = f"latency of {format} in {runtime}: corrected by {factor:.3g}"
+            self.emit("model_corrected", None, line, fields, is_announced=False)
 
     def _leave_out(self, what: str) -> None:
         """Warn that something is not searched, and remember it for the front."""
@@ -351,7 +347,7 @@ class SearchState:
 
     def warn(self, message: str) -> None:
         """Announce and log a warning."""
-        self.emit(RunEvent("message", None, f"warning: {message}", level="warning"))
+        self.emit("message", None, f"warning: {message}", level="warning")
 
     def front(self, best: str | None = None) -> Front:
         """Return the front of what was checked so far, with a model that was chosen on it."""

@@ -23,13 +23,8 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import metric_class
 from compress.core.objectives.task import NO_METRIC, TASKS, TaskName, infer_task
+from compress.pipelines.config import model_spec
 from compress.pipelines.config.data_spec import DATA_CLASSES
-from compress.pipelines.config.model_spec import (
-    MODEL_CLASSES,
-    SOURCE,
-    HuggingFaceModel,
-    TimmModel,
-)
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.yaml_source import Source
 from compress.pipelines.planning.planner import build_plan, task_of
@@ -77,7 +72,7 @@ OPTION_OF_SETTING = {
     "model.inputs": "--input",
     "model.checkpoint": "--checkpoint",
     **{f"data.{key}": "--data" for key in DATA_CLASSES},
-    **dict.fromkeys((*(f"model.{key}" for key in MODEL_CLASSES), "model"), "--model"),
+    **dict.fromkeys((*(f"model.{key}" for key in model_spec.MODEL_CLASSES), "model"), "--model"),
 }
 """The command-line option behind each setting, for error messages."""
 COMMENT_OF_SETTING = {
@@ -140,14 +135,14 @@ def draft(file: Path, options: InitOptions) -> Draft:
     task: Any = options.task  # one of TASKS: initial_content refuses others
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
         try:
-            source = import_source(_pipeline(file, content), Path(folder) / SOURCE)
+            source = import_source(_pipeline(file, content), Path(folder) / model_spec.SOURCE)
             trained = options.checkpoint is not None or "huggingface" in content["model"]
         except ArtifactInvalid as error:
             if data is None or NO_HEAD not in str(error):
                 raise
             # A pretrained body, whose head is to be trained on the data.
             pipeline = _pipeline(file, {**content, "stages": [{"stage": "train", "epochs": 1}]})
-            source, trained = import_source(pipeline, Path(folder) / SOURCE), False
+            source, trained = import_source(pipeline, Path(folder) / model_spec.SOURCE), False
         if isinstance(source, EagerModel):
             module = source.load()
             task = task or task_of_library(module, first)
@@ -396,10 +391,10 @@ def _with_data(
 
 def task_of_library(module: nn.Module, pipeline: PipelineConfig) -> TaskName | None:
     """Return the task of a model of transformers or timm, by its class and configuration."""
-    if isinstance(pipeline.model, TimmModel):
+    if isinstance(pipeline.model, model_spec.TimmModel):
         return "classification" if getattr(module, "num_classes", 0) else "embedding"
     task, _ = task_of(pipeline)
-    if not isinstance(pipeline.model, HuggingFaceModel):
+    if not isinstance(pipeline.model, model_spec.HuggingFaceModel):
         return None
     if task is None:
         return "embedding" if type(module).__name__.endswith(("Model", "Encoder")) else None
@@ -553,10 +548,7 @@ def _one_of(known: Any) -> Callable[[str], None]:
 
 
 def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Return the `model:` section for what was given, and the folder of its code, if it has any.
-
-    Paths are given relative to the working directory, and written relative to the file's `folder`.
-    """
+    """Return the `model:` section with paths relative to `folder`, and the folder of its code."""
     text = check_model(str(options.model))
     path, code = Path(text), None
     arguments = parse_arguments(options.arguments)

@@ -14,13 +14,9 @@ from rich.table import Table
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.progress import Progress, silent
+from compress.export.latency import served_latency
 from compress.export.latency.kernels import TABLES, Kernel, KernelTable, kernels_of
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-from compress.export.latency.served_latency import (
-    KernelCost,
-    LatencyModel,
-    measure_files,
-)
 from compress.export.onnx.lowering import translate_small
 from compress.export.onnx.proto_io import write
 from compress.pipelines.commands.sensitivity import model_to_prune
@@ -74,7 +70,7 @@ class PredictedLatency(Settings):
 
     machine: dict[str, Any]
     batch: int
-    model: LatencyModel
+    model: served_latency.LatencyModel
     """How latency follows from kernels."""
     kernels: tuple[KernelShare, ...]
     """Of the whole model, those that take longest first."""
@@ -123,10 +119,10 @@ def measure_and_write(
             kernels.append(kernels_of(files[-1], arrays, context.threads))
             kernel_table.measure(kernels[-1])
         progress("latency", len(widths), len(widths), "measure whole models")
-        measured = measure_files(files, inputs, context.threads)
-    costs = [KernelCost.of_kernels(own, kernel_table) for own in kernels]
+        measured = served_latency.measure_files(files, inputs, context.threads)
+    costs = [served_latency.KernelCost.of_kernels(own, kernel_table) for own in kernels]
     # The whole model and the seven after it; widths are random, so these are like the others.
-    fitted = LatencyModel.fit(costs[:FITTED_VARIANTS], measured[:FITTED_VARIANTS])
+    fitted = served_latency.LatencyModel.fit(costs[:FITTED_VARIANTS], measured[:FITTED_VARIANTS])
     by_key, calls = {k.key: k for k in kernels[0]}, Counter(k.key for k in kernels[0])
     shares = [
         KernelShare(

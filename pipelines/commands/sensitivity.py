@@ -22,7 +22,7 @@ from compress.pipelines.runner.inputs import import_source, measuring_context
 from compress.pipelines.runner.run import preview_state
 from compress.pipelines.system.temp_files import temporary_files
 from compress.pipelines.system.templates import render_template
-from compress.pipelines.terminal.console import current_mode, print_result, show_progress
+from compress.pipelines.terminal.console import print_result, show_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,12 +40,8 @@ PLOT_WIDTH, PLOT_HEIGHT, PLOT_MARGIN = 880, 420, 56  # size of the plot, in view
 def model_to_prune(
     pipeline: PipelineConfig, out: Path, progress: Progress
 ) -> Iterator[tuple[EagerModel, PruneChannels | None, Context]]:
-    """Provide the input of the first `prune_channels`, that stage, and a context to measure in.
-
-    Without such a stage it is the imported model, and None. Earlier models are in the results'
-    directory `out`.
-    """
-    plan, pipeline, context = measuring_context(pipeline, out / "variants", progress)
+    """Provide what the first `prune_channels` reads, else the source; that stage; a context."""
+    plan, pipeline, context, _ = measuring_context(pipeline, out / "variants", progress)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     name = planned.input if planned else SOURCE
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
@@ -70,7 +66,7 @@ def show(analysis: Any, file: Path, out: Path | None, **options: Any) -> None:
     """Call `measure_and_write` of an analysis, a module of this package, and print its result."""
     pipeline = PipelineConfig.from_yaml(file)
     directory = out or pipeline.default_out
-    with show_progress(quiet=current_mode().silent) as (progress, _):
+    with show_progress() as (progress, _):
         found = analysis.measure_and_write(pipeline, directory, progress=progress, **options)
     print_result(found, analysis.lines_below(found, directory), lambda _: analysis.table(found))
 

@@ -2,8 +2,7 @@
 
 A forged manifest agrees with its forged files, so the manifest alone proves little. Anchors are
 evidence outside an artifact's folder that names its digest: the run's `report.json` and
-`lock.json`, the manifests of artifacts made from it, a signed attestation, or a hash that the user
-passes with `--sha256`.
+`lock.json`, manifests of artifacts made from it, a signed attestation, or the user's `--sha256`.
 """
 
 from __future__ import annotations

@@ -82,14 +82,12 @@ class AutoLimits(Settings):
     """What a model must keep to."""
 
     max_drop: Annotated[float, Field(ge=0)] | None = None
-    """Most points (hundredths) of the metric that may be lost, on samples that the search did not
-    decide by."""
+    """Most points (hundredths) of the metric that may be lost, on samples that did not decide."""
     latency: Annotated[
         LatencyLimit | None,
         BeforeValidator(_latency, json_schema_input_type=str | LatencyLimit | None),
     ] = None
-    """Longest time of a call on `threads` threads: the median with its unit, `2ms`, or a mapping,
-    `{p95_ms: 2}`."""
+    """Longest time of a call on `threads` threads: the median with its unit, or `{p95_ms: 2}`."""
     size: Bytes | None = None
     """Largest file, with its unit: `1MB`."""
     memory: Bytes | None = None
@@ -116,8 +114,7 @@ class WidthSettings(Settings):
     importance: Criterion = "obs"
     """How channels are ranked."""
     calibration_samples: CalibrationSamples = None
-    """Samples on which channels are ranked and layers are refitted, in each model; fewer take less
-    time."""
+    """Samples on which channels are ranked and layers refitted in each model; fewer are faster."""
     include: tuple[str, ...] = ()
     """Names of modules; if given, only channels that they produce are removed."""
     exclude: tuple[str, ...] = ()
@@ -149,8 +146,7 @@ class AutoSpace(Settings):
     `prune_layers` with `refit`: none, 1, 2, 4, and so on, those that lose least first. Widths are
     searched for each of these numbers, which takes time."""
     runtimes: Annotated[tuple[Runtime, ...], Field(min_length=1)] = ("onnx",)
-    """What runs the file: ONNX Runtime (`onnx`), OpenVINO (`openvino`), or either; each format is
-    tried in each of them."""
+    """What runs the file: ONNX Runtime (`onnx`), OpenVINO (`openvino`); each format in each."""
     recovery: AnyFinetune | None = None
     """How the most promising of the smaller models are trained, by successive halving: some for one
     epoch, the better half of them on, the best for all `epochs`. By default layers are refitted,
@@ -163,8 +159,7 @@ class AutoSettings(Settings):
     limits: AutoLimits = AutoLimits()
     """What a model must keep to."""
     batch: Count | None = None
-    """Samples of a call whose latency is measured; by default one, or as many as the model
-    takes."""
+    """Samples of a call that is timed; by default one, or as many as the model takes."""
     time: Annotated[Seconds, Field(json_schema_extra={"default": "10m"})] = 600.0
     """How long to search, with its unit: `10m`. A measurement that has begun is finished."""
     points: Count = 8
@@ -173,8 +168,7 @@ class AutoSettings(Settings):
     space: AutoSpace = AutoSpace()
     """What the search may change."""
     after: tuple[AnyStage, ...] = ()
-    """Stages that each point's pipeline has after its export, such as `package_triton`; the search
-    leaves them out."""
+    """Stages of each point after its export, such as `package_triton`; they are not searched."""
 
     def without_blocks(self, removed: Sequence[str]) -> Self:
         """Return settings whose names of modules are those after blocks were removed from lists."""

@@ -8,16 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from compress.artifacts.hf_folder import Task
+from compress.common import signature
 from compress.common.config import Settings
 from compress.common.factories import Reference
 from compress.common.requirements import Requirement, pip_install
-from compress.common.signature import (
-    AxisBounds,
-    OutputSpec,
-    TensorSpec,
-    refuse_double_names,
-    refuse_other_axes,
-)
 from compress.core.validation_errors import closest
 
 SOURCE = "source"  # name under which stages and gates refer to the imported model
@@ -29,13 +23,13 @@ TIMM = Requirement(what="timm", install="pip install --no-deps 'timm>=1.0.20,<2'
 class ModelInterface(Settings):
     """Inputs, outputs and axis bounds of a model, whatever it is imported from."""
 
-    inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)] | None = None
+    inputs: Annotated[tuple[signature.TensorSpec, ...], Field(min_length=1)] | None = None
     """Input tensors. Names that are parameters of forward are passed to those; other names are
     free, and pass by position. Left out, they are taken from the samples of the data."""
-    axes: dict[str, AxisBounds] = {}
+    axes: dict[str, signature.AxisBounds] = {}
     """Named axis → the sizes that it may have, e.g. `{sequence: {min: 2, max: 512}}`; any by
     default. Exports are traced and compared within these, and served requests refused outside."""
-    outputs: tuple[OutputSpec, ...] | None = None
+    outputs: tuple[signature.OutputSpec, ...] | None = None
     """Names of the output tensors. Those that there are choose among them, in this order; names of
     which none is known name them all anew. By default all are given, under their keys, or as
     `output`, `output_0` and so on."""
@@ -43,14 +37,10 @@ class ModelInterface(Settings):
     requirements: ClassVar[tuple[Requirement, ...]] = ()
 
     @model_validator(mode="after")
-    def _bounds_are_of_axes(self) -> Self:
+    def _is_consistent(self) -> Self:
         if self.inputs is not None:
-            refuse_other_axes(self.inputs, self.axes)
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> Self:
-        refuse_double_names(self.inputs or (), self.outputs or ())
+            signature.refuse_other_axes(self.inputs, self.axes)
+        signature.refuse_double_names(self.inputs or (), self.outputs or ())
         return self
 
     @property
@@ -95,8 +85,7 @@ class TimmModel(ModelInterface):
     arguments: dict[str, JsonValue] = {}
     """Further arguments of timm.create_model: `num_classes`, `in_chans` …"""
     checkpoint: str | None = None
-    """Weights, relative to this file, of any form that a factory's checkpoint has; random without
-    it."""
+    """Weights, relative to this file, of any form a factory's checkpoint has; else random."""
 
     requirements = (TIMM,)
 

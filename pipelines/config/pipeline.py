@@ -7,28 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    JsonValue,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+import pydantic
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from compress.core.objectives.loss import LossName
 from compress.core.objectives.task import TaskName
 from compress.core.validation_errors import dotted, explain
+from compress.pipelines.config import matrix
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.data_spec import FILE_KEYS, DataSpec
-from compress.pipelines.config.matrix import (
-    allow_matrix_,
-    expand_matrices,
-    refuse_duplicate_branches,
-)
 from compress.pipelines.config.model_spec import ModelSpec
 from compress.pipelines.config.registry import AnyStage, stages
 from compress.pipelines.config.run_options import Judging
@@ -44,9 +32,8 @@ class MetricSpec(Settings):
     name: str
     """accuracy, loss, fidelity, f1, miou, perplexity; for numbers mse, mae, r2, spearman; for boxes
     map; torchmetrics.… or module:callable."""
-    arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of a torchmetrics class, of map, f1, miou, spearman and perplexity, or of
-    the callable."""
+    arguments: dict[str, pydantic.JsonValue] = {}
+    """Keyword arguments of torchmetrics, map, f1, miou, spearman, perplexity, or the callable."""
     higher_is_better: bool | None = None
     """Whether a larger value is better, for a metric that does not declare it itself."""
 
@@ -57,7 +44,7 @@ class Depends(Settings):
     files: tuple[str, ...] = ()
     """Files, or folders with all files in them, relative to this file; for what user code reads
     through a C extension or another process."""
-    environment: tuple[Annotated[str, Field(pattern=r"^[^=]+$")], ...] = ()
+    environment: tuple[Annotated[str, pydantic.Field(pattern=r"^[^=]+$")], ...] = ()
     """Names of environment variables."""
 
 
@@ -70,7 +57,7 @@ class Tracker(Settings):
     uri: str | None = None
     """Folder, relative to that of the results (`tracking` by default); or MLflow's address."""
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _uri_fits(self) -> Self:
         address = self.uri is not None and "://" in self.uri
         if address and self.kind == "tensorboard":
@@ -93,15 +80,15 @@ class Tracker(Settings):
 class PipelineConfig(Settings):
     """The steps from a model to deployable artifacts."""
 
-    model_config = ConfigDict(title="Pipeline")
+    model_config = pydantic.ConfigDict(title="Pipeline")
 
     version: Literal[1]
     """Version of this file's format."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "pipeline"
+    name: Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "pipeline"
     """Name of the run; results go to runs/<name> by default. The file's name by default."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, pydantic.Field(ge=0)] = 0
     """Seed of everything random."""
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    device: Annotated[str, pydantic.Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """Where models run: cpu, cuda or cuda:0 …"""
     threads: Count = 1
     """CPU threads a model answers with, in every measurement alike."""
@@ -119,8 +106,7 @@ class PipelineConfig(Settings):
     data: DataSpec | None = None
     """The data; stages that train, calibrate or measure accuracy need it."""
     task: TaskName | None = None
-    """What the model is for: the default loss and metric, and how two models' answers are
-    compared."""
+    """What the model is for: the default loss and metric, and how answers are compared."""
     loss: LossName | None = None
     """What training minimizes, and the metric `loss` measures: `cross_entropy`,
     `binary_cross_entropy` (of logits), `nll` (of log-probabilities), `mse`, `l1`, `smooth_l1`, or
@@ -137,36 +123,32 @@ class PipelineConfig(Settings):
     stages: tuple[AnyStage, ...] = ()
     """The steps, in order."""
 
-    _source: Source | None = PrivateAttr(default=None)
-    _written: Path | None = PrivateAttr(default=None)
+    _source: Source | None = pydantic.PrivateAttr(default=None)
+    _written: Path | None = pydantic.PrivateAttr(default=None)
     """File that this was written to, with paths that are relative to that one's folder."""
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _has_stages(self) -> Self:
         if not self.stages and self.auto is None:
             raise ValueError("stages: expected at least one stage, or a section `auto:`")
         return self
 
-    @field_validator("metric", mode="before")
+    @pydantic.field_validator("metric", mode="before")
     @classmethod
     def _metric_by_name(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
     @classmethod
     def from_yaml(cls, path: Path | str) -> Self:
-        """Read and validate a pipeline file, without importing torch.
-
-        Raises:
-            PipelineInvalid: one line per problem, each with its place in the file.
-        """
-        source = expand_matrices(read(Path(path)))
+        """Read and validate a pipeline file, without torch; PipelineInvalid names each problem."""
+        source = matrix.expand_matrices(read(Path(path)))
         try:
             pipeline = cls.model_validate({"name": source.path.stem, **source.content})
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             raise PipelineInvalid(
                 explain(error, source.content, cls, source.describe, source.written)
             ) from None
-        refuse_duplicate_branches(pipeline.stages, source)
+        matrix.refuse_duplicate_branches(pipeline.stages, source)
         pipeline._source = source
         return pipeline
 
@@ -228,5 +210,5 @@ def json_schema() -> dict[str, Any]:
     # `metric: accuracy` is short for a mapping, by a validator that the schema does not show.
     schema["properties"]["metric"]["anyOf"].insert(0, {"type": "string"})
     for stage in stages().values():
-        allow_matrix_(schema["$defs"][stage.__name__], stage.__name__)
+        matrix.allow_matrix_(schema["$defs"][stage.__name__], stage.__name__)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

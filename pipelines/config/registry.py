@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 @cache
 def stages() -> dict[str, type[Stage[Any, Any]]]:
-    """Return stage classes by their `stage` key.
-
-    Raises:
-        Unavailable: a package announces a stage that cannot be imported or clashes, or this toolkit
-            was installed before it announced its own.
-    """
+    """Return stage classes by key; Unavailable: one cannot be imported, clashes, is unannounced."""
     return announced("compress.stages", "stage", "stage")
 
 

@@ -37,10 +37,7 @@ RAY = Requirement(what="ray", install=f"{pip_install('ray')}, or leave --engine 
 
 
 def threads_each(jobs: int) -> int:
-    """Return how many CPU threads each of several processes computes with.
-
-    The cores divided, but what OMP_NUM_THREADS says holds for each of them as it does for one.
-    """
+    """Return the CPU threads of each of some processes: OMP_NUM_THREADS, or the cores divided."""
     return configured_threads() or max(1, usable_cores() // jobs)
 
 

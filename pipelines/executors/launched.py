@@ -14,17 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from compress.common.atomic_files import sha256_of, write_atomically
-from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, StageFailed
+from compress.common.atomic_files import sha256_if_readable, write_atomically
+from compress.common.errors import CompressError, PipelineInvalid, StageFailed
 from compress.pipelines.system import signals
 from compress.pipelines.system.machine_info import versions
 from compress.training.config.parallel import Parallel
-from compress.training.launch.rank_group import (
-    SECONDS_TO_MEET,
-    RankGroup,
-    joined_group,
-    launched_environment,
-)
+from compress.training.launch import rank_group
 
 if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
@@ -48,7 +43,7 @@ def joined_processes(file: Path) -> Iterator[None]:
         from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
         _prctl_pr_set_pdeathsig(signal.SIGTERM)
-    environment = launched_environment(os.environ)
+    environment = rank_group.launched_environment(os.environ)
     if environment is None or int(environment["WORLD_SIZE"]) == 1:
         yield
         return
@@ -66,7 +61,7 @@ def joined_processes(file: Path) -> Iterator[None]:
     # Before torch registers its exit handlers, so that it is called after them.
     atexit.register(leave)
     with _noted_exit_code(exit_codes):
-        group = RankGroup.join(environment)
+        group = rank_group.RankGroup.join(environment)
         if group.rank:
             exit_codes.append(group.serve(lambda request: _answer(request, file)))
             # It has nothing to report: no exception, and of the teardown the exit handlers alone.
@@ -74,7 +69,8 @@ def joined_processes(file: Path) -> Iterator[None]:
             atexit._run_exitfuncs()
     try:
         with _noted_exit_code(exit_codes):
-            group.request("compare file", SECONDS_TO_MEET, sha256=_sha256(file))
+            sha256 = sha256_if_readable(file)  # what cannot be read is refused below
+            group.request("compare file", rank_group.SECONDS_TO_MEET, sha256=sha256)
             yield
     finally:
         group.leave(exit_codes[-1])  # the other ranks leave with this code, too
@@ -93,7 +89,7 @@ def _noted_exit_code(exit_codes: list[int]) -> Iterator[None]:
 
 def check_processes(pipeline: PipelineConfig, store: Path) -> None:
     """Refuse processes that no training is for, or that do not see the run's files."""
-    group = joined_group()
+    group = rank_group.joined_group()
     if group is None:
         return
     parts = (part for stage in pipeline.stages for _, part in stage.nested())
@@ -111,17 +107,11 @@ def _answer(request: dict[str, Any], file: Path) -> str:
     try:
         if request["command"] == "enter":
             RunEnvironment(**request["environment"]).enter()
-        elif _sha256(file) != request["sha256"]:
+        elif sha256_if_readable(file) != request["sha256"]:
             return f"has another {file}; start the same command with the same file everywhere"
     except CompressError as error:
         return f"cannot take part: {error}"
     return ""
-
-
-def _sha256(file: Path) -> str | None:
-    with suppress(OSError, ArtifactInvalid):  # rank 0 refuses what it cannot read itself
-        return sha256_of(file)
-    return None
 
 
 def write_run_id(store: Path) -> None:

@@ -18,10 +18,7 @@ from compress.pipelines.system import signals
 
 
 def work(descriptor: int, lifeline: int) -> None:
-    """Run the stages that arrive, one after the other, until the connection closes.
-
-    `lifeline` is the file descriptor of a pipe that closes when the run's process ends.
-    """
+    """Run the stages that arrive until the connection closes; pipe `lifeline` ends with the run."""
 
     def die_with_parent() -> None:
         os.read(lifeline, 1)

@@ -47,10 +47,7 @@ class RayTasks:
 
     @classmethod
     def on_cluster(cls, jobs: int | None, store: Path) -> Self:
-        """Connect to the cluster of RAY_ADDRESS, or start one on this machine.
-
-        `jobs` stages run at a time; by default one for each core.
-        """
+        """Connect to the cluster of RAY_ADDRESS, or start one, for `jobs` or a stage a core."""
         started = not ray.is_initialized()
         if started:
             # Ray sends usage statistics unless this is 0.

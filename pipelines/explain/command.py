@@ -24,14 +24,11 @@ if TYPE_CHECKING:
 def explain_and_print(
     directory: Path, stage: str | None = None, gate: str | None = None, time_limit: str = "3m"
 ) -> None:
-    """Explain a run's refusals, or the gates that are named, and print what was found.
-
-    Raises PipelineInvalid: nothing refused and no gate is named; GateRefused: no cause was found.
-    """
+    """Explain refusals, or the named gates, and print that; GateRefused: no cause was found."""
     from compress.pipelines.explain.function import explain
 
     seconds = _seconds(time_limit)
-    with show_progress(quiet=current_mode().silent) as (progress, _):
+    with show_progress() as (progress, _):
         found = explain(directory, stage, gate, seconds=seconds, progress=progress)
     print_result(found, _lines(found))
     if not any(explanation.causes for explanation in found.explanations):
@@ -46,15 +43,12 @@ def repair_and_print(
     apply: bool = False,
     prints: bool = True,
 ) -> None:
-    """Try repairs of a run's refusals, and print what was tried unless that is not wanted.
-
-    Raises PipelineInvalid: nothing refused; GateRefused, which names the nearest: none passes.
-    """
+    """Try and print repairs; PipelineInvalid: nothing refused; GateRefused: none passes."""
     from compress.pipelines.explain.function import repair
     from compress.pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED
 
     seconds = _seconds(time_limit)
-    with show_progress(quiet=current_mode().silent) as (progress, _):
+    with show_progress() as (progress, _):
         options = {"best": best, "trains": trains, "apply": apply}
         found = repair(directory, seconds=seconds, progress=progress, announce=notify, **options)
     lines = [*_lines(found)]

@@ -47,11 +47,7 @@ class FinishedRun:
 
     @classmethod
     def open(cls, out: Path, progress: Progress) -> Self:
-        """Read a run's report and pipeline file, and which artifacts are cached.
-
-        Raises ArtifactInvalid: there is no report; PipelineInvalid: no valid pipeline file is
-        there.
-        """
+        """Open a run; ArtifactInvalid without a report, PipelineInvalid without a pipeline file."""
         report = Report.read(out)
         command = shlex.split(str(report.lock.get("command", "")))
         if command[:2] != ["compress", "run"]:
@@ -125,11 +121,7 @@ class FinishedRun:
         return names[names.index(against) :] if against in names else names
 
     def context(self, name: str, judged: JudgedStage, root: Path) -> Context:
-        """Return the context in which a stage of the chain is measured.
-
-        Raises ArtifactInvalid: its artifacts are not in the store any more, or the pipeline has
-        changed.
-        """
+        """Return what a stage is measured in; ArtifactInvalid if that is gone or has changed."""
         planned = self.state.plan.stage(name)
         failed = {failure.name for failure in self.report.failures}
         own = () if name in failed else (name,)

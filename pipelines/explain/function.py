@@ -10,7 +10,7 @@ from pathlib import Path
 from compress.core.progress import Progress, silent
 from compress.pipelines.explain.explain import explain_run
 from compress.pipelines.explain.finished_run import FinishedRun
-from compress.pipelines.explain.repair import repair_run
+from compress.pipelines.explain.repair import RepairSearch
 from compress.pipelines.reporting.html import render
 from compress.pipelines.results.explanation import Explanations
 from compress.pipelines.system.jsonl_log import LOG, LogFile, log_handler
@@ -58,7 +58,8 @@ def repair(
     deadline = time.monotonic() + seconds
     with _opened(Path(out), progress) as run:
         explained = explain_run(run, None, None, deadline)
-        search = repair_run(run, explained, deadline, announce, trains=trains, finds_best=best)
+        search = RepairSearch(run, deadline, announce, trains=trains, finds_best=best)
+        search.search(run, explained, {}, None)
         if search.found is not None:
             search.write(search.found, apply=apply)
         found = Explanations(

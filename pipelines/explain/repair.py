@@ -46,21 +46,6 @@ PAIRED = 4  # single changes of which pairs are tried: those after which least w
 BUILT_ON = 2  # changes that mend a refusal and leave another one, on which further ones are tried
 
 
-def repair_run(
-    run: FinishedRun,
-    explained: Sequence[Explained],
-    deadline: float,
-    announce: Callable[[str], None],
-    *,
-    trains: bool = False,
-    finds_best: bool = False,
-) -> RepairSearch:
-    """Try the repairs of a run's refused verdicts until every gate passes; see RepairSearch."""
-    search = RepairSearch(run, deadline, announce, trains, finds_best)
-    search.search(run, explained, {}, None)
-    return search
-
-
 @dataclass
 class RepairSearch:
     """A search for changed settings with which a refused pipeline passes."""
@@ -81,8 +66,7 @@ class RepairSearch:
         """Try single changes and then pairs, until one passes beside those that are kept.
 
         Where a change mends one refusal and another one stays, or a later stage now refuses, what
-        is left is explained in turn, and its repairs are tried beside that change. Returns whether
-        the search may end.
+        is left is explained in turn, its repairs tried beside that change. Returns whether to end.
         """
         built_on = 0
         for each in explained:

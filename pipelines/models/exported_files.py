@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import Artifact, FileVersion
 from compress.common.atomic_files import refuse_irregular, sha256_while_unchanged, stays_inside
-from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line, raised_as
 from compress.common.foreign.child_process import read_in_child
 from compress.common.signature import (
     EXAMPLE_LENGTH,
@@ -88,10 +88,9 @@ def import_file(
     inputs: Sequence[torch.Tensor] | None = None,
     carried: Mapping[str, bytes] | None = None,
 ) -> Artifact:
-    """Import an exported model as an artifact, after a call with `inputs`, or with seeded ones.
+    """Import an exported model in a child with limits, after a call with `inputs`, or seeded.
 
     ``carried`` are files beside the model.
-    A child process does it, within limits of memory and time that the file's size gives.
     """
     _refuse_missing(file)
     importer: Callable[..., Artifact] = _import_onnx if kind == "onnx" else _import_script
@@ -160,16 +159,10 @@ def _import_onnx(
         # The same model has the same bytes, and by them the same digest.
         payload.write_bytes(model.SerializeToString(deterministic=True))
         inputs = tuple(inputs or signature.example())
-        try:
+        what = f"model.inputs: {file} does not take {described(signature.inputs)}"
+        with raised_as(ArtifactInvalid, what):
             predict, kernels = counted_predictor(payload, 1, inputs)
             predict(*inputs)
-        except CompressError:
-            raise
-        except Exception as error:
-            raise ArtifactInvalid(
-                f"model.inputs: {file} does not take {described(signature.inputs)}: "
-                f"{type(error).__name__}: {first_line(error)}"
-            ) from error
         facts |= kernels
     return OnnxModel.from_directory(path)
 

@@ -63,10 +63,7 @@ def import_program(
     inputs: Sequence[torch.Tensor] | None,
     carried: Mapping[str, bytes] | None,
 ) -> GraphModel:
-    """Import a program as an artifact that takes the signature's tensors in their order.
-
-    It is traced again where its call is another, or changes its buffers or its inputs.
-    """
+    """Import a program to take the signature's tensors in order, traced again where it does not."""
     from compress.artifacts.graph_model import GraphModel, refuse_other_answers
     from compress.artifacts.recipe_inference import fit_call
     from compress.graph.torch_export import export_program

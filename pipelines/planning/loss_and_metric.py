@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from compress.common.errors import CompressError, PipelineInvalid, first_line
+from compress.common.errors import PipelineInvalid, located, raised_as
 from compress.common.forward import Predictor, image_advice, output_argument
+from compress.core.context import QUICK_SAMPLES
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric, default_metric
+from compress.core.objectives import task
 from compress.core.objectives.loss import Loss, loss_kind
-from compress.core.objectives.task import (
-    are_class_labels,
-    are_probabilities,
-    describe_outputs,
-    describe_targets,
-    describe_tensor,
-    has_target,
-    need_tensor,
-    same_shape,
-    sampled_targets,
-    targets_split,
-)
 from compress.pipelines.config.pipeline import MetricSpec, PipelineConfig
 from compress.pipelines.planning import planner
 
@@ -104,7 +94,8 @@ def fitting_loss(
             lines = _fitting_loss(plan, pipeline, source, predict, data)
         for split in data.datasets:
             if split in MEASURED_SPLITS and metric.is_measured:
-                _check_metric(metric, pipeline, predict, data, split)
+                tried = QUICK_SAMPLES if context.is_quick else TRIED_SAMPLES
+                _check_metric(metric, pipeline, predict, data, split, tried)
             else:
                 for batch in _samples(pipeline, data, split, 1):
                     _outputs_for(pipeline, predict, batch.inputs, split)
@@ -132,7 +123,7 @@ def _check_labels(
     """Raise PipelineInvalid for a label that is read and that the model has no class for."""
     from compress.data.splits import UNLABELLED
 
-    split = targets_split(data)
+    split = task.targets_split(data)
     uses_labels = plan.metric.labels is not None and not plan.metric.needs_reference
     uses_labels |= _uses_loss(plan) and not plan.loss.is_custom
     if split not in facts or not uses_labels or plan.loss.is_regression:
@@ -150,13 +141,13 @@ def _check_labels(
 def _classes(plan: Plan, predict: Predictor, batch: Batch) -> int | None:
     """Return how many classes the model's outputs have: one of yes or no, None of no labels."""
     try:
-        known = need_tensor("the data", batch.target)  # type: ignore[arg-type]
+        known = task.need_tensor("the data", batch.target)  # type: ignore[arg-type]
         outputs, targets = plan.loss.align(predict(*batch.inputs)[0].cpu(), known)
     except Exception:  # noqa: BLE001 - outputs that do not fit are refused by loss and metric
         return None
-    if are_class_labels(outputs, targets):
+    if task.are_class_labels(outputs, targets):
         return outputs.shape[1]
-    return 1 if same_shape(outputs, targets) else None
+    return 1 if task.same_shape(outputs, targets) else None
 
 
 def _fitting_loss(
@@ -167,14 +158,14 @@ def _fitting_loss(
 
     from compress.data.targets import select
 
-    split = targets_split(data)
+    split = task.targets_split(data)
     with _located_errors(pipeline, "data"):
         batch = next(data.batches(split, TRIED_SAMPLES, TRIED_SAMPLES))
-        targets = sampled_targets(data)
+        targets = task.sampled_targets(data)
     outputs = _outputs_for(pipeline, predict, batch.inputs, split)
     if batch.target is None or targets is None:
         return []
-    known = has_target(batch.target)
+    known = task.has_target(batch.target)
     if not bool(known.any()):
         return []
     loss = plan.loss.for_model(source.signature)
@@ -194,12 +185,12 @@ def _fitting_loss(
             loss_kind(loss_name).match(*loss.align(repeated, targets))
     planner.check_loss(pipeline, plan.stages, replace(loss, name=loss_name))
     forms = (
-        f"targets are {describe_targets(batch_targets)} and outputs "
-        f"{describe_outputs(output_argument(outputs, loss.outputs))}"
+        f"targets are {task.describe_targets(batch_targets)} and outputs "
+        f"{task.describe_outputs(output_argument(outputs, loss.outputs))}"
     )
     line = "" if pipeline.loss else f"loss: {loss_name}, as {forms}; metric: {plan.metric.name}"
     mend = warning = ""
-    if loss_name == "cross_entropy" and are_probabilities(first):
+    if loss_name == "cross_entropy" and task.are_probabilities(first):
         mend = "leave out the softmax, or use log_softmax and loss: nll"
     # Of fewer samples all outputs may lie between 0 and 1 by chance.
     elif loss_name == "binary_cross_entropy" and len(first) == TRIED_SAMPLES:
@@ -211,7 +202,12 @@ def _fitting_loss(
 
 
 def _check_metric(
-    metric: Metric, pipeline: PipelineConfig, predict: Predictor, data: Splits, split: str
+    metric: Metric,
+    pipeline: PipelineConfig,
+    predict: Predictor,
+    data: Splits,
+    split: str,
+    tried: int,
 ) -> None:
     """Compute the metric on a few samples of a split; raise PipelineInvalid where that fails."""
     located = partial(_located_errors, pipeline, "metric", f"on split {split!r}: ")
@@ -231,7 +227,7 @@ def _check_metric(
             meter.compute()
 
     try:
-        compute(TRIED_SAMPLES)
+        compute(tried)
     except PipelineInvalid:
         # A few samples may have too few classes for a metric, or targets that are all equal.
         compute(MAX_SAMPLES)
@@ -245,16 +241,11 @@ def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> 
 def _outputs_for(
     pipeline: PipelineConfig, predict: Predictor, inputs: Sequence[torch.Tensor], split: str
 ) -> list[torch.Tensor]:
-    try:
+    shapes = ", ".join(task.describe_tensor(x) for x in inputs)
+    what = f"the model does not take the samples of split {split!r}, {shapes}"
+    where = pipeline.place("data")
+    with raised_as(PipelineInvalid, f"{where}: {what}", image_advice(inputs)):
         return [x.cpu() for x in predict(*inputs)]
-    except CompressError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(describe_tensor(x) for x in inputs)
-        raise PipelineInvalid(
-            f"{pipeline.place('data')}: the model does not take the samples of split {split!r}, "
-            f"{shapes}: {type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
-        ) from error
 
 
 def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) -> str:
@@ -283,13 +274,11 @@ def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) ->
     )
 
 
-@contextmanager
-def _located_errors(pipeline: PipelineConfig, key: str, where: str = "") -> Iterator[None]:
+def _located_errors(
+    pipeline: PipelineConfig, key: str, where: str = ""
+) -> AbstractContextManager[None]:
     """Prefix errors with the place of a setting in the file, and with their place in the data."""
-    try:
-        yield
-    except CompressError as error:
-        raise PipelineInvalid(f"{pipeline.place(key)}: {where}{error}") from error
+    return located(f"{pipeline.place(key)}: {where}", PipelineInvalid)
 
 
 def _uses_loss(plan: Plan) -> bool:

@@ -56,8 +56,7 @@ class Plan:
     warnings: tuple[str, ...]
     """What will stop a later stage, while those before it can run."""
     baseline: str
-    """Name of the model that measurements compare with: the result of a leading `train` stage, else
-    the imported model."""
+    """What measurements compare with: the result of a leading `train` stage, else the source."""
     again: frozenset[str]
     """Names of the stages that run whatever the store holds."""
     cut: bool
@@ -133,10 +132,7 @@ def advice(plan: Plan) -> tuple[str, ...]:
 
 
 def _gates_on(checked: PlannedStage, stages: Sequence[PlannedStage]) -> Iterator[Gate]:
-    """Yield the gates, of a stage or of later ones, that see what the stage changed.
-
-    They look at a result alone, or compare it with an artifact from before the stage.
-    """
+    """Yield gates on a stage or later ones: on the result alone, or against what was before it."""
     by_name = {stage.name: stage for stage in stages}
     for gated in stages:
         since, at = {gated.name}, gated
@@ -150,10 +146,7 @@ def _gates_on(checked: PlannedStage, stages: Sequence[PlannedStage]) -> Iterator
 
 
 def reads_all_outputs(plan: Plan, stage: PlannedStage) -> bool:
-    """Whether a loss, a metric or a gate looks at every output of a stage's result.
-
-    A loss does where the stage trains with it, a gate also where it belongs to a later stage.
-    """
+    """Whether the loss it trains with, the metric, or its or a later gate reads every output."""
     return (
         plan.metric.reads_all_outputs
         or (plan.loss.is_custom and stage.stage.uses_loss)

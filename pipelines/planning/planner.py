@@ -16,7 +16,13 @@ from compress import export  # noqa: F401 - adds the runtimes that it can open
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.hf_folder import read_json
-from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, Unavailable
+from compress.common.errors import (
+    ArtifactInvalid,
+    CompressError,
+    PipelineInvalid,
+    Unavailable,
+    located,
+)
 from compress.common.requirements import require_all
 from compress.core.context import Context
 from compress.core.gates.gate import Gate
@@ -81,11 +87,7 @@ def build_plan(
     """Check names, order, types, requirements and device, without importing torch where possible.
 
     All stages run again that are made from the artifact of `start`, or with `force` at all; those
-    that `until` does not need are left out.
-
-    Raises:
-        PipelineInvalid: one line: the place, what was found, what was expected.
-        Unavailable: a library or the device is missing.
+    that `until` does not need are left out. Raises PipelineInvalid; Unavailable: lacks a library.
     """
     if not pipeline.stages:
         raise PipelineInvalid(
@@ -163,10 +165,8 @@ def _resolve_stages(pipeline: PipelineConfig) -> tuple[PlannedStage, ...]:
                 _check_runtime(pipeline, index, i, earlier)
         compared = tuple(gate.against for gate in stage.gates if gate.against in earlier)
         previous = planned[-1].name if planned else SOURCE
-        try:
+        with located(f"{pipeline.place('stages', index)}: "):
             resolved = stage.resolve_paths(pipeline.folder, pipeline.code_folder)
-        except CompressError as error:
-            raise type(error)(f"{pipeline.place('stages', index)}: {error}") from error
         planned.append(PlannedStage(index, name, stage.input or previous, resolved, compared))
     return tuple(planned)
 
@@ -251,27 +251,22 @@ def _named(kinds: tuple[type[Artifact], ...]) -> str:
 
 def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric, str]:
     """Return loss and metric, as far as they follow without the data, and why this is the task."""
-    key, spec = "loss", pipeline.metric
-    task, reason = task_of(pipeline)
-    try:
+    spec, (task, reason) = pipeline.metric, task_of(pipeline)
+    with located(f"{pipeline.place('loss')}: "):
         loss = Loss(pipeline.loss, folder=pipeline.code_folder, task=task)
         loss.check()
         if spec is None:
             return loss, default_metric(loss), reason
-        key, arguments = "metric", tuple(sorted(spec.arguments.items()))
+    with located(f"{pipeline.place('metric')}: "):
+        arguments = tuple(sorted(spec.arguments.items()))
         metric = Metric(spec.name, arguments, spec.higher_is_better, pipeline.code_folder, loss)
         with explained_task(task, reason):
             metric.check()
-    except CompressError as error:
-        raise type(error)(f"{pipeline.place(key)}: {error}") from error
     return loss, metric, reason
 
 
 def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tuple[str, ...]:
-    """Refuse stages and gates that lack a library, a device or data, before the data are loaded.
-
-    Return a line for each missing program; no error, as it may be installed before its stage.
-    """
+    """Refuse what stages and gates lack, before the data are loaded; return missing programs."""
     require_all(pipeline.model.requirements, pipeline.place("model"))
     if pipeline.data:
         require_all(pipeline.data.requirements, pipeline.place("data"))
@@ -316,11 +311,8 @@ def check_conditions(
     for p in planned:
         for path, part in p.stage.nested():
             if isinstance(part, Parallel):
-                try:
+                with located(f"{pipeline.place('stages', p.index, *path)} ({p.name}): "):
                     need_group(part)
-                except PipelineInvalid as error:
-                    where = pipeline.place("stages", p.index, *path)
-                    raise PipelineInvalid(f"{where} ({p.name}): {error}") from None
         for location, name, step in _with_gates(p):
             for unmet in step.unmet(context):
                 # A gate is evaluated after hours, a stage that needs a program stops by itself.
@@ -408,18 +400,12 @@ def fit_to_task(
 def check_loss(pipeline: PipelineConfig, planned: Iterable[PlannedStage], loss: Loss) -> None:
     """Refuse stages whose settings do not fit the loss."""
     for p in planned:
-        try:
+        with located(f"{pipeline.place('stages', p.index)} ({p.name}): ", PipelineInvalid):
             p.stage.check_loss(loss)
-        except CompressError as error:
-            where = f"{pipeline.place('stages', p.index)} ({p.name})"
-            raise PipelineInvalid(f"{where}: {error}") from error
 
 
 def task_of(pipeline: PipelineConfig) -> tuple[Task | None, str]:
-    """Return the file's task, or the one that follows without the data, and what it follows from.
-
-    The reason is empty where the file names the task.
-    """
+    """Return the task that the file names, or implies, and why; empty where it is named."""
     if pipeline.task is not None:
         return TASKS[pipeline.task], ""
     loss = pipeline.loss if pipeline.loss in loss_kinds() else None

@@ -191,9 +191,8 @@ def deployable_rows(
 ) -> list[StageRow]:
     """Return artifacts on a front, and passed ones that none reads; none of doubtful accuracy."""
     passed = [row for row in rows if row.report and row.status in ("passed", "measured")]
-    made = [
-        row for row in passed if row.name not in (report.baseline_name, *report.accuracy_doubts)
-    ]
+    left_out = (report.baseline_name, *report.accuracy_doubts)
+    made = [row for row in passed if row.name not in left_out]
     read = {row.input for row in made}
     on_front = [*fronts.by_size, *fronts.by_time] if fronts else []
     leaves = [row for row in made if row.name not in read]

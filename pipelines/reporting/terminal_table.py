@@ -15,10 +15,8 @@ from rich.text import Text
 from compress.common.printable import printable
 from compress.core.gates import rule_in_words, value_in_words
 from compress.core.gates.runtime import EAGER
-from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting import stage_rows
 from compress.pipelines.results.comparison import Differences, row_of
-from compress.pipelines.results.schema import FailureReport, Report, SkippedReport
 from compress.pipelines.system.rich_output import PlainConsole
 from compress.pipelines.system.templates import readable_bytes, readable_count
 
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from compress.pipelines.results.measurements import Measurements, SpeedupReport
+    from compress.pipelines.results.schema import Report
 
 VS_EAGER = "vs eager"  # speedup over the baseline as it is, and not in the artifact's own runtime
 COLUMNS = {
@@ -61,8 +60,7 @@ def wide_console() -> Console:
 def stage_table(report: Report, console: Console) -> Table:
     """Build a table with one row per stage and as many columns as fit the console.
 
-    Ratios are against the baseline, `faster` against it in the artifact's own runtime; latency is
-    at batch 1.
+    Ratios are against the baseline, `faster` in the artifact's own runtime; latency at batch 1.
     """
     for left_out in range(len(OPTIONAL_COLUMNS) + 1):
         shown = [c for c in COLUMNS if c not in OPTIONAL_COLUMNS[:left_out]]
@@ -92,13 +90,15 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     """Yield the lines below the table, what to deploy last."""
     if report.judged == "quick":
         yield Text(QUICK, style="bold yellow")
+    answered_by = {stage.name: stage.answered_by for stage in report.stages}
+    for name, form in ({report.baseline_name: report.baseline_answered_by} | answered_by).items():
+        if form:
+            yield Text(f"{name}: metric and outputs were measured on {form}")
     for stage in report.stages:
         if fidelity := stage_rows.fidelity_of(stage):
             yield Text(f"{stage.name}: {fidelity.line()}")
         if sameness := stage_rows.sameness_of(stage):
             yield Text(f"{stage.name}: {sameness.line()}")
-        if stage.answered_by:
-            yield Text(f"{stage.name}: metric and outputs were measured on {stage.answered_by}")
     yield from gate_lines(report)
     if report.test:
         values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())
@@ -156,24 +156,20 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
         names[VS_EAGER] = f"vs {report.baseline_name}"
     for column in shown:
         table.add_column(names.get(column, column), justify="right", no_wrap=True)
-    if report.baseline and report.baseline_name == SOURCE:
-        cells = _measured_cells(report.baseline)
-        table.add_row(SOURCE, *(cells.get(column, "–") for column in shown))
-    dashes = ["–" for _ in shown[1:]]
-    for stage in stage_rows.outcomes_in_order(report):
-        if isinstance(stage, FailureReport):
-            table.add_row(stage.name, Text(f"✗ {stage.status}", style="bold red"), *dashes)
-        elif isinstance(stage, SkippedReport):
-            table.add_row(stage.name, "skipped", *dashes)
-        else:
+    for row in stage_rows.build_rows(report):
+        if row.measured is None:
+            text = Text("skipped" if row.status == "skipped" else f"✗ {row.status}")
+            text.style = "" if row.status == "skipped" else "bold red"
+            table.add_row(row.name, text, *("–" for _ in shown[1:]))
+            continue
+        cells = _measured_cells(row.measured)
+        if stage := row.report:  # else it is the imported model
             passed, total = sum(v.passed for v in stage.verdicts), len(stage.verdicts)
             style = "green" if passed == total else "bold red"
             seconds = f"{stage.seconds:.1f} + {stage.judged_seconds:.1f} s"
-            cells = _measured_cells(stage.measurements) | {
-                "gates": Text(f"{passed}/{total}", style=style) if total else "–",
-                "run + evaluation": "cached" if stage.cached else seconds,
-            }
-            table.add_row(stage.name, *(cells[column] for column in shown))
+            cells["gates"] = Text(f"{passed}/{total}", style=style) if total else "–"
+            cells["run + evaluation"] = "cached" if stage.cached else seconds
+        table.add_row(row.name, *(cells.get(column, "–") for column in shown))
     return table
 
 

@@ -69,21 +69,12 @@ def _parts(report: Report) -> tuple[dict[str, Any], ...]:
     }
     stages: dict[str, Any] = {}
     for stage in report.stages:
-        measured, gates = stage.measurements, {}
-        own = measured.same_runtime
+        gates = {}
         for v in stage.verdicts:  # a stage may have the same gate against several
             rule = f"{v.rule} against {v.against}" if v.against else v.rule
             gates[rule] = "passed" if v.passed else "refused"
         stages[stage.name] = {
-            **({measured.metric.name: measured.metric.value} if measured.metric else {}),
-            "bytes": measured.bytes,
-            "parameters": measured.parameters,
-            "macs": measured.macs,
-            "p50_ms": measured.latency_ms.p50,
-            "p95_ms": measured.latency_ms.p95,
-            "peak_mebibytes": measured.peak_mebibytes,
-            "speedup": measured.speedup,
-            **({"speedup_in_runtime": own.speedup} if own else {}),
+            **stage.measurements.figures,
             "gates": gates,
             "made_seconds": round(stage.seconds, 1),
             "sha256": stage.artifact.sha256,

@@ -48,8 +48,7 @@ class GuiltyLayer(Settings):
     """Share of the loss that it costs when all other layers are in float; None where more layers
     are guilty than could be judged alone."""
     own_sqnr_db: float | None = None
-    """Signal to quantization noise ratio of its output, with float inputs; None where nothing was
-    quantized."""
+    """Signal to quantization noise ratio of its output, with float inputs; None of other stages."""
 
 
 class ModuleCost(Settings):
@@ -69,8 +68,7 @@ class FoundCause(Settings):
     """Layer → the measured value, the largest first; the stage as a whole has an empty name."""
     limit: float
     returned: float | None
-    """Share of the loss that returns where these layers are computed without the cause; None where
-    that cannot be computed."""
+    """Share of the loss that returns without the cause in these layers; None where unknown."""
     text: str
     """The cause in words, with the largest value and the limit."""
 
@@ -198,10 +196,8 @@ class Explanation(Settings):
         for cause in self.causes:
             where = f"{', '.join([*cause.layers][:3])}: " if any(cause.layers) else ""
             more = f" (and {len(cause.layers) - 3} more layers)" if len(cause.layers) > 3 else ""
-            returned = (
-                "" if cause.returned is None else f"; without it {cause.returned:.0%} returns"
-            )
-            yield f"  cause   {where}{cause.text}{more}{returned}"
+            share = "" if cause.returned is None else f"; without it {cause.returned:.0%} returns"
+            yield f"  cause   {where}{cause.text}{more}{share}"
         if self.notice:
             yield f"  note    {self.notice}"
         for repair in self.tried:

@@ -156,16 +156,13 @@ class Measurements(SpeedupReport):
     macs: int | None
     macs_at: dict[str, int] = {}
     """Sizes of the named axes that they were counted at, of a typical sample of `val`; empty where
-    all sizes are fixed or there is none, which counts 8 elements, and in reports of older
-    versions."""
+    all are fixed, without samples, which counts 8 elements, and in reports of older versions."""
     bytes: int
     latency_ms: LatencyReport
     device: str = ""
-    """What it ran on where its latency was measured, and the baseline for the speedup; empty in
-    reports of older versions."""
+    """What it ran on, and the baseline for the speedup; empty in reports of older versions."""
     same_runtime: SameRuntimeReport | None = None
-    """The speedup over the baseline in the artifact's own runtime; None for packages, and in
-    reports of older versions."""
+    """Over the baseline in its own runtime; None for packages, and in reports of older versions."""
     bytes_ratio: float
     """The baseline's bytes divided by this artifact's."""
     peak_mebibytes: float | None = None
@@ -173,13 +170,28 @@ class Measurements(SpeedupReport):
     not be measured and in reports of older versions."""
     peak_reason: str = ""
     outputs: tuple[OutputSummary, ...] = ()
-    """A summary of each output on `val`; empty without a metric, and in reports of older
-    versions."""
+    """Of each output on `val`; empty without a metric, and in reports of older versions."""
     batch_dependence: BatchDependence | None = None
     """Whether outputs depend on the other rows of a batch; None in reports of older versions."""
     preparation: tuple[Preparation, ...] = ()
     """How images and texts of requests, once prepared, compare with `val`; empty where servers take
     tensors alone, and in reports of older versions."""
+
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """The figures by name, for comparisons and trackers; None where one is not known."""
+        own = self.same_runtime
+        return {
+            **({self.metric.name: self.metric.value} if self.metric else {}),
+            "bytes": self.bytes,
+            "parameters": self.parameters,
+            "macs": self.macs,
+            "p50_ms": self.latency_ms.p50,
+            "p95_ms": self.latency_ms.p95,
+            "peak_mebibytes": self.peak_mebibytes,
+            "speedup": self.speedup,
+            **({"speedup_in_runtime": own.speedup} if own else {}),
+        }
 
     @property
     def unmeasurable_reasons(self) -> tuple[str, ...]:
@@ -304,6 +316,10 @@ def _in_same_runtime(
     try:
         twin = in_runtime_of(artifact, context)
         assert twin is not None  # as there is a runtime
+        if twin.digest == artifact.digest != baseline.digest:  # nothing was compressed
+            return SameRuntimeReport(
+                runtime=runtime.title, speedup=1.0, speedup_interval=(1.0, 1.0)
+            )
         if twin.digest != baseline.digest:
             compared = context.compare_latency(twin, artifact, artifact.signature.smallest_batch)
         measured = _speedup(compared)

@@ -146,6 +146,9 @@ class Report(Settings):
     """When the run ended, ISO 8601 in UTC; empty in reports of older versions."""
     baseline_name: str
     baseline: Measurements | None
+    baseline_answered_by: str = ""
+    """What was called for metric and outputs in the baseline's place, such as `source in ONNX
+    Runtime`, its own export; empty where the baseline itself was."""
     stages: tuple[StageReport, ...]
     warnings: tuple[str, ...] = Field(
         default_factory=lambda known: tuple(

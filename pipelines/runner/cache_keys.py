@@ -134,11 +134,7 @@ def _imported_files(state: RunState) -> dict[str, Any]:
 
 
 def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | None:
-    """Return how fast a stage's result will be in the runtime of a later stage.
-
-    None for stages without a target of latency, and where no later stage exports to a runtime that
-    has tables.
-    """
+    """Return how fast a result is in a later stage's runtime; None without a target or tables."""
     served = _served(planned, state.pipeline)
     if served is None:
         return None
@@ -177,10 +173,7 @@ def _has_latency_target(stage: AnyStage) -> bool:
 def _served(
     planned: PlannedStage, pipeline: PipelineConfig
 ) -> tuple[str, tuple[AnyStage, ...]] | None:
-    """Return the runtime of the first later stage that exports the result, and what quantizes it.
-
-    The latter with settings that cost little time and lead to the same kernels.
-    """
+    """Return the first later runtime of a result, and the stages that quantize it, made quick."""
     if not _has_latency_target(planned.stage) or pipeline.device != "cpu":
         return None
     # All of the pipeline's, also those that `--until` leaves out.

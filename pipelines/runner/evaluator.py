@@ -28,7 +28,6 @@ from compress.pipelines.results.schema import (
 )
 from compress.pipelines.store.local import publish
 from compress.pipelines.system.error_context import name_stage_in_errors
-from compress.pipelines.system.jsonl_log import RunEvent
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
 from compress.serve.http.loaded_model import SERVED_KINDS
@@ -193,7 +192,7 @@ def _evaluate_gate(
         # Stored in the entries of both artifacts, where later runs find them.
         batch_dependence(state, planned.name, cache)
         if gate.compares and state.artifacts.get(compared) is before:
-            batch_dependence(state, compared)
+            batch_dependence(state, compared, context=context)
         others = (before,) if gate.compares else ()
         key |= _conditions_of_calls(state, planned.name, *others)
     verdict = cache.get_or_measure(
@@ -204,7 +203,7 @@ def _evaluate_gate(
     )
     verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
     words = "passed" if verdict.passed else "refused"
-    event = RunEvent(
+    state.emit(
         "gate_judged",
         planned.name,
         f"{planned.name}: {verdict.gate} {words}",
@@ -212,7 +211,6 @@ def _evaluate_gate(
         "info" if verdict.passed else "error",
         is_announced=False,
     )
-    state.emit(event)
     return verdict
 
 
@@ -315,25 +313,33 @@ def score_of(
 
 
 def batch_dependence(
-    state: RunState, name: str, cache: MeasurementCache | None = None
+    state: RunState,
+    name: str,
+    cache: MeasurementCache | None = None,
+    context: Context | None = None,
 ) -> BatchDependence:
     """Return whether an artifact's outputs depend on what else is in the batch.
 
-    `cache` counts the seconds, if given.
+    Those of the file that answers in its place, where one does in the context: by default that of
+    the artifact's own stage. `cache` counts the seconds, if given.
     """
     artifact, known = state.artifacts[name], state.batch_dependences
-    if artifact.digest not in known:
+    context = context or state.context(name)
+    form = context.form_of(artifact)
+    if form.digest not in known:
         cache = cache or MeasurementCache(state.entries[name], artifact)
         key = {"batch dependence": 1, **state.measurement_conditions()}
         del key["metric"]
+        if form is not artifact:
+            key["answered by"] = form.digest
         with name_stage_in_errors(name, state.out):
-            known[artifact.digest] = cache.get_or_measure(
+            known[form.digest] = cache.get_or_measure(
                 key,
-                measure=lambda: state.context(name).batch_dependence(artifact),
+                measure=lambda: context.batch_dependence(form),
                 load=BatchDependence.model_validate,
                 dump=lambda found: found.model_dump(mode="json"),
             )
-    return known[artifact.digest]
+    return known[form.digest]
 
 
 def _conditions_of_calls(state: RunState, name: str, *before: Artifact) -> dict[str, JsonValue]:

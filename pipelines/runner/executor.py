@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import Artifact
@@ -13,6 +14,7 @@ from compress.common.errors import CompressError
 from compress.common.malloc import release_freed_memory
 from compress.common.requirements import undisturbed
 from compress.core.context import ExportCache
+from compress.core.gates.runtime import BASELINES, BaselineArtifact
 from compress.core.stage import refusal
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines.config.model_spec import SOURCE
@@ -20,19 +22,12 @@ from compress.pipelines.executors.task import StageTask
 from compress.pipelines.planning.loss_and_metric import fitting_loss
 from compress.pipelines.results.measurements import Measurements
 from compress.pipelines.results.schema import FIDELITY, TestReport
+from compress.pipelines.runner import evaluator
 from compress.pipelines.runner.cache_keys import (
     history_before,
     served_latency,
     source_key_parts,
     stage_key_parts,
-)
-from compress.pipelines.runner.evaluator import (
-    MeasurementCache,
-    batch_dependence,
-    check_parity,
-    evaluate_stage,
-    measure_artifact,
-    score_of,
 )
 from compress.pipelines.runner.inputs import import_source
 from compress.pipelines.runner.run_state import CacheLookup, RunState
@@ -40,7 +35,6 @@ from compress.pipelines.store.entry import Entry, Record
 from compress.pipelines.store.local import publish, unpublish
 from compress.pipelines.system import signals
 from compress.pipelines.system.error_context import name_stage_in_errors
-from compress.pipelines.system.jsonl_log import EventName, RunEvent
 
 if TYPE_CHECKING:
     from compress.core.verdict import Verdict
@@ -48,6 +42,10 @@ if TYPE_CHECKING:
     from compress.pipelines.planning.plan import PlannedStage
 
 RERUN_REQUESTED = "asked to run again"  # why a stage runs that `--from` or `--force` names
+# Of a ResNet-18 PyTorch takes 30 ms a row and ONNX Runtime 16. Fewer than these PyTorch computes in
+# less than a second, and then the model itself can as well answer.
+DEAR_MACS = 10**10
+"""Multiply-accumulates of `val` from which on the uncompressed model's file answers for it."""
 
 
 @dataclass
@@ -74,14 +72,15 @@ class PipelineExecutor:
             lookup = self.commit(lookup, artifact, time.monotonic() - began, recorded)
         source = state.artifacts[SOURCE]
         publish(source, state.out / "artifacts" / SOURCE)
-        cache = MeasurementCache(lookup.entry, source)
+        cache = evaluator.MeasurementCache(lookup.entry, source)
         context, plan, pipeline = state.context(SOURCE), state.plan, state.pipeline
         if plan.baseline == SOURCE:
             if SOURCE in state.unmeasured:
                 state.baseline = Measurements.sizes(source, source, context, state.why_unmeasured)
             else:
                 with state.profiler.section(SOURCE, "evaluation"):
-                    state.baseline = measure_artifact(state, SOURCE, cache)
+                    self._answer_by_file(cache)
+                    state.baseline = evaluator.measure_artifact(state, SOURCE, cache)
         self._emit_finished(lookup, cache.seconds, state.baseline)
         loss_key: dict[str, Any] = {
             "loss": plan.loss.identity(),
@@ -89,11 +88,49 @@ class PipelineExecutor:
             "data": state.fingerprint,
             "stages": [planned.stage.own_settings() for planned in plan.stages],
         }
+        context = state.context(SOURCE)  # with the file that answers for the model from now on
         line = cache.get_or_measure(
             loss_key, lambda: fitting_loss(plan, pipeline, source, context, state.contents)
         )
         if line:
-            state.emit(RunEvent("task_known", None, line))
+            state.emit("task_known", None, line)
+
+    def _answer_by_file(self, cache: evaluator.MeasurementCache) -> None:
+        """Write the uncompressed model as an ONNX file now, which then answers for it.
+
+        Only where the speed of a later stage's file is compared with it anyway, and the model is so
+        large that its calls are what judging costs. It is compared with the model as any export is,
+        but on few samples of `val`. Where it cannot be written, the model answers.
+        """
+        state, source, context = self.state, cache.artifact, self.state.context(SOURCE)
+        stages = [p for p in state.plan.stages if isinstance(p.stage, ExportOnnx)]
+        # A file of the model itself is compared with the model's own answers.
+        if (
+            {p.name for p in stages} <= state.unmeasured
+            or SOURCE in {p.input for p in stages}
+            or state.is_quick
+            or not (state.data is not None and "val" in state.data.datasets)
+            or not (source.kind == "eager" and state.pipeline.device == "cpu")
+            or not state.plan.metric.is_measured
+            or source.is_streamed
+        ):
+            return
+        try:
+            key = {"multiply-accumulates": 1, "data": state.fingerprint}
+            sizes = partial(context.typical_sizes, source.signature)
+            macs = cache.get_or_measure(key, lambda: context.macs(source, sizes()) or 0)
+            if macs * len(state.data.split("val")) < DEAR_MACS:  # type: ignore[arg-type]
+                return
+            began = time.monotonic()
+            runtime = BASELINES[ExportOnnx.runtime.name]
+            file = BaselineArtifact(runtime, source, replace(context, is_quick=True)).written()
+            cache.seconds += time.monotonic() - began
+        except Exception:
+            # Whatever the user's own code raises here, it raises again where the model is called.
+            if signals.exit_code():  # the error is a consequence of it
+                raise
+        else:
+            state.baseline_file = file
 
     def lookup(self, name: str, parts: dict[str, Any]) -> CacheLookup:
         """Look a stage's artifact up in the store; where it is not there, announce that it runs."""
@@ -107,7 +144,7 @@ class PipelineExecutor:
         state.load_data()
         reason = RERUN_REQUESTED if rerun else state.store.explain_miss(name, parts, state.contents)
         line = f"{name}: running ({reason})"
-        state.emit(RunEvent("stage_started", name, line, {"reason": reason}))
+        state.emit("stage_started", name, line, {"reason": reason})
         return CacheLookup(name, parts, entry, reason)
 
     def commit(
@@ -150,8 +187,7 @@ class PipelineExecutor:
     def export_ahead(self, planned: PlannedStage) -> None:
         """Export an integer graph to ONNX before its turn: the file answers for the graph.
 
-        Only where the plan has that export anyway, which compares the two; where it fails, its own
-        turn says so.
+        Only where the plan has that export anyway, which compares the two; its turn reports errors.
         """
         state, facts = self.state, self.state.artifacts[planned.name].manifest.facts
         ready = {planned.name, SOURCE, *state.reports}
@@ -171,11 +207,11 @@ class PipelineExecutor:
         state.outcome.current = export.name
         try:
             lookup = self.ahead[export.name] = self.find_or_run(export)
-            cache = MeasurementCache(lookup.entry, state.artifacts[export.name])
+            cache = evaluator.MeasurementCache(lookup.entry, state.artifacts[export.name])
             with state.profiler.section(export.name, "evaluation"):
                 # Before it answers: a cached file was compared on what may be other data.
-                check_parity(state, export, lookup, cache)
-                batch_dependence(state, export.name, cache)
+                evaluator.check_parity(state, export, lookup, cache)
+                evaluator.batch_dependence(state, export.name, cache)
         except CompressError as error:
             if signals.exit_code():  # the error is a consequence of it
                 raise
@@ -188,7 +224,7 @@ class PipelineExecutor:
         """Evaluate a stage's artifact, and record its report, and its refusal if a gate refused."""
         state, name = self.state, planned.name
         with state.profiler.section(name, "evaluation"):
-            report = state.reports[name] = evaluate_stage(state, planned, lookup)
+            report = state.reports[name] = evaluator.evaluate_stage(state, planned, lookup)
         if name == state.plan.baseline:
             state.baseline = report.measurements
         state.outcome.current = ""  # from here on an interruption finds the stage finished
@@ -207,12 +243,12 @@ class PipelineExecutor:
             return
         has_val = "val" in state.data.datasets  # type: ignore[union-attr]
         names = dict.fromkeys((plan.baseline, *plan.leaves))
-        scores = {name: score_of(state, name, "test") for name in names}
+        scores = {name: evaluator.score_of(state, name, "test") for name in names}
         unlike_val = {}
         for name in names if has_val else ():
             if name in state.unmeasured:
                 continue
-            by_split = {"val": score_of(state, name, "val"), "test": scores[name]}
+            by_split = {"val": evaluator.score_of(state, name, "val"), "test": scores[name]}
             chance = {split: score.uncertainty() for split, score in by_split.items()}
             ends = [each.interval for each in chance.values() if each.interval]
             if len(ends) == 2 and max(low for low, _ in ends) > min(high for _, high in ends):
@@ -257,8 +293,8 @@ class PipelineExecutor:
             # Of an imported model that is not the baseline nothing is measured.
             "measurements": measurements.model_dump(mode="json") if measurements else None,
         }
-        event: EventName = "stage_cached" if lookup.cached else "stage_finished"
-        self.state.emit(RunEvent(event, name, f"{name}: {', '.join(words)}", fields))
+        event = "stage_cached" if lookup.cached else "stage_finished"
+        self.state.emit(event, name, f"{name}: {', '.join(words)}", fields)
 
     def _register(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.state.artifacts[name], self.state.entries[name] = artifact, entry

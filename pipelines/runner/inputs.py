@@ -15,9 +15,10 @@ import os
 import re
 import sys
 import tempfile
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,14 +29,15 @@ from compress.artifacts import hf_folder
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import checkpoint_digest
 from compress.common.config import Settings
-from compress.common.dependency_recorder import Dependencies, Recording, recording
-from compress.common.errors import CompressError, PipelineInvalid
+from compress.common.dependency_recorder import Recording, recording
+from compress.common.errors import CompressError, PipelineInvalid, located
 from compress.common.factories import forget_modules, local_sources, sources_digest
 from compress.common.forward import positional_parameters
 from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.objectives.task import TASKS
+from compress.core.progress import silent
 from compress.pipelines.config.data_spec import FileData
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
@@ -48,7 +50,7 @@ from compress.pipelines.config.model_spec import (
 from compress.pipelines.models.exported_files import digest_of, import_file, signature_of
 from compress.pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan, task_of
-from compress.pipelines.store.entry import Surroundings
+from compress.pipelines.store.entry import StoredValue, Surroundings
 from compress.pipelines.system.machine_info import machine, version_of, versions
 from compress.pipelines.system.temp_files import temporary_files
 from compress.serve.torchserve.stage import PackageTorchServe
@@ -80,8 +82,7 @@ UNREPEATABLE_CODE = re.compile(
     rb"\brandom\.(?!(default_rng|RandomState|Generator)\(\s*\w)|numpy\.random|urandom"
     rb"|environ\[[^]]*\]\s*=|environ\.(pop|setdefault|update)|putenv|chdir"
 )
-"""Code that may draw from a generator which is seeded anew in each process, or that changes what
-code after it sees."""
+"""Code that may draw from a generator seeded anew in each process, or changes what others see."""
 HASH_ORDERED = frozenset(("frozenset", "hash", "id", "set"))
 """Builtins that may answer otherwise in each process: Python salts the hashes of strings."""
 MOST_BYTES = 2**28
@@ -92,10 +93,7 @@ VOLATILE_VARIABLES = frozenset(("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "T
 
 
 def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | None, str]:
-    """Load the data, and infer of it `model.inputs`, or what is not declared of them.
-
-    Return the pipeline with `model.inputs`, its data, and a line that names what was inferred.
-    """
+    """Load the data; return the pipeline with its inputs, the data, a line on what is inferred."""
     from compress.data.infer_signature import (
         described,
         inputs_of,
@@ -105,7 +103,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
 
     data = load_data(pipeline)
     spec, inputs, origin = pipeline.model, pipeline.model.inputs, "the samples of the data"
-    try:
+    with located(f"{pipeline.place('model')}: "):
         if inputs is None and isinstance(spec, ModelFile):
             file = pipeline.folder / spec.file
             if signature := signature_of(spec.kind, file):
@@ -127,8 +125,6 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
                 inputs = with_named_length(inputs)
                 if isinstance(spec, HuggingFaceModel) and not spec.axes:
                     spec = spec.model_copy(update={"axes": _declared_inputs(pipeline, spec)[1]})
-    except CompressError as error:
-        raise type(error)(f"{pipeline.place('model')}: {error}") from error
     if data is not None:
         names, dtypes = zip(*((spec.name, spec.dtype) for spec in inputs), strict=True)
         source = data.source and replace(data.source, input_names=names, input_dtypes=dtypes)
@@ -142,12 +138,9 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         lacks = any(need.missing() for need in stage.all_requirements() if not need.program)
         if lacks or not isinstance(stage, PackageTorchServe):
             continue  # the planner refuses a stage that lacks a library
-        try:
+        with located(f"{pipeline.place('stages', index)} ({stage.title}): ", PipelineInvalid):
             package = stage.resolve_paths(pipeline.folder, pipeline.code_folder)
             package.check_inputs(Signature(inputs=inputs))
-        except CompressError as error:
-            where = pipeline.place("stages", index)
-            raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
     return pipeline, data, inferred
 
 
@@ -232,11 +225,11 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
 
 
 def measuring_context(
-    pipeline: PipelineConfig, root: Path, progress: Progress
-) -> tuple[Plan, PipelineConfig, Context]:
-    """Return a context to measure outside of a run; plan and pipeline completed by the data."""
+    pipeline: PipelineConfig, root: Path, progress: Progress = silent
+) -> tuple[Plan, PipelineConfig, Context, str]:
+    """Return plan and pipeline completed by the data, a context, a line on what was inferred."""
     plan = build_plan(pipeline)
-    pipeline, data, _ = resolve_inputs(pipeline)
+    pipeline, data, inferred = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     context = Context(
         root=root,
@@ -248,24 +241,18 @@ def measuring_context(
         seed=pipeline.seed,
         progress=progress,
     )
-    return plan, pipeline, context
+    return plan, pipeline, context, inferred
 
 
 def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None]:
-    """Build the model and read its weights and the data, without storing anything.
-
-    Return the model's interface, lines that name what of it and the loss was inferred, the data.
-    """
+    """Build model and data, storing nothing; return interface, lines on what was inferred, data."""
     from compress.data.fingerprint import SAMPLED_FOR_FINGERPRINT
 
-    plan = build_plan(pipeline)
-    pipeline, data, inferred = resolve_inputs(pipeline)
-    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    plan, pipeline, context, inferred = measuring_context(pipeline, Path())
+    data = context.data
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
         source = import_source(pipeline, Path(folder) / SOURCE, data)
-        context = Context(
-            root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
-        )
+        context = context.with_root(Path(folder))
         contents = data.contents(SAMPLED_FOR_FINGERPRINT) if data else None
         loss = fitting_loss(plan, pipeline, source, context, contents)
         lines = [inferred, plan.task_line, loss]
@@ -401,13 +388,6 @@ def variables_noted() -> Iterator[None]:
         _at_start.clear()
 
 
-class Remembered(Settings):
-    """An outcome, and what user code read for it."""
-
-    value: Any
-    depends: Dependencies
-
-
 class CheckedModel(Settings):
     """What `compress check` found out about a model and its data, all valid."""
 
@@ -466,7 +446,7 @@ def conditions_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -
 
 def recall(file: Path, key: str | None, surroundings: Surroundings) -> Any:
     """Return what :func:`remember` kept, or None where anything that it depends on has changed."""
-    found = read_state(file, key, Remembered) if key else None
+    found = read_state(file, key, StoredValue) if key else None
     return None if found is None or surroundings.change(found.depends) else found.value
 
 
@@ -476,7 +456,7 @@ def remember(
     """Keep an outcome under a key, with what user code read for it."""
     if key is None or recorded.untracked:
         return
-    kept = Remembered(value=value, depends=surroundings.dependencies(recorded))
+    kept = StoredValue(value=value, depends=surroundings.dependencies(recorded))
     with suppress(OSError):  # no home, or a full disk: the next run takes as long as this one
         write_state(file, key, kept.model_dump(mode="json"))
 
@@ -534,10 +514,6 @@ class RememberedContents:
     parts: dict[str, Any]
     fingerprint: str
     load: Callable[[], Contents]
-    sampled: tuple[str, ...] = ()
-    unrepeatable: frozenset[str] = frozenset()
-    cached: frozenset[str] = frozenset()
-    streams: Mapping[str, str | None] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.load(), name)
@@ -553,21 +529,13 @@ class _Sized:
         return self.samples
 
 
-class _Datasets(Mapping[str, Any]):
+class _Datasets(UserDict[str, Any]):
     def __init__(self, splits: RememberedSplits) -> None:
+        super().__init__(dict.fromkeys(splits.facts.lengths))
         self.splits = splits
 
     def __getitem__(self, name: str) -> Any:
         return self.splits.loaded.datasets[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.splits.facts.lengths)
-
-    def __len__(self) -> int:
-        return len(self.splits.facts.lengths)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.splits.facts.lengths
 
 
 @dataclass(frozen=True)
@@ -682,10 +650,7 @@ def load_inputs(
 
 
 def checked_model(pipeline: PipelineConfig) -> CheckedModel:
-    """Return what the last check of an unchanged file found valid, or check model and data.
-
-    What is refused is not kept.
-    """
+    """Return what the last check of an unchanged file found valid, or check; keep no refusal."""
     name = hashlib.sha256(str(Path(pipeline.file).absolute()).encode()).hexdigest()[:16]
     # Not `Path.home()`, which raises where there is no home.
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.results.schema import Status
     from compress.pipelines.runner.inputs import Inputs
-    from compress.pipelines.system.jsonl_log import Level
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +68,8 @@ def run(
 ) -> Report:
     """Run a pipeline and write its report; return it where all gates passed.
 
-    `render` makes the text of `report.html` from the report and `out`.
-
-    Raises:
-        GateRefused: a gate refused and no stage failed; the report is written, and the artifact
-            kept.
-        CompressError: the pipeline is invalid, or a stage failed; the report says so. Where others
-            did not pass either, their errors are its notes.
+    `render` makes the text of `report.html` from the report and `out`. Raises as `Pipeline.run`;
+    where several stages did not pass, the errors of the others are the notes of the first.
     """
     check_engine(pipeline, options.engine)
     profiler = Profiler(is_on=options.profile)
@@ -136,7 +130,7 @@ def _open(pipeline: PipelineConfig, out: Path, options: RunOptions) -> tuple[Inp
     pipeline = inputs.pipeline
     if options.judge:
         pipeline = pipeline.model_copy(update={"judge": options.judge})
-    emit = jsonl_log.event_listener(announce)
+    emit = jsonl_log.EventEmitter(announce)
     return inputs, RunState(pipeline, inputs.plan, out, store, inputs.data, options.progress, emit)
 
 
@@ -172,13 +166,13 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
         "settings": pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True),
     }
     line = f"{pipeline.name}: started"
-    state.emit(jsonl_log.RunEvent("run_started", None, line, fields, is_announced=False))
+    state.emit("run_started", None, line, fields, is_announced=False)
     if state.plan.task_line:
-        state.emit(jsonl_log.RunEvent("task_known", None, state.plan.task_line))
+        state.emit("task_known", None, state.plan.task_line)
     for warning in state.plan.warnings:  # announced before the log was there
         jsonl_log.log_event("message", warning, level="warning")
     for warning in state.data_warnings:
-        state.emit(jsonl_log.RunEvent("message", None, f"warning: {warning}", level="warning"))
+        state.emit("message", None, f"warning: {warning}", level="warning")
     try:
         with readable_disk_errors(state.out):
             executor = PipelineExecutor(state)
@@ -196,10 +190,10 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
         else:
             status = INTERRUPTED
             state.outcome.abort(INTERRUPTED)
-            # The note on the interruption tells the command line which stages it came at.
             failures = state.outcome.failures
             running = [name for name, f in failures.items() if f.status == INTERRUPTED]
-            message = signals.add_interruption_note(error, running)
+            message = f"{INTERRUPTED} at {', '.join(running)}" if running else INTERRUPTED
+            error.add_note(message)  # which the command line shows
         report = build_report(state, status, message)
         with suppress(OSError):  # on a full disk the error itself matters more
             report.write(state.out, render(report, state.out))
@@ -222,9 +216,9 @@ def _log_end(state: RunState, report: Report, seconds: float) -> None:
         "seconds": seconds,
         "test": report.test.values if report.test else {},
     }
-    level: Level = "info" if report.status == "passed" else "error"
+    level = "info" if report.status == "passed" else "error"
     line = f"{report.pipeline}: {report.status}"
-    state.emit(jsonl_log.RunEvent("run_finished", None, line, fields, level, is_announced=False))
+    state.emit("run_finished", None, line, fields, level, is_announced=False)
 
 
 def preview_run(
@@ -247,7 +241,7 @@ def preview_state(
 
     def preview(name: str, parts: dict[str, Any]) -> None:
         entry, rerun = store.entry(parts), name in plan.again
-        found = None if rerun else store.peek(entry)
+        found = None if rerun else store.get(entry, downloads=False)
         if found:
             state.artifacts[name] = found[0]
             origin = f" (from {entry.fetched_from})" if entry.fetched_from else ""
@@ -294,6 +288,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         skipped=tuple(outcome.skipped[name] for name in plan.ordered(outcome.skipped)),
         baseline_name=plan.baseline,
         baseline=state.baseline,
+        baseline_answered_by=state.baseline_answered_by,
         stages=stages,
         warnings=(
             *state.data_warnings,
@@ -422,10 +417,7 @@ def unlike_val(data: Splits, samples: int, seed: int) -> str:
 
 
 def constant_score(data: Splits, metric: Metric) -> float | None:
-    """Return the best metric on `val` of a constant output, as a baseline; None if there is none.
-
-    For classes the output is their log-frequencies, for numbers the targets' mean or median.
-    """
+    """Return the best metric on `val` of a constant output, as a baseline; None without any."""
     if metric.needs_reference:
         return None
     import torch

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import CompressError, GateRefused, lines_of
 from compress.core.context import Context, KeptAnswers
+from compress.core.gates.runtime import runtime_of
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.results.measurements import JUDGED_QUICKLY, Measurements
 from compress.pipelines.results.schema import FailureReport, SkippedReport, StageReport, TestReport
 from compress.pipelines.runner.inputs import RememberedSplits, source_parts
 from compress.pipelines.store.local import WORK, Store, StoredExports
 from compress.pipelines.system import signals
-from compress.pipelines.system.jsonl_log import EventListener, RunEvent
 from compress.pipelines.system.machine_info import machine
 from compress.pipelines.system.run_profile import Profiler
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan, PlannedStage
     from compress.pipelines.store.entry import Entry
+    from compress.pipelines.system.jsonl_log import EventEmitter
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 
@@ -65,7 +66,7 @@ class RunOutcome:
     """Which stages of a run failed, were refused or were skipped; the other stages go on."""
 
     plan: Plan
-    emit: EventListener
+    emit: EventEmitter
     current: str = ""
     """The stage that this process works on; empty between stages."""
     running_elsewhere: tuple[str, ...] = ()
@@ -77,10 +78,7 @@ class RunOutcome:
 
     @contextmanager
     def record_failures(self, name: str) -> Iterator[None]:
-        """Mark a stage as the current one during a block, and record its error if it has one.
-
-        Interruptions, and exceptions that are not the toolkit's, pass through and end the run.
-        """
+        """Mark a stage as the current one in a block; record its error, if it is the toolkit's."""
         self.current = name
         try:
             with only_signals_interrupt():
@@ -105,14 +103,11 @@ class RunOutcome:
             fields = self._stage_fields(planned.name)
             self.skipped[planned.name] = SkippedReport(**fields, because=causes[0])
             line = f"{planned.name}: skipped, as {causes[0]} did not pass"
-            self.emit(RunEvent("stage_skipped", planned.name, line, level="warning"))
+            self.emit("stage_skipped", planned.name, line, level="warning")
         return bool(causes)
 
     def error(self) -> CompressError | None:
-        """Return the error that decides how the run ends, with the others as its notes.
-
-        The first stage that failed, in the plan's order; else the first that a gate refused.
-        """
+        """Return the error that ends the run: the first failure, else refusal; others are notes."""
         errors = [self.errors[name] for name in self.plan.ordered(self.errors)]
         errors.sort(key=lambda error: isinstance(error, GateRefused))
         for other in errors[1:]:
@@ -129,7 +124,7 @@ class RunOutcome:
         why = "failed: " + " ".join(lines_of(error)).removeprefix(f"{name}: ")
         line = f"{name}: {INTERRUPTED if failure.status == INTERRUPTED else why}"
         # An error that ends the run is announced at its end.
-        self.emit(RunEvent("stage_failed", name, line, {"error": error}, "error", not ends_run))
+        self.emit("stage_failed", name, line, {"error": error}, "error", not ends_run)
 
     def _stage_fields(self, name: str) -> dict[str, Any]:
         stage = self.plan.stage(name).stage.stage if name != SOURCE else SOURCE
@@ -146,7 +141,7 @@ class RunState:
     store: Store
     data: Splits | None
     progress: Progress
-    emit: EventListener
+    emit: EventEmitter
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     """By stage name, as `entries` and `reports`."""
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -157,6 +152,9 @@ class RunState:
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
     exported_as: dict[str, str] = field(default_factory=dict)
     """Stage → the later stage whose file answers for it while its quality is evaluated."""
+    baseline_file: Artifact | None = None
+    """The uncompressed model as an ONNX file, which answers for it wherever outputs are compared;
+    None where it answers itself."""
     unmeasured: frozenset[str] = frozenset()
     """Stages of whose results only the size is measured."""
     profiler: Profiler = field(default_factory=lambda: Profiler(is_on=False))
@@ -212,6 +210,12 @@ class RunState:
         return {"depends": declared.model_dump()} if files or environment else {}
 
     @property
+    def baseline_answered_by(self) -> str:
+        """What answers for the uncompressed model, in words; empty where it answers itself."""
+        runtime = runtime_of(self.baseline_file.kind) if self.baseline_file else None
+        return f"{self.plan.baseline} in {runtime.title}" if runtime else ""
+
+    @property
     def is_quick(self) -> bool:
         """Whether the run judges quickly."""
         return self.pipeline.judge == "quick"
@@ -246,7 +250,11 @@ class RunState:
 
         It sees the artifacts of its ancestors, and those that it names.
         """
+        # Of the stage itself alone: what judges the file compares it with the graph's own.
         form = self.artifacts.get(self.exported_as.get(name, ""))
+        forms = {self.artifacts[name].digest: form} if form else {}
+        if self.baseline_file is not None:
+            forms[self.artifacts[self.plan.baseline].digest] = self.baseline_file
         visible = {SOURCE, self.plan.baseline, *self.plan.branch(name), *self.plan.needs(name)}
         return Context(
             root=root or self.entries[name].artifact_path,
@@ -270,8 +278,7 @@ class RunState:
             comparisons=self.comparisons,
             exports=self.exports,
             answers=self.answers,
-            # Of the stage itself alone: what judges the file compares it with the graph's own.
-            forms={self.artifacts[name].digest: form} if form else {},
+            forms=forms,
         )
 
 

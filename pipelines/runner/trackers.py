@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import first_line
+from compress.pipelines.results.measurements import Measurements
 from compress.training.loop.metrics import STEP, ExperimentLogger, open_logger
 
 if TYPE_CHECKING:
@@ -59,23 +60,10 @@ class TrackerHandler(logging.Handler):
 
 def stage_figures(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of a `stage_finished` event by name, those that were measured."""
-    measured = fields["measurements"]
-    if measured is None:
-        return {"seconds": fields["seconds"]}
-    metric, latency = measured["metric"], measured["latency_ms"]
-    figures = {
-        **({metric["name"]: metric["value"]} if metric else {}),
-        "bytes": measured["bytes"],
-        "bytes_ratio": measured["bytes_ratio"],
-        "parameters": measured["parameters"],
-        "macs": measured["macs"],
-        "p50_ms": latency["p50"],
-        "p95_ms": latency["p95"],
-        "speedup": measured["speedup"],
-        "speedup_in_runtime": (measured["same_runtime"] or {}).get("speedup"),
-        "peak_mebibytes": measured["peak_mebibytes"],
-        "seconds": fields["seconds"],
-    }
+    figures: dict[str, float | None] = {"seconds": fields["seconds"]}
+    if fields["measurements"] is not None:
+        measured = Measurements.model_validate(fields["measurements"])
+        figures |= {**measured.figures, "bytes_ratio": measured.bytes_ratio}
     return {name: float(value) for name, value in figures.items() if value is not None}
 
 

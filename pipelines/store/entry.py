@@ -24,7 +24,7 @@ from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording
-from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, located
 from compress.common.sealed_json import canonical_json, dump_sealed, load_sealed, read_sealed
 
 FORMAT = 1  # of the folders and files of a store; a store without a format file has this one too
@@ -115,10 +115,8 @@ class Entry:
             raw = self._record_path.read_bytes()
         except FileNotFoundError:
             return None
-        try:
+        with located(f"{self._record_path} "):
             record = Record.from_bytes(raw, self.path.name)
-        except ArtifactInvalid as error:
-            raise ArtifactInvalid(f"{self._record_path} {error}") from None
         artifact = Artifact.from_directory(self.artifact_path)
         artifact.verify()
         if artifact.digest != record.digest:
@@ -135,10 +133,7 @@ class Entry:
             os.utime(self._record_path)
 
     def lookup(self, key: dict[str, Any], artifact: Artifact) -> StoredValue | None:
-        """Return what was measured on an artifact, unless user code would now read other files.
-
-        `key` has what was measured, and everything that the value depends on.
-        """
+        """Return what was measured under a key, unless user code would now read other files."""
         stored = self._values_of(artifact).answers.get(canonical_json(key))
         return None if not stored or self._surroundings.change(stored.depends) else stored
 

@@ -11,31 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from compress.artifacts.artifact import MANIFEST
-from compress.common.atomic_files import remove, sha256_of
+from compress.common.atomic_files import remove, sha256_if_readable
 from compress.common.config import Settings
-from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.errors import PipelineInvalid
+from compress.pipelines.store import remote
 from compress.pipelines.store.entry import RECORD
 from compress.pipelines.store.local import WORK, Store, store_lock
-from compress.pipelines.store.remote import (
-    MANIFEST_BYTES,
-    PARTIAL_FOLDER,
-    RECORD_BYTES,
-    SECONDS_TRUSTED,
-    Failed,
-    Objects,
-    Remote,
-)
 from compress.pipelines.system.error_context import readable_disk_errors
 
 SECONDS_OF_UNIT = {"h": 3600, "d": 86_400, "w": 604_800}
-MIN_SHARED_SECONDS = 2 * SECONDS_TRUSTED
+MIN_SHARED_SECONDS = 2 * remote.SECONDS_TRUSTED
 """Seconds. Half of it is the age up to which an upload relies on files that are there."""
 KEY_PATTERN = re.compile("[0-9a-f]{32}")
 OUR_NAMES = {
     "files": re.compile("[0-9a-f]{64}"),
     "manifests": re.compile(r"[0-9a-f]{64}\.json"),
     "records": re.compile(r"[0-9a-f]{32}\.json"),
-    PARTIAL_FOLDER: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
+    remote.PARTIAL_FOLDER: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
 }
 """Names in a shared store's folders that are ours; other files are left alone."""
 
@@ -58,10 +50,7 @@ class Cleaned(Settings):
 
 
 def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
-    """Remove artifacts, of a run's directory or a shared store's URL, not used for some time.
-
-    `announce` receives a line where another run has to end first.
-    """
+    """Remove what was not used for some time, of a run or a shared store; announce a wait."""
     age = re.fullmatch(r"(\d{1,6})([hdw])", older_than)
     if not age:
         raise PipelineInvalid(
@@ -86,14 +75,14 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
         raise PipelineInvalid(f"{out}: holds no results of a run; expected its --out, or a URL")
     with store_lock(root, announce):
         Store(root).refuse_another_format()
-        shown = {_sha256(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
+        shown = {sha256_if_readable(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
         folders = [folder for folder in root.iterdir() if KEY_PATTERN.fullmatch(folder.name)]
         entries = [folder for folder in folders if (folder / RECORD).exists()]
         old = [
             folder
             for folder in entries
             if _idle_seconds(folder / RECORD, folder) > seconds
-            and _sha256(folder / "artifact" / MANIFEST) not in shown
+            and sha256_if_readable(folder / "artifact" / MANIFEST) not in shown
         ]
         begun = (*(root / WORK).glob("*"), *(f for f in folders if f not in entries))
         # All files: writing one does not change the time of a folder further up.
@@ -114,9 +103,9 @@ def clean_shared(url: str, seconds: int, dry_run: bool) -> Cleaned:
     Other runs may use the store meanwhile: a file exists as long as a record names it, and an
     upload writes old files again. So young files are left alone, named by a record or not.
     """
-    if not Remote(url, lambda _: None).refuse_another_format():
+    if not remote.Remote(url, lambda _: None).refuse_another_format():
         raise PipelineInvalid(f"{url}: there is no store")
-    objects, gone, freed = Objects(url), set[str](), 0
+    objects, gone, freed = remote.Objects(url), set[str](), 0
 
     def ours(folder: str) -> set[str]:
         """Return our files in a folder, without those that are removed, or would be."""
@@ -146,16 +135,16 @@ def clean_shared(url: str, seconds: int, dry_run: bool) -> Cleaned:
         unneeded = ours("files")
         remove_old(ours("records"))
         records = ours("records")
-        digests = (read_json(name, RECORD_BYTES).get("digest") for name in records)
+        digests = (read_json(name, remote.RECORD_BYTES).get("digest") for name in records)
         remove_old(ours("manifests") - {f"manifests/{digest}.json" for digest in digests})
         for name in ours("manifests"):
-            files = read_json(name, MANIFEST_BYTES).get("files")
+            files = read_json(name, remote.MANIFEST_BYTES).get("files")
             for file in files.values() if isinstance(files, dict) else ():
                 if isinstance(file, dict):
                     unneeded.discard(f"files/{file.get('sha256')}")
         remove_old(unneeded)
-        remove_old(ours(PARTIAL_FOLDER))
-    except Failed as error:
+        remove_old(ours(remote.PARTIAL_FOLDER))
+    except remote.Failed as error:
         raise PipelineInvalid(
             f"{url}: cannot be cleaned ({error}); check the network, the credentials and their "
             "rights, and run the same command again"
@@ -171,9 +160,3 @@ def _idle_seconds(*paths: Path) -> float:
         with suppress(FileNotFoundError):
             written.append(path.stat().st_mtime)
     return time.time() - max(written)
-
-
-def _sha256(file: Path) -> str | None:
-    with suppress(OSError, ArtifactInvalid):
-        return sha256_of(file)
-    return None

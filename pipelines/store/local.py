@@ -116,27 +116,20 @@ class Store:
             artifact: Artifact = Artifact.from_directory(entry.artifact_path)
             self._remote.share(entry.path.name, artifact, record)
 
-    def get(self, entry: Entry) -> tuple[Artifact, Record] | None:
-        """Return an artifact and its record, if need be from the shared store; None on a miss."""
-        found = self._load(entry)
+    def get(self, entry: Entry, *, downloads: bool = True) -> tuple[Artifact, Record] | None:
+        """Return an artifact and its record, None on a miss; if need be `downloads` both."""
+        found, remote = self._load(entry), self._remote
         key, path = entry.path.name, entry.artifact_path
-        if found:
+        if found is None and remote:
+            found = remote.fetch(key, path, self._outdated, downloads=downloads)
+            if found:
+                entry.fetched_from = remote.url
+                if downloads:
+                    entry.commit(found[1])
+        elif found and downloads:
             entry.mark_used()
-            if self._remote:
-                # An upload that failed in an earlier run is made up for.
-                self._remote.share(key, *found)
-        elif self._remote and (found := self._remote.fetch(key, path, self._outdated)):
-            entry.commit(found[1])
-            entry.fetched_from = self._remote.url
-        return found
-
-    def peek(self, entry: Entry) -> tuple[Artifact, Record] | None:
-        """Return what :meth:`get` would, without fetching it from the shared store."""
-        found = self._load(entry)
-        if not found and self._remote:
-            path = entry.artifact_path
-            found = self._remote.fetch(entry.path.name, path, self._outdated, downloads=False)
-            entry.fetched_from = self._remote.url
+            if remote:  # an upload that failed in an earlier run is made up for
+                remote.share(key, *found)
         return found
 
     def _load(self, entry: Entry) -> tuple[Artifact, Record] | None:

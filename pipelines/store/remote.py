@@ -92,8 +92,7 @@ class Remote:
         """Download the artifact of a key to a path; return None if it is missing or damaged.
 
         Also where `outdated` names something that user code read and that has changed. Without
-        `downloads` the files are not fetched. An OSError of the local disk ends the run, other than
-        one of the store.
+        `downloads` no files are fetched. OSErrors of the local disk, not of the store, end the run.
         """
         try:
             found = self._read_record(key, path, outdated) if self._reads else None
@@ -119,10 +118,8 @@ class Remote:
                 for name, file in artifact.manifest.files.items():
                     place = f"files/{file.sha256}"
                     found = self._objects.look(place)
-                    usable = (
-                        found and found.bytes == file.bytes and found.seconds <= SECONDS_TRUSTED
-                    )
-                    if again or not usable:
+                    same = found is not None and found.bytes == file.bytes
+                    if again or not found or not same or found.seconds > SECONDS_TRUSTED:
                         self._objects.write(place, artifact.path / name)
                 self._objects.write(f"manifests/{artifact.digest}.json", artifact.path / MANIFEST)
                 # Measurements are not shared: each machine compares and measures for itself.
@@ -237,8 +234,7 @@ class StoredFile(NamedTuple):
 class Objects:
     """The files below a URL, by names such as ``files/1f…``; requests that fail raise Failed.
 
-    Raises PipelineInvalid: no URL that fsspec knows, or one with credentials; Unavailable: no
-    package for its protocol.
+    Raises PipelineInvalid: an unknown URL, or with credentials; Unavailable: lacks its package.
     """
 
     def __init__(self, url: str) -> None:

@@ -18,11 +18,7 @@ PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextmanager
 def readable_disk_errors(out: Path) -> Iterator[None]:
-    """Turn OSErrors within a block into the toolkit's errors.
-
-    PipelineInvalid: the directory of the results cannot be written; StageFailed: the disk is full,
-    or fails otherwise.
-    """
+    """Turn OSErrors in a block into PipelineInvalid (results cannot be written) or StageFailed."""
     try:
         yield
     except OSError as error:

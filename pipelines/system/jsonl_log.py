@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from pydantic_core import to_json
 
@@ -19,26 +19,6 @@ LOG = "log.jsonl"
 MAX_LOG_BYTES = 8 * 2**20  # size at which the log rotates to `log.jsonl.1`; older lines are dropped
 LOGGER = "compress"
 log = logging.getLogger(__name__)
-EventName: TypeAlias = Literal[
-    "run_started",
-    "task_known",
-    "stage_started",
-    "stage_finished",
-    "stage_cached",
-    "gate_judged",
-    "stage_failed",
-    "stage_skipped",
-    "run_finished",
-    "search_started",
-    "candidate_chosen",
-    "candidate_checked",
-    "candidate_failed",
-    "model_corrected",
-    "front_changed",
-    "search_finished",
-    "message",
-]
-Level: TypeAlias = Literal["info", "warning", "error"]
 
 
 def log_event(event: str, message: str, **fields: Any) -> None:
@@ -123,29 +103,21 @@ class LogFile(RotatingFileHandler):
 
 
 @dataclass(frozen=True)
-class RunEvent:
-    """Something that happened in a run."""
+class EventEmitter:
+    """Logs events of a run, those that docs/cli.md lists, and announces what is for the user."""
 
-    event: EventName
-    stage: str | None
-    line: str
-    """The event in words."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """What `log.jsonl` has besides the words."""
-    level: Level = "info"
-    is_announced: bool = True
-    """Whether it is shown to the user as it happens."""
+    announce: Callable[[str], None] = lambda line: None
 
-
-EventListener: TypeAlias = Callable[[RunEvent], None]
-
-
-def event_listener(announce: Callable[[str], None]) -> EventListener:
-    """Return a listener that logs all events, and announces those that are for the user."""
-
-    def on_event(event: RunEvent) -> None:
-        log_event(event.event, event.line, stage=event.stage, level=event.level, **event.fields)
-        if event.is_announced:
-            announce(event.line)
-
-    return on_event
+    def __call__(
+        self,
+        event: str,
+        stage: str | None,
+        line: str,
+        fields: Mapping[str, Any] = {},
+        level: str = "info",
+        is_announced: bool = True,
+    ) -> None:
+        """Log an event with its fields; `line` has it in words, which may be announced, too."""
+        log_event(event, line, stage=stage, level=level, **fields)
+        if is_announced:
+            self.announce(line)

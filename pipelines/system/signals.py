@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Final
@@ -62,13 +62,6 @@ def only_signals_interrupt() -> Iterator[None]:
         if _received or signal.getsignal(signal.SIGINT) is not _stop:
             raise
         raise StageFailed(f"user code {describe_exit(error)}") from error
-
-
-def add_interruption_note(error: BaseException, stages: Sequence[str]) -> str:
-    """Add the running stages to an interruption as a note, and return the note."""
-    words = f"{INTERRUPTED} at {', '.join(stages)}" if stages else INTERRUPTED
-    error.add_note(words)
-    return words
 
 
 def describe_interruption(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,10 +155,7 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
 
 
 def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
-    """Wrap a command: common options, errors as one line on standard error, exit codes.
-
-    `options` has the annotations of `as_json`, `quiet` and `debug`: the command knows none of them.
-    """
+    """Wrap a command: common `options`, unknown to it, errors as one line, exit codes."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
@@ -276,10 +273,7 @@ def print_result(
 
 
 def print_report(report: Report, out: Path, error_follows: bool = False) -> None:
-    """Print a run's report as JSON or as a table; nothing with `--quiet`.
-
-    With `error_follows` the error that ended the run is left out: the command prints it last.
-    """
+    """Print a report as JSON or table unless `--quiet`; with `error_follows` without its error."""
     from compress.pipelines.config.model_spec import SOURCE
     from compress.pipelines.reporting.terminal_table import closing_lines, print_table, stage_table
 
@@ -295,12 +289,12 @@ def print_report(report: Report, out: Path, error_follows: bool = False) -> None
 
 
 @contextmanager
-def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    """Provide a progress function, and a function that prints one line per stage."""
+def show_progress() -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """Provide a progress function, and one that prints a line; neither prints in a silent mode."""
     from compress.pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole(stderr=True)
-    if quiet:
+    if current_mode().silent:
         yield (
             (lambda task, done, total, note="": raise_if_stopped()),
             (lambda line: raise_if_stopped()),
@@ -335,22 +329,11 @@ class _Announcer(logging.Handler):
 @contextmanager
 def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
     """Print the toolkit's logged warnings during a block, unless `--debug` shows the log anyway."""
-    from compress.pipelines.system.jsonl_log import LOGGER
+    from compress.pipelines.system.jsonl_log import log_handler
 
-    if logging.getLogger().isEnabledFor(logging.WARNING):
+    is_shown = logging.getLogger().isEnabledFor(logging.WARNING)
+    with nullcontext() if is_shown else log_handler(_Announcer(announce)):
         yield
-        return
-    handler, logger = _Announcer(announce), logging.getLogger(LOGGER)
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 def _lines() -> Progress:

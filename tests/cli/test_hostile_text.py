@@ -108,7 +108,7 @@ def test_colours_of_ours_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_lines_take_no_escapes(capfd: pytest.CaptureFixture[str]) -> None:
-    with show_progress(quiet=False) as (progress, announce):
+    with show_progress() as (progress, announce):
         progress(HOSTILE, 1, 2, HOSTILE)
         announce(HOSTILE)
     err = capfd.readouterr().err

@@ -34,9 +34,10 @@ def wide(tmp_path_factory) -> EagerModel:
 
 
 @pytest.fixture(scope="module")
-def pruned(wide, tmp_path_factory) -> EagerModel:
-    """Return it with half the heads and two thirds of the inner width."""
+def pruned(tmp_path_factory) -> EagerModel:
+    """Return one layer of it with half the heads and two thirds of the inner width."""
     root = tmp_path_factory.mktemp("narrow")
+    wide = decoder(root, "Qwen2", intermediate_size=192, num_hidden_layers=1)
     small = PRUNE(wide, context_for(wide, root / "pruned"))
     # A stage between pruning and quantization keeps the widths.
     return RotateWeights()(small, context_for(small, root / "rotated"))
@@ -50,15 +51,15 @@ def narrow(pruned, tmp_path_factory) -> Artifact:
 @needs_gguf
 def test_fewer_layers_and_widths_stand_in_one_config(tmp_path) -> None:
     # A list in the config of Qwen3 has an entry for each layer.
-    deep = decoder(tmp_path, "Qwen3", head_dim=16, intermediate_size=128, num_hidden_layers=3)
+    deep = decoder(tmp_path, "Qwen3", head_dim=16, intermediate_size=128)
     short = PruneLayers(remove=1)(deep, context_for(deep, tmp_path / "short"))
     stage = PruneChannels(ratio=0.5, calibration_samples=0)
     small = stage(short, context_for(short, tmp_path / "small"))
     file = ExportGguf()(small, context_for(small, tmp_path / "file"))
     config = json.loads((file.path / "config.json").read_text())
-    expected = {**NARROW, "intermediate_size": 64, "num_hidden_layers": 2}
+    expected = {**NARROW, "intermediate_size": 64, "num_hidden_layers": 1}
     assert {name: config[name] for name in expected} == expected
-    assert len(config["layer_types"]) == 2
+    assert len(config["layer_types"]) == 1
     assert relative_error(small.open()(IDS)[0], file.open()(IDS)[0]) < 1e-6
 
 
@@ -90,7 +91,7 @@ def test_compressed_tensors_say_the_widths(pruned, narrow, tmp_path, caplog) -> 
 def test_gguf_says_the_widths(tmp_path) -> None:
     from gguf import GGUFReader
 
-    wide = decoder(tmp_path, "Mistral", intermediate_size=192)
+    wide = decoder(tmp_path, "Mistral", intermediate_size=192, num_hidden_layers=1)
     pruned = PRUNE(wide, context_for(wide, tmp_path / "pruned"))
     narrow = QUANTIZE(pruned, context_for(pruned, tmp_path / "quantized"))
     file = ExportGguf()(narrow, context_for(pruned, tmp_path / "file"))

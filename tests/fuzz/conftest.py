@@ -1,4 +1,4 @@
-"""How long Hypothesis looks: the same hundred examples each time, or as many as are asked for.
+"""How long Hypothesis looks: the same sixty examples each time, or as many as are asked for.
 
 `make fuzz` takes the profile `long`, which draws new examples each time; FUZZ_EXAMPLES is how many
 for each test.
@@ -15,7 +15,7 @@ settings.register_profile(
     derandomize=True,
     database=None,
     deadline=timedelta(seconds=30),  # far beyond what any takes: only an endless one fails
-    max_examples=100,
+    max_examples=60,
     suppress_health_check=SLOW,
 )
 settings.register_profile(

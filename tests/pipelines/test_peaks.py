@@ -21,6 +21,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def project(project):
+    project.memory = True
+    return project
+
+
 def _peaks(report: Report) -> dict[str, float | None]:
     return {stage.name: stage.measurements.peak_mebibytes for stage in report.stages}
 

@@ -94,7 +94,7 @@ def exported(source: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> On
     """Return the ONNX file of a derived model: what a stage before the export wrote."""
     place = tmp_path_factory.mktemp("onnx")
     derived = source.derive(place / "derived", source.load())
-    return ExportOnnx().run(derived, Context(root=place / "onnx"))
+    return ExportOnnx().run_checked(derived, Context(root=place / "onnx"))
 
 
 @pytest.fixture(scope="module")

@@ -214,7 +214,8 @@ def with_growing_normalizer(place: Path) -> None:
     ("change", "status"),
     [
         (with_template(LOOPS), 504),
-        (with_template(WRITES), 413),
+        # What takes too much memory ends in the same way; a call that does is above.
+        pytest.param(with_template(WRITES), 413, marks=pytest.mark.soak),
         pytest.param(with_growing_normalizer, 413, marks=pytest.mark.soak),
     ],
     ids=["template that loops", "template that writes", "tokenizer"],
@@ -226,7 +227,7 @@ def test_a_hostile_folder_holds_up_no_server(
     status: int,
 ) -> None:
     hostile = forged(folder, tmp_path / "hostile", change)
-    with serving_by_session(hostile, "--seconds", "6") as server, ThreadPoolExecutor(4) as pool:
+    with serving_by_session(hostile, "--seconds", "3") as server, ThreadPoolExecutor(4) as pool:
         before = memory(server)
         chat = {"messages": [USER | {"content": "a"}]}
         answers = [pool.submit(asked, server, CHAT, **chat) for _ in range(2)]
@@ -236,6 +237,7 @@ def test_a_hostile_folder_holds_up_no_server(
             assert server.ask(path="/v2/health/live", method="GET")[0] == 200
             slowest = max(slowest, time.monotonic() - began)
             most = max(most, memory(server))
+            time.sleep(0.05)  # both take a processor from what is watched
         for each in answers:
             assert each.result()[0] == status, each.result()
         assert text_of(server, prompt=[1, 2], max_tokens=2)

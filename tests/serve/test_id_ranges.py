@@ -44,7 +44,7 @@ class Indexed(torch.nn.Module):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
     source = EagerModel.from_module(Classifier(), signature=TEXT)
-    return ExportOnnx().run(source, Context(root=tmp_path_factory.mktemp("onnx") / "model"))
+    return ExportOnnx().run_checked(source, Context(root=tmp_path_factory.mktemp("onnx") / "model"))
 
 
 def test_the_built_in_server_answers_ids_of_the_table_alone(exported: OnnxModel) -> None:
@@ -80,7 +80,7 @@ def test_an_archives_handler_checks_the_same_range(exported: OnnxModel, tmp_path
 
 
 def test_openvino_files_have_the_range_of_their_source(exported: OnnxModel, tmp_path: Path) -> None:
-    from_onnx = ExportOpenVINO().run(exported, Context(root=tmp_path / "openvino"))
+    from_onnx = ExportOpenVINO().run_checked(exported, Context(root=tmp_path / "openvino"))
     assert from_onnx.manifest.facts[TABLE_ROWS] == {"ids": TOKENS}
 
 
@@ -88,7 +88,7 @@ def test_openvino_files_have_the_range_of_their_source(exported: OnnxModel, tmp_
 @pytest.mark.soak
 def test_an_id_outside_the_table_does_not_end_a_server_of_compiled_code(tmp_path: Path) -> None:
     source = EagerModel.from_module(Classifier(), signature=TEXT)
-    compiled = ExportAot().run(source, Context(root=tmp_path / "aot"))
+    compiled = ExportAot().run_checked(source, Context(root=tmp_path / "aot"))
     with serving(compiled.path) as server:
         statuses = []
         for token in (-1, TOKENS, 2**40, TOKENS - 1):
@@ -111,5 +111,5 @@ def test_repositories_say_which_ids_clients_must_send(exported: OnnxModel, tmp_p
 def test_indices_that_may_be_negative_have_no_range(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="ids", shape=("batch",), dtype="int64"),))
     source = EagerModel.from_module(Indexed(), signature=signature)
-    exported = ExportOnnx().run(source, Context(root=tmp_path / "onnx"))
+    exported = ExportOnnx().run_checked(source, Context(root=tmp_path / "onnx"))
     assert TABLE_ROWS not in exported.manifest.facts

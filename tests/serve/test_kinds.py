@@ -59,7 +59,9 @@ def int8(source: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> GraphM
     samples = [(row, 0) for row in torch.from_numpy(X)] * 13
     data = Splits({"train": samples, "val": samples}, batch_size=4)
     context = Context(root=tmp_path_factory.mktemp("int8") / "int8", data=data)
-    return QuantizeStatic(calibration_samples=64, weight_bits=EXACT_BITS).run(source, context)
+    return QuantizeStatic(calibration_samples=64, weight_bits=EXACT_BITS).run_checked(
+        source, context
+    )
 
 
 def answers_as_packed(model: Artifact, root: Path, **settings: Any) -> Provenance:
@@ -94,7 +96,9 @@ def test_a_quantized_graph_is_served(int8: GraphModel, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_onnx_weights_beside_the_file_travel(source: EagerModel, tmp_path: Path) -> None:
-    whole = ExportOnnx(class_names=("a", "b", "c")).run(source, Context(root=tmp_path / "onnx"))
+    whole = ExportOnnx(class_names=("a", "b", "c")).run_checked(
+        source, Context(root=tmp_path / "onnx")
+    )
     with OnnxModel.atomic_write(tmp_path / "large", whole.signature) as partial:
         onnx.save_model(
             onnx.load_model(whole.payload_path),
@@ -108,12 +112,12 @@ def test_onnx_weights_beside_the_file_travel(source: EagerModel, tmp_path: Path)
 
 
 def test_an_openvino_model_and_its_weights_are_served(source: EagerModel, tmp_path: Path) -> None:
-    model = ExportOpenVINO().run(source, Context(root=tmp_path / "openvino"))
+    model = ExportOpenVINO().run_checked(source, Context(root=tmp_path / "openvino"))
     assert {"model.xml", "model.bin"} <= answers_as_packed(model, tmp_path / "mar").members.keys()
 
 
 def test_openvino_answers_threads_side_by_side(source: EagerModel, tmp_path: Path) -> None:
-    model = ExportOpenVINO().run(source, Context(root=tmp_path / "openvino"))
+    model = ExportOpenVINO().run_checked(source, Context(root=tmp_path / "openvino"))
     with open_model(model, "m", threads=1) as served, ThreadPoolExecutor(4) as pool:
         expected = served.call(X)[0]
         for (found,) in pool.map(served.call, [X] * 64):
@@ -124,7 +128,7 @@ def test_openvino_answers_threads_side_by_side(source: EagerModel, tmp_path: Pat
 
 @pytest.mark.slow
 def test_quantized_torchscript_is_served(int8: GraphModel, tmp_path: Path) -> None:
-    model = ExportTorchScript().run(int8, Context(root=tmp_path / "ts"))
+    model = ExportTorchScript().run_checked(int8, Context(root=tmp_path / "ts"))
     assert answers_as_packed(model, tmp_path / "mar").artifact.kind == "torchscript"
 
 
@@ -133,7 +137,7 @@ def test_quantized_torchscript_is_served(int8: GraphModel, tmp_path: Path) -> No
 def test_an_aotinductor_package_is_served_and_refused_on_another_processor(
     source: EagerModel, tmp_path: Path
 ) -> None:
-    model = ExportAot().run(source, Context(root=tmp_path / "aot"))
+    model = ExportAot().run_checked(source, Context(root=tmp_path / "aot"))
     assert answers_as_packed(model, tmp_path / "mar").artifact.kind == "aot"
     members = read_mar(tmp_path / "mar" / "model.mar")
     config = members["model-config.yaml"]
@@ -187,7 +191,9 @@ def test_a_graph_that_could_run_code_is_not_read(source: EagerModel, tmp_path: P
 
 @pytest.mark.slow
 def test_class_names_of_an_onnx_file_become_labels(source: EagerModel, tmp_path: Path) -> None:
-    model = ExportOnnx(class_names=("a", "b", "c")).run(source, Context(root=tmp_path / "onnx"))
+    model = ExportOnnx(class_names=("a", "b", "c")).run_checked(
+        source, Context(root=tmp_path / "onnx")
+    )
     archive = PackageTorchServe(top_labels=9).run(model, Context(root=tmp_path / "mar"))
     config = yaml.safe_load(read_mar(archive.payload_path)["model-config.yaml"])
     classes = {"names": ["a", "b", "c"], "top": 3, "softmax": True}
@@ -212,7 +218,7 @@ def test_a_tokenizer_travels_with_a_model_that_takes_texts(tmp_path: Path) -> No
         checkpoint=None,
         folder=tmp_path,
     )
-    model = ExportOnnx().run(source, Context(root=tmp_path / "onnx"))
+    model = ExportOnnx().run_checked(source, Context(root=tmp_path / "onnx"))
     words = Tokenizer(models.WordLevel({"[PAD]": 0, "good": 1, "bad": 2}, unk_token="[PAD]"))
     words.save(str(tmp_path / "words.json"))
     stage = PackageTorchServe(text=TextInput(tokenizer="words.json")).resolve_paths(

@@ -82,7 +82,7 @@ def openvino(tmp_path_factory: pytest.TempPathFactory) -> Path:
     context = Context(root=tmp_path_factory.mktemp("openvino") / "model")
     signature = Signature(inputs=SIGNATURE.inputs, outputs=(OutputSpec(name="double"),))
     source = EagerModel.from_module(layer, signature=signature)
-    return ExportOpenVINO().run(source, context).path
+    return ExportOpenVINO().run_checked(source, context).path
 
 
 def unattested(file: Path) -> None:

@@ -55,7 +55,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
     )
     recipe = Recipe(factory="perceptron:mlp")
     source = import_checkpoint(folder / "source", recipe, signature, checkpoint=None, folder=folder)
-    return ExportOnnx().run(source, Context(root=folder / "onnx"))
+    return ExportOnnx().run_checked(source, Context(root=folder / "onnx"))
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_rows_are_not_joined_where_an_output_has_them_on_another_axis(
     source = import_checkpoint(
         tmp_path / "source", recipe, signature, checkpoint=None, folder=tmp_path
     )
-    model = ExportTorchScript().run(source, Context(root=tmp_path / "ts"))
+    model = ExportTorchScript().run_checked(source, Context(root=tmp_path / "ts"))
     archive = PackageTorchServe(max_rows=rows).run(model, Context(root=tmp_path / "mar"))
     members = read_mar(archive.payload_path)
     assert from_npz(members["probe.npz"])["state"].shape == (layers, rows, 5)

@@ -113,7 +113,7 @@ def made(
     recipe = Recipe(factory=f"triton_nets:{name}", arguments=arguments)
     root = folder / name / exporter.stage
     source = import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=folder)
-    return exporter.run(source, Context(root=root / "exported"))
+    return exporter.run_checked(source, Context(root=root / "exported"))
 
 
 @pytest.fixture(scope="module")

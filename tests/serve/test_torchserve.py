@@ -70,7 +70,7 @@ def source(context: Context) -> Artifact:
 
 @pytest.fixture(scope="module")
 def exported(source: Any, context: Context) -> Artifact:
-    return ExportOnnx().run(source, context.with_root(context.root.with_name("onnx")))
+    return ExportOnnx().run_checked(source, context.with_root(context.root.with_name("onnx")))
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_a_client_reports_a_refused_connection() -> None:
 def test_torchscript_passes_its_gates_through_one_server(
     source: Any, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = ExportTorchScript().run(source, context.with_root(context.root.with_name("ts")))
+    model = ExportTorchScript().run_checked(source, context.with_root(context.root.with_name("ts")))
     started: list[Path] = []
     enter = TorchServe.__enter__
 
@@ -322,7 +322,7 @@ def test_a_state_with_its_rows_on_the_second_axis_is_not_joined_from_parts(tmp_p
     source = import_checkpoint(
         tmp_path / "source", recipe, signature, checkpoint=None, folder=tmp_path
     )
-    model = ExportTorchScript().run(source, Context(root=tmp_path / "ts"))
+    model = ExportTorchScript().run_checked(source, Context(root=tmp_path / "ts"))
     stage = PackageTorchServe(max_rows=4, batch_size=8, max_batch_delay_ms=200)
     archive = stage.run(model, Context(root=tmp_path / "mar"))
     x = torch.randn(8, 6, 3)

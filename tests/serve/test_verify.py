@@ -52,7 +52,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
     )
     recipe = Recipe(factory="perceptron:mlp")
     source = import_checkpoint(folder / "source", recipe, signature, checkpoint=None, folder=folder)
-    return ExportOnnx().run(source, Context(root=folder / "onnx"))
+    return ExportOnnx().run_checked(source, Context(root=folder / "onnx"))
 
 
 @pytest.fixture

@@ -51,10 +51,7 @@ class NamedCall(Settings):
 
 
 def name_sizes_(module: nn.Module, calls: Sequence[NamedCall], sizes: Sizes) -> None:
-    """Replace methods of modules of one class, which read sizes from attributes that are set here.
-
-    Raises ArtifactInvalid: the code is not that for which the edit was made.
-    """
+    """Replace one class's methods to read sizes that are set here; ArtifactInvalid: other code."""
     classes: dict[type, type] = {}
     for name, values in sizes.items():
         part = module.get_submodule(name)
@@ -88,10 +85,7 @@ def method_source(kind: type, method: str, code: CodeType) -> ast.FunctionDef | 
 
 
 def sizes_of(call: SizedExpression) -> list[ast.expr] | None:
-    """Return the list of a call's sizes, or None if they are not written one by one.
-
-    Of `split` and `chunk` the size or number of parts; of an index, the bounds of its slices.
-    """
+    """Return a call's sizes, sizes of parts or slice bounds; None if not written one by one."""
     if isinstance(call, ast.Subscript):
         bounds = [b for part in slices_of(call) for b in (part.lower, part.upper) if b is not None]
         return bounds or None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compress.artifacts.hf_folder import offline, refuse_lookups
-from compress.common.errors import Unavailable, first_line
+from compress.common.errors import Unavailable, raised_as
 
 FACTORY = "compress.artifacts.libraries.timm_model:build"
 
@@ -28,15 +28,11 @@ def build(model_name: str, **arguments: Any) -> torch.nn.Module:
 
 def import_timm() -> Any:
     """Import timm, or raise Unavailable; without torchvision all of it but `timm.data`."""
-    try:
+    advice = "; `compress doctor` says whether torchvision fits torch; timm works without it, too"
+    with raised_as(Unavailable, "timm cannot be imported", advice):
         if "timm" in sys.modules or importlib.util.find_spec("torchvision") is not None:
             return importlib.import_module("timm")
         return _import_without_torchvision()
-    except Exception as error:
-        raise Unavailable(
-            f"timm cannot be imported: {type(error).__name__}: {first_line(error)}; "
-            "`compress doctor` says whether torchvision fits torch; timm works without it, too"
-        ) from error
 
 
 def _import_without_torchvision() -> Any:

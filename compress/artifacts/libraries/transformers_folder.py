@@ -77,9 +77,8 @@ def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
 def described_by_config(artifact: Artifact) -> tuple[dict[str, Any], Any]:
     """Return the entries of a config that pruning changed, and transformers' model of the config.
 
-    It gives the artifact's outputs bit for bit. Raises ArtifactInvalid: the artifact is no eager
-    model of a Hugging Face folder; StageFailed: widths differ between layers, or no config has
-    them.
+    It gives the artifact's outputs bit for bit. Raises ArtifactInvalid: it is no eager model of a
+    Hugging Face folder; StageFailed: widths differ between layers, or no config has them.
     """
     if not isinstance(artifact, EagerModel) or artifact.recipe.factory != FACTORY:
         raise ArtifactInvalid(

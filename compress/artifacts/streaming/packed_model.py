@@ -122,10 +122,7 @@ def _skeleton_of(recipe: Recipe) -> nn.Module:
 def packed_module(
     recipe: Recipe, stored: Mapping[str, StoredTensor], device: str = "cpu", *, rounds: bool
 ) -> nn.Module:
-    """Return a module that reads and dequantizes a layer's weights when it is called.
-
-    With `rounds` packed linear layers read activations rounded to 8 bits.
-    """
+    """Return a module that dequantizes layers when called; `rounds` activations to 8 bits."""
     from compress.artifacts.meta_init import stream_weights_
 
     module = _skeleton_of(recipe)
@@ -183,6 +180,10 @@ class PackedWeights(Mapping[tuple[str, bool], PackedWeight]):
     def __len__(self) -> int:
         return len(self._stems)
 
+    def dequantized(self, key: tuple[str, bool]) -> torch.Tensor:
+        """Return a weight's floats."""
+        return self[key].dequantized()
+
     def format_of(self, key: tuple[str, bool]) -> tuple[int, int]:
         """Return bits and group size of a weight, without reading it."""
         stem, bits = self._stems[key]
@@ -224,7 +225,7 @@ def _prepare_(
             layer = module.get_submodule(name.rpartition(".")[0])
             key = (name, isinstance(layer, nn.Embedding))
             if key in weights:
-                read = partial(_dequantized, weights, key)
+                read = partial(weights.dequantized, key)
                 floats[name] = StoredTensor(tuple(parameter.shape), torch.float32, read)
                 if rounds and not key[1]:
                     group_size = weights.format_of(key)[1]
@@ -237,10 +238,6 @@ def _prepare_(
             factor = stored[name + FACTOR].read().to(device)
             layer.register_forward_pre_hook(partial(_multiply_input, factor), prepend=True)
     return floats
-
-
-def _dequantized(weights: PackedWeights, key: tuple[str, bool]) -> torch.Tensor:
-    return weights[key].dequantized()
 
 
 def _round_input(group_size: int, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

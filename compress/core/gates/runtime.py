@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from compress.artifacts.artifact import Artifact
+from compress.artifacts.artifact import Artifact, Step
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.kinds import import_announced
@@ -103,6 +103,8 @@ class BaselineRuntime(NamedTuple):
     """Kinds of artifacts that it executes as they are."""
     write: Callable[[Artifact, Context], Artifact] | None = None
     """Exports a model with default settings to the context's ``root``; None where nothing can."""
+    lineage: Callable[[Artifact, Context], tuple[Step, ...]] | None = None
+    """Returns the lineage of what `write` writes; None where nothing can."""
     reads: frozenset[str] = frozenset()
     """Kinds of artifacts that it exports."""
     open: Callable[[Artifact, str, int], AbstractContextManager[Predictor]] | None = None
@@ -124,6 +126,13 @@ class BaselineArtifact(Artifact):
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Open the model in the runtime; StageFailed where that cannot execute it."""
+        runtime, model = self.runtime, self.written()
+        opened = runtime.open(model, device, threads) if runtime.open else None
+        with opened or model.open(device, threads) as predict:
+            yield predict
+
+    def written(self) -> Artifact:
+        """Return what the runtime executes, exported once; StageFailed where it cannot be."""
         runtime, model, write = self.runtime, self.model, self.runtime.write
         require_all(runtime.requirements, f"against {runtime.name}")
         if model.kind not in runtime.kinds:
@@ -136,9 +145,7 @@ class BaselineArtifact(Artifact):
             model = self.context.exports.get_or_write(
                 self.digest, lambda root: write(self.model, self.context.with_root(root))
             )
-        opened = runtime.open(model, device, threads) if runtime.open else None
-        with opened or model.open(device, threads) as predict:
-            yield predict
+        return model
 
 
 def baseline_for(gate: Gate, model: Artifact, result: Artifact, context: Context) -> Artifact:
@@ -198,6 +205,12 @@ def _in_runtime(runtime: BaselineRuntime, result: Artifact, context: Context) ->
         model = nearest_float_model(result, context)
     if model.kind in runtime.kinds and runtime.open is None:
         return model
+    if runtime.lineage is not None and model.kind in runtime.reads:
+        lineage = runtime.lineage(model, context)
+        exported = (result, *context.artifacts.values())
+        found = [a for a in exported if a.kind in runtime.kinds and a.manifest.lineage == lineage]
+        if found:  # the pipeline has exported it, to the same file
+            return found[0]
     return BaselineArtifact(runtime, model, context)
 
 

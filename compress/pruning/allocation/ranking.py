@@ -70,6 +70,8 @@ class Ranking:
     comparable: bool
     """Whether scores of different groups can be compared."""
     equivalence: MaskedEquivalence
+    costs: tuple[float, ...] = ()
+    """What one channel of each group costs; none where channels are to cost the same."""
 
     def allocate(self, ratio: float, selection: ChannelSelection) -> list[int]:
         """Compute how many channels of each group stay, for a fraction of all channels to remove.
@@ -77,7 +79,8 @@ class Ranking:
         ``uniform`` removes the same fraction of each group. ``global`` compares the channels of all
         groups, and ``isomorphic`` those of groups of the same structure (Fang et al., "Isomorphic
         Pruning for Vision Models", 2024); no group loses more than ``max_ratio``. Scores that
-        cannot be compared between groups are divided by the mean of their group first.
+        cannot be compared between groups are divided by the mean of their group first, others by
+        what a channel costs, if that is known.
         """
         if selection.scope == "uniform":
             return [_rounded((1 - ratio) * one.original, one, selection) for one in self.ranked]
@@ -96,6 +99,8 @@ class Ranking:
             for i, minimum in counts.items():
                 scores = self.ranked[i].scores
                 scale = 1.0 if self.comparable else float(scores.mean()) or 1.0
+                if self.comparable and self.costs:
+                    scale = self.costs[i] or 1.0
                 best_first = scores.sort(descending=True, stable=True).values / scale
                 competing += [(score, i) for score in best_first[minimum:].tolist()]
             competing.sort(key=lambda pair: -pair[0])
@@ -170,9 +175,11 @@ class Ranking:
 
     def without(self, names: set[str], reasons: Mapping[str, str]) -> Ranking:
         """Return the ranking without some groups, which are pinned instead."""
-        others = tuple(one for one in self.ranked if one.group.name not in names)
+        stay = [i for i, one in enumerate(self.ranked) if one.group.name not in names]
+        others = tuple(self.ranked[i] for i in stay)
+        costs = tuple(self.costs[i] for i in stay) if self.costs else ()
         pinned = {**self.pinned, **{name: reasons[name] for name in names}}
-        return replace(self, ranked=others, pinned=pinned)
+        return replace(self, ranked=others, pinned=pinned, costs=costs)
 
 
 def rank(
@@ -314,7 +321,7 @@ def mac_estimate(
     positions: dict[str, float] = {}
     calls, _ = record_layer_calls(copy_module(module), Batch(tuple(inputs), None), "cpu")
     for call in calls:
-        count = call.output.numel() / call.output.shape[call.channel_axis] / len(inputs[0])
+        count = call.positions / len(inputs[0])
         positions[call.weight] = positions.get(call.weight, 0.0) + count
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if name in positions}
     known = sum(positions[name] * prod(shape) for name, shape in shapes.items())
@@ -338,6 +345,11 @@ def plan_for_target(
         StageFailed: no plan reaches the goal, or a group cannot be verified and
             ``selection.on_unverified`` is ``"error"``.
     """
+    if estimate is not None:
+        whole = estimate.without([])
+        first = (one.group.channels[:1] for one in ranking.ranked)
+        costs = tuple(whole - estimate.without([channel]) for channel in first)
+        ranking = replace(ranking, costs=costs)
     search = _TargetSearch(ranking, selection, goal, measure)
     plan_of_cost = dict(search.by_bisection() if estimate is None else search.by_estimate(estimate))
     reached = [cost for cost in plan_of_cost if cost <= goal]

@@ -5,7 +5,8 @@ Sun reconstruct layers in "Channel Pruning for Accelerating Very Deep Neural Net
 the order in which they run, each on the inputs that it gets in the smaller model, so that it also
 compensates the errors of the layers before it. Both models run once: their passes wait at each
 layer, and go on with its new weights (:class:`PausedForward`). Layers that have many positions a
-sample are fitted on the first samples, whose passes alone have begun by then.
+sample are fitted on the first samples, whose passes alone have begun by then, and on positions
+drawn at random.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.importance.layer_calls import (
     LayerCall,
-    at_least_float32,
+    channels_last,
     record_layer_calls,
     samples_refused,
 )
-from compress.pruning.importance.scores import MAX_COLUMNS, Moments, samples_needed
+from compress.pruning.importance.scores import (
+    MAX_COLUMNS,
+    Moments,
+    ridge_factor,
+    samples_needed,
+    share_needed,
+)
 from compress.pruning.recovery.paused_forward import ActivationFiles, PausedForward, resident_budget
 from compress.pruning.verification.masked_equivalence import sliced_copy
 
@@ -49,7 +56,8 @@ Difference: TypeAlias = tuple[float, float]
 MAX_ENTRIES = 2**24  # entries of the systems of equations that are solved together, 8 bytes each
 RIDGE = 1e-4  # penalty on changes of the weights, relative to the mean square of a layer's inputs
 TRIAL_SAMPLES = 128
-"""Samples on which new BatchNorm statistics must reduce the error before all are used."""
+"""Samples on which the error of the cut is measured, and on which new BatchNorm statistics must
+reduce the error before all are used."""
 MIN_KEPT_BYTES = 2**26  # outputs of the unpruned module that are kept, even if samples take less
 
 
@@ -69,11 +77,15 @@ class RefittableLayer:
     weight: str
     bias: str | None
     """Its bias, if no other layer uses it."""
+    mean: str | None
+    """Running mean of the BatchNorm behind it, which takes what a bias would add."""
     read_axis: int
     calls: int
     """Calls in one forward pass."""
     samples: int
     """Samples that it is fitted on; the first of them, if there are more."""
+    share: float
+    """Share of their positions that are drawn at random."""
 
 
 @torch.no_grad()
@@ -99,7 +111,7 @@ def refit_(
     results = []
     for part in (module, reference):
         part.eval().to(device)
-    layers = refittable_layers(module, kept, batches[0], device)
+    layers = refittable_layers(module, kept, batches, device)
     with ExitStack() as stack:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -128,11 +140,12 @@ def refit_(
 
 
 def refittable_layers(
-    module: nn.Module, kept: Kept, batch: Batch, device: str
+    module: nn.Module, kept: Kept, batches: Sequence[Batch], device: str
 ) -> list[RefittableLayer]:
     """Return the layers to refit, in the order in which they run."""
+    size, available = len(batches[0]), sum(map(len, batches))
     calls: dict[str, list[LayerCall]] = {}
-    in_order, used_elsewhere = record_layer_calls(module, batch, device)
+    in_order, observed = record_layer_calls(module, batches[0], device)
     for call in in_order:
         calls.setdefault(call.weight, []).append(call)
     owners = Counter(bias for own in calls.values() for bias in {call.bias for call in own})
@@ -141,15 +154,32 @@ def refittable_layers(
         last = own[-1]
         is_sliced = last.read_axis in kept.get(weight, {})
         alike = len({(call.read_axis, call.bias) for call in own}) == 1
-        if is_sliced and alike and weight not in used_elsewhere and last.columns <= MAX_COLUMNS:
-            bias = last.bias if owners[last.bias] == 1 and last.bias not in used_elsewhere else None
-            samples = samples_needed(last, len(batch), len(own))
-            layers.append(RefittableLayer(weight, bias, last.read_axis, len(own), samples))
+        if (
+            is_sliced
+            and alike
+            and weight not in observed.used_elsewhere
+            and last.columns <= MAX_COLUMNS
+        ):
+            bias = (
+                last.bias
+                if owners[last.bias] == 1 and last.bias not in observed.used_elsewhere
+                else None
+            )
+            samples = samples_needed(last, size, len(own))
+            share = share_needed(last, len(own) * last.positions * min(samples, available) / size)
+            mean = None if last.bias or len(own) > 1 else observed.means.get(weight)
+            one = RefittableLayer(weight, bias, mean, last.read_axis, len(own), samples, share)
+            layers.append(one)
     return layers
 
 
 def _add_errors_(
-    moments: Moments, before: list[LayerCall], after: list[LayerCall], rows: Sequence[int] | None
+    moments: Moments,
+    before: list[LayerCall],
+    after: list[LayerCall],
+    rows: torch.Tensor | None,
+    share: float,
+    generator: torch.Generator,
 ) -> float:
     """Add what a layer's calls in the reference and the module say; return the former's energy.
 
@@ -159,12 +189,12 @@ def _add_errors_(
     for reference, call in zip(before, after, strict=True):
         expected = reference.output
         if rows is not None:
-            index = torch.tensor(rows, device=expected.device)
-            expected = expected.index_select(call.channel_axis, index)
-        energy += float(at_least_float32(expected).square().sum())
+            expected = expected.index_select(call.channel_axis, rows)
         # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
-        for columns, errors in call.parts(expected - call.output):
+        parts = call.parts(expected - call.output, expected, share=share, generator=generator)
+        for columns, errors, targets in parts:
             moments.add_(columns, errors)
+            energy += float(targets.square().sum())
     before.clear()
     after.clear()
     return energy
@@ -180,7 +210,9 @@ def _refit_layer_(
 ) -> RefitResult:
     """Change a layer's weight and bias so that its squared error is minimal, in place."""
     moments, energy, samples = Moments(), 0.0, 0
-    rows = kept[layer.weight].get(1 - layer.read_axis)
+    weight, generator = module.get_parameter(layer.weight), torch.Generator().manual_seed(0)
+    left = kept[layer.weight].get(1 - layer.read_axis)
+    rows = None if left is None else torch.tensor(left, device=weight.device)
     for both in passes:
         if samples >= layer.samples:
             break
@@ -191,17 +223,17 @@ def _refit_layer_(
                 one.close()
         expected = before.advance(name, layer.calls)
         found = after.advance(layer.weight, layer.calls, stay=True)
-        energy += _add_errors_(moments, expected, found, rows)
+        energy += _add_errors_(moments, expected, found, rows, layer.share, generator)
         for one in both:
             if layer.calls > 1:  # its first calls had the weights before
                 one.close()
             one.pause()
-    weight = module.get_parameter(layer.weight)
     is_zero = weight.mT if layer.read_axis == 0 else weight
     gram_gii = moments.gram_gii
     groups, columns, outputs = moments.cross_gio.shape
     zeros_gio = (is_zero == 0).reshape(groups, outputs, columns).mT  # an earlier stage pruned them
-    intercept = layer.bias is not None
+    intercept = layer.bias is not None or layer.mean is not None
+    ridge *= ridge_factor(columns, moments.positions)
     change_gio, shift_go = least_squares(moments, ridge, intercept=intercept, fixed_gio=zeros_gio)
     change_OI = change_gio.mT.reshape(-1, change_gio.shape[1])
     change = change_OI.mT if layer.read_axis == 0 else change_OI.reshape(weight.shape)
@@ -209,6 +241,9 @@ def _refit_layer_(
     if layer.bias is not None:
         bias = module.get_parameter(layer.bias)
         bias.add_(shift_go.flatten().to(bias))
+    elif layer.mean is not None:
+        mean = module.get_buffer(layer.mean)
+        mean.sub_(shift_go.flatten().to(mean))
     gained = 2 * (change_gio * moments.cross_gio).sum() + 2 * (shift_go * moments.answers_go).sum()
     moved = (change_gio * (gram_gii @ change_gio)).sum()
     moved += 2 * (shift_go * (moments.columns_gi[:, None] @ change_gio)[:, 0]).sum()
@@ -281,37 +316,38 @@ def recover_(
     gives other names that weights have there. Activations that do not fit into memory are kept in a
     temporary folder in ``folder``.
     """
-    expected = ReferenceOutputs(reference, batches, device)
-    layers: dict[str, JsonValue] = {}
-    refitted: list[Difference] = []
-    if refit:
-        sliced = copy_module(module)
-
-        def compare(targets: Outputs, outputs: Outputs) -> None:
-            # The passes of the refit end with what both modules return.
-            expected.add(targets)
-            refitted.append(_difference(targets, outputs))
-
-        for one in refit_(
-            module, reference, kept, batches, device, names=names, on_outputs=compare, folder=folder
-        ):
-            layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
-        errors = {"cut": expected.error(sliced), "refit": relative_error(refitted)}
-        del sliced
-    else:
-        errors = {"cut": expected.error(module)}
-    if batch_norms(module):
-        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        # Whether new statistics help after a refit is tried on a part of the samples first.
+    with channels_last([reference, module], batches[0], device):
+        expected = ReferenceOutputs(reference, batches, device)
         enough = bisect_left([*accumulate(map(len, batches))], TRIAL_SAMPLES) + 1
-        for count in (enough, len(batches)) if refit and enough < len(batches) else (len(batches),):
-            reestimate_batch_norms_(module, batches[:count], device)
-            error = expected.error(module, count)
-            if refit and not error < relative_error(refitted[:count]):
-                module.load_state_dict(before, strict=False)
-                break
+        layers: dict[str, JsonValue] = {}
+        refitted: list[Difference] = []
+        if refit:
+            sliced = copy_module(module)
+
+            def compare(targets: Outputs, outputs: Outputs) -> None:
+                # The passes of the refit end with what both modules return.
+                expected.add(targets)
+                refitted.append(_difference(targets, outputs))
+
+            options: Any = {"names": names, "on_outputs": compare, "folder": folder}
+            for one in refit_(module, reference, kept, batches, device, **options):
+                layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
+            errors = {"cut": expected.error(sliced, enough), "refit": relative_error(refitted)}
+            del sliced
         else:
-            errors["batch_norm"] = error
+            errors = {"cut": expected.error(module)}
+        if batch_norms(module):
+            before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            # Whether new statistics help after a refit is tried on a part of the samples first.
+            is_tried = refit and enough < len(batches)
+            for count in (enough, len(batches)) if is_tried else (len(batches),):
+                reestimate_batch_norms_(module, batches[:count], device)
+                error = expected.error(module, count)
+                if refit and not error < relative_error(refitted[:count]):
+                    module.load_state_dict(before, strict=False)
+                    break
+            else:
+                errors["batch_norm"] = error
     return {
         "samples": sum(map(len, batches)),
         "output_error": {name: _rounded(error) for name, error in errors.items()},

@@ -113,7 +113,7 @@ def prunable_weights(
 
     ``include`` and ``exclude`` are patterns of tensors, or of modules around them.
     """
-    calls, elsewhere = record_layer_calls(module, Batch(tuple(inputs), None), str(inputs[0].device))
+    calls, observed = record_layer_calls(module, Batch(tuple(inputs), None), str(inputs[0].device))
     layout_of: dict[str, WeightLayout] = {}
     for call in calls:
         kernel = prod(call.kernel)
@@ -135,7 +135,7 @@ def prunable_weights(
             left[name] = "excluded"
         elif shapes[name] < 2:
             left[name] = "it is a vector"
-        elif name in elsewhere and not include:
+        elif name in observed.used_elsewhere and not include:
             left[name] = "it is used otherwise than by a layer, too"
         else:
             layouts[name] = layout_of.get(name)
@@ -364,7 +364,7 @@ def set_calibrated_zeros_(
 
         def add_to_moments(call: LayerCall, moments: dict[str, Moments] = moments) -> None:
             if call.weight in moments and call.columns <= MAX_COLUMNS:
-                for columns_gpi, _ in call.parts():
+                for (columns_gpi,) in call.parts():
                     moments[call.weight].add_(layouts[call.weight].columns(columns_gpi))
 
         observe_layer_calls(module, batches, add_to_moments, device)

@@ -137,24 +137,43 @@ def gptq(
         grouped_OGS = grouped(weight_OI, weight_OI.shape[1] // group_size)
         scale_OG, zero_OG = _least_error_qparams(grouped_OGS, moment_II.diagonal(), bits, symmetric)
         integers_OI = torch.empty_like(weight_OI, dtype=torch.uint8)
-        remaining_OI, places = weight_OI[:, order_I], order_I.tolist()
-        for begin in range(0, len(places), LAZY_INPUTS):
-            end = min(begin + LAZY_INPUTS, len(places))
-            error_OL = torch.empty(len(weight_OI), end - begin, dtype=torch.float64)
-            for step in range(begin, end):
-                group = places[step] // group_size
-                scale_O, zero_O = scale_OG[:, group], zero_OG[:, group]
-                integers_O = _quantize(remaining_OI[:, step], scale_O, zero_O, bits)
-                quantized_O = (integers_O.double() - zero_O) * scale_O
-                error_O = (remaining_OI[:, step] - quantized_O) / inverse_II[step, step]
-                next_L = slice(step + 1, end)
-                remaining_OI[:, next_L] -= error_O[:, None] * inverse_II[step, next_L]
-                error_OL[:, step - begin] = error_O
-                integers_OI[:, places[step]] = integers_O
-            remaining_OI[:, end:].addmm_(error_OL, inverse_II[begin:end, end:], alpha=-1)
+        places = order_I.tolist()
+
+        def round_input(step: int, weight_O: torch.Tensor) -> torch.Tensor:
+            group = places[step] // group_size
+            scale_O, zero_O = scale_OG[:, group], zero_OG[:, group]
+            integers_O = _quantize(weight_O, scale_O, zero_O, bits)
+            integers_OI[:, places[step]] = integers_O
+            return (integers_O.double() - zero_O) * scale_O
+
+        compensate(weight_OI[:, order_I], inverse_II, round_input)
         return QuantizedWeight(integers_OI, scale_OG.float(), zero_OG.to(torch.uint8), bits)
 
     return in_parts(quantize, weight_OI)
+
+
+def compensate(
+    weight_OI: torch.Tensor,
+    inverse_II: torch.Tensor,
+    round_input: Callable[[int, torch.Tensor], torch.Tensor],
+) -> None:
+    """Round input after input; those that follow make up for each one's error, in place.
+
+    `inverse_II` is :func:`~compress.graph.layer_gram.inverse_hessian_factor` of the inputs in this
+    order; `round_input` is given an input's place and its weights, and returns them rounded.
+    Leading axes of both tensors are a batch.
+    """
+    inputs = weight_OI.shape[-1]
+    for begin in range(0, inputs, LAZY_INPUTS):
+        end = min(begin + LAZY_INPUTS, inputs)
+        error_OL = torch.empty_like(weight_OI[..., begin:end])
+        for step in range(begin, end):
+            off_O = weight_OI[..., step] - round_input(step, weight_OI[..., step])
+            error_O = off_O / inverse_II[..., step, step, None]
+            next_1L = inverse_II[..., step, None, step + 1 : end]
+            weight_OI[..., step + 1 : end] -= error_O[..., None] * next_1L
+            error_OL[..., step - begin] = error_O
+        weight_OI[..., end:] -= error_OL @ inverse_II[..., begin:end, end:]
 
 
 def _least_error_qparams(

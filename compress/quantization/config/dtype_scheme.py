@@ -58,11 +58,13 @@ PATTERNS: dict[Target, Patterns] = {
 
 WeightBits = Literal[4, 7, 8]
 WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
-Rounding = Literal["nearest", "adaround"]
+Rounding = Literal["nearest", "adaround", "gptq"]
 FALSE_IS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """For settings that may be `off`, which YAML 1.1 reads as False."""
 Smoothing = Annotated[Literal["auto", "off"] | Annotated[float, Field(gt=0, lt=1)], FALSE_IS_OFF]
-BuiltInObserver = Literal["minmax", "moving_average", "histogram", "percentile", "entropy", "mse"]
+BuiltInObserver = Literal[
+    "minmax", "moving_average", "histogram", "percentile", "entropy", "mse", "l3"
+]
 
 OBSERVER_ENTRY_POINTS = "compress.observers"
 """Entry-point group in which installed packages announce observers of their own."""

@@ -77,7 +77,9 @@ def compare(
     # At the sizes of `val`: on 128 tokens a sample costs 16 times as much as on the usual 8.
     example = signature.example(sizes=context.typical_sizes(signature))
     affordable = LARGEST_MACS // max(1, count_macs(module, example))
-    fewest, most = (2, QUICK_SAMPLES) if context.is_quick else (FEWEST_SAMPLES, SAMPLES)
+    fewest, most = FEWEST_SAMPLES, SAMPLES
+    if context.is_quick:
+        affordable, fewest, most = affordable // 4, 2, QUICK_SAMPLES
     samples = max(fewest, min(most, affordable))
     # Ranges of a whole call depend on its rows; such graphs are served one row at a time.
     one_by_one = has_call_ranges(graph) and not (

@@ -200,6 +200,9 @@ class SquaredErrorObserver(RangeObserver):
     # that are used, counts the many exact zeros of a relu as rounded numbers, counts in float32,
     # and moves counts between bins as its range grows.
 
+    power = 2
+    """What the errors are raised to."""
+
     def choose_range(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best ends, each searched in turn on finer and finer grids."""
         low, high = self.min_val.double().clamp(max=0), self.max_val.double().clamp(min=0)
@@ -214,7 +217,7 @@ class SquaredErrorObserver(RangeObserver):
         return low, high
 
     def error(self, low_K: torch.Tensor, high_K: torch.Tensor) -> torch.Tensor:
-        """Return the summed squared error of each of K ranges, values uniform within a bin."""
+        """Return the summed error of each of K ranges, to the power, values uniform in a bin."""
         scale_K, zero_K = self._calculate_qparams(low_K.float(), high_K.float())
         scale_K1 = scale_K.double().unsqueeze(1)
         lowest_K1, highest_K1 = (
@@ -224,11 +227,19 @@ class SquaredErrorObserver(RangeObserver):
         bins = slice(int(used[0]), int(used[-1]) + 1)
         edges_KE = self.histogram.edges()[bins.start : bins.stop + 1] / scale_K1
         nearest_KE = edges_KE.round().clamp(lowest_K1, highest_K1)
-        # Antiderivative of (t - round(t))^2: 1/12 for each whole step, and the part of one.
-        integral_KE = nearest_KE / 12 + (edges_KE - nearest_KE) ** 3 / 3
+        # Antiderivative of |t - round(t)|^p: a constant for each whole step, and the part of one.
+        off_KE, power = edges_KE - nearest_KE, self.power + 1
+        part_KE = off_KE.sign() * off_KE.abs() ** power / power
+        integral_KE = nearest_KE / (power * 2**self.power) + part_KE
         density_B = self.histogram.counts[bins].double() / self.histogram.width
-        error_K: torch.Tensor = integral_KE.diff(dim=1) @ density_B * scale_K1.squeeze(1) ** 3
+        error_K: torch.Tensor = integral_KE.diff(dim=1) @ density_B * scale_K1.squeeze(1) ** power
         return error_K
+
+
+class CubedErrorObserver(SquaredErrorObserver):
+    """Keeps the range with the least sum of the cubes of the errors, which clips less."""
+
+    power = 3
 
 
 OBSERVERS = {
@@ -238,6 +249,7 @@ OBSERVERS = {
     "percentile": PercentileObserver,
     "entropy": EntropyObserver,
     "mse": SquaredErrorObserver,
+    "l3": CubedErrorObserver,
 }
 
 

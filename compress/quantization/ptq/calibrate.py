@@ -24,6 +24,7 @@ from compress.quantization.algorithms.layer_corrections import (
     adaround_,
     correct_bias_,
     equalize_,
+    gptq_,
 )
 from compress.quantization.numeric_debug.sqnr import Deviation
 from compress.quantization.pt2e.graph_capture import (
@@ -88,7 +89,8 @@ LARGEST = 127
 """Largest integer of a row; ranges are symmetric, so that all rows have the zero point 0."""
 CANDIDATES: tuple[dict[str, Any], ...] = (
     {"bias_correction": True},
-    {"observer": "mse"},
+    {"rounding": "gptq"},
+    {"observer": "l3"},
     {"equalize": True},
     {"smooth": "auto"},
 )
@@ -138,13 +140,13 @@ class Corrections:
             self.rescaled |= rescaled
 
     def round_(self, prepared: GraphModule, batches: Iterable[Batch]) -> None:
-        """Apply AdaRound and bias correction to a calibrated graph, layer after layer.
+        """Apply AdaRound or GPTQ and bias correction to a calibrated graph, layer after layer.
 
         In graph order, so that each layer compensates the quantization error of those before it.
         """
-        if self.rounding == "nearest":
-            if not self.bias_correction:
-                return
+        if self.rounding == "nearest" and not self.bias_correction:
+            return
+        if self.rounding != "adaround":
             batches = enough_for_means(batches)
         changed: list[float] = []
         with LayerInputs(prepared, batches) as inputs:
@@ -153,10 +155,12 @@ class Corrections:
                 if any(operand.op != "call_module" for operand in observed):
                     continue  # its input or weight stays float
                 weight = weight_of(prepared, layer)
-                # AdaRound first: it leaves little shift for the bias to correct.
+                # Rounding first: the bias corrects the shift that it leaves.
+                pairs = inputs.pairs(layer)
                 if self.rounding == "adaround" and layer.target not in UNSUPPORTED:
-                    pairs = inputs.pairs(layer)
                     changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
+                elif self.rounding == "gptq" and layer.target not in UNSUPPORTED:
+                    changed.append(gptq_(prepared, layer, pairs))
                 if self.bias_correction:
                     correct_bias_(prepared, layer, weight, inputs.pairs(layer))
         if changed:

@@ -56,8 +56,9 @@ class QuantizeStatic(CalibratedStage):
     """Bits of an activation; with 16 nearly nothing is lost, and products are taken in floats."""
     observer: Observer = "minmax"
     """How a range is estimated: by extremes (`minmax`), a `moving_average` of each batch's, the
-    least squared error (`mse`; `histogram`, torchao's approximation), the middle share of values
-    (`percentile`), or the least divergence of distributions (`entropy`)."""
+    least squared error (`mse`; `histogram`, torchao's approximation) or the least sum of its cubes
+    (`l3`, which clips less), the middle share of values (`percentile`), or the least divergence of
+    distributions (`entropy`)."""
     percentile: Annotated[float, Field(gt=50, lt=100)] = 99.99
     """Share of the values that the observer `percentile` keeps, in percent."""
     smooth: Smoothing = "off"
@@ -67,16 +68,18 @@ class QuantizeStatic(CalibratedStage):
     """Whether channels between neighbouring convolutions, with at most a relu between them, are
     brought to one range (cross-layer equalization)."""
     rounding: Rounding = "nearest"
-    """`adaround` rounds each weight up or down so that its layer's outputs stay; worth its time
-    with weights of 4 bits and fewer."""
+    """`adaround` and `gptq` round each weight up or down so that its layer's outputs stay: the one
+    by optimization, worth its time with weights of 4 bits and fewer; the other, with
+    `bias_correction`, in closed form within seconds."""
     rounding_steps: Count = 500
     """Optimization steps of `adaround` for each layer."""
     bias_correction: bool = False
     """Whether biases take back the shift of each layer's mean outputs; `adaround` leaves none."""
     corrections: Annotated[Literal["auto", "off"], FALSE_IS_OFF] = "off"
-    """`auto` tries `bias_correction`, `observer: mse`, `equalize` and `smooth: auto` one after the
-    other, and keeps what lowers the noise of the outputs on samples that no range was found on. The
-    manifest says what was tried; it takes the place of setting these by hand."""
+    """`auto` tries `bias_correction`, `rounding: gptq`, `observer: l3`, `equalize` and
+    `smooth: auto` one after the other, and keeps what lowers the noise of the outputs on samples
+    that no range was found on. The manifest says what was tried; it takes the place of setting
+    these by hand, except that `rounding` may be given and is then kept."""
 
     @model_validator(mode="after")
     def _check_settings(self) -> QuantizeStatic:
@@ -133,7 +136,10 @@ class QuantizeStatic(CalibratedStage):
                 trial = self.model_copy(update={"rounding": "nearest", **settings})
                 return convert(trial.calibrated(copy_graph(graph), model, seen)[0])
 
-            chosen, tried = search_corrections(module, samples, quantized, useful_candidates(graph))
+            candidates = useful_candidates(graph)
+            if not self.has_default("rounding"):
+                candidates.remove({"rounding": "gptq"})
+            chosen, tried = search_corrections(module, samples, quantized, candidates)
             facts = {"corrections": chosen, "corrections_tried_db": tried}
         stage = self.model_copy(update=chosen)
         report = self.calibration_progress(context)

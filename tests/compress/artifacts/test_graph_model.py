@@ -87,6 +87,15 @@ def test_counts_are_the_modules(tmp_path: Path) -> None:
     assert graph.macs() == 4 * 9 * 36 + 4 * 3
 
 
+def test_it_is_read_once_to_count_at_the_sizes_of_val(tmp_path: Path, monkeypatch) -> None:
+    graph, read = sealed(tmp_path / "g", Positions().eval(), TOKENS), []
+    program = GraphModel.program
+    monkeypatch.setattr(GraphModel, "program", lambda self: read.append(1) or program(self))
+    graph.macs({"length": 12})
+    assert graph.parameters() == 9 * 4 + 16 * 4
+    assert len(read) == 1
+
+
 @pytest.mark.slow
 def test_equal_programs_give_equal_bytes_in_any_process(tmp_path: Path, fresh_process) -> None:
     here = sealed(tmp_path / "here", net())

@@ -2,11 +2,13 @@
 
 import shutil
 import socket
+import sys
 from functools import partial
 
 import pytest
 
 from benchmarks.attack import cases_folders
+from compress.artifacts import hf_folder
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.hf_folder import (
     build,
@@ -128,3 +130,11 @@ def test_only_other_machines_are_out_of_reach_and_only_in_the_block() -> None:
             client.connect(server.getsockname())
     with offline("m"), socket.socket(socket.AF_UNIX) as client, pytest.raises(OSError, match="No"):
         client.connect("/nowhere/socket")
+
+
+def test_the_watch_for_connections_is_silent_when_modules_are_taken_apart(monkeypatch) -> None:
+    with offline("m"):
+        pass
+    for name in ("LOOKUPS", "CONNECTIONS", "_reading"):
+        monkeypatch.setattr(hf_folder, name, None)  # as at the end of Python
+    sys.audit("compress.test")

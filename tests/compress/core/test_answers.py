@@ -88,7 +88,7 @@ def test_kept_outputs_are_those_of_the_model(context: Context) -> None:
                 assert torch.equal(got, expected)
         got[:] = 0  # nothing is shared
         assert torch.equal(kept(x)[-1], predict(x)[-1])
-    with context.answers.predictor(model, "cpu", 1, by_row=True) as kept:
+    with context.answers.predictor(model, "cpu", 1, by_row=True, keep_errors=True) as kept:
         mixed = torch.stack([x[5], x[2], x[5]])
         assert rows_of(lambda: kept(mixed)) == 0
         for whole, part in zip(predict_rows(model, x), kept(mixed), strict=True):
@@ -98,6 +98,11 @@ def test_kept_outputs_are_those_of_the_model(context: Context) -> None:
         assert rows_of(lambda: kept(new[3:])) == 1, "rows come from evaluations alone"
     with context.predictor(model) as kept:
         assert rows_of(lambda: kept(mixed)) == 3, "by default another batch is another call"
+    assert not context.batch_dependence(model).why_not_joined
+    with context.predictor(model) as kept:
+        assert rows_of(lambda: kept(x[[1, 7]])) == 0, "each row has the same answer in every batch"
+        assert rows_of(lambda: kept(torch.zeros(2, 6))) == 2
+        assert rows_of(lambda: kept(torch.zeros(1, 6))) == 0
 
 
 def predict_rows(model: EagerModel, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,9 @@ def test_the_uncompressed_model_runs_in_another_runtime(name: str, mlp, graph, c
 
 def test_a_speedup_is_over_the_uncompressed_model_in_the_results_runtime(mlp, tmp_path) -> None:
     wider = Context(root=tmp_path / "wider", artifacts={"source": mlp})
-    small = PruneChannels(ratio=0.5, round_to=1).run(mlp, wider)
+    small = PruneChannels(ratio=0.5, round_to=1).run_checked(mlp, wider)
     context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
-    file = ExportOnnx(gates=(speedup(None), MaxSize(ratio=9))).run(small, context)
+    file = ExportOnnx(gates=(speedup(None), MaxSize(ratio=9))).run_checked(small, context)
     baseline = baseline_for(speedup(None), small, file, context)
     inputs = mlp.signature.example(batch=3)
     with baseline.open() as found, mlp.open() as expected, small.open() as pruned:
@@ -84,8 +85,18 @@ def test_the_uncompressed_model_is_exported_once(mlp, tmp_path, monkeypatch) -> 
     monkeypatch.setattr(ExportOnnx, "run", counted)
     context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
     gates = (MinSpeedup(ratio=1e-6), MinSpeedup(ratio=1e-6, batch=2))
-    ExportOnnx(gates=gates)(mlp, context)
+    ExportOnnx(gates=gates, optimize="basic")(mlp, context)
     assert len(written) == 2, "the stage's own, and one for both gates"
+
+
+def test_a_file_of_the_uncompressed_model_is_its_own_baseline(mlp, context, tmp_path) -> None:
+    file = ExportOnnx().run(mlp, context)
+    assert baseline_for(speedup(None), mlp, file, context) is file
+    small = PruneChannels(ratio=0.5, round_to=1).run(mlp, context.with_root(tmp_path / "small"))
+    of_small = ExportOnnx().run(small, context.with_root(tmp_path / "of_small"))
+    assert baseline_for(speedup(None), small, of_small, context) is not of_small
+    exported = replace(context, artifacts={**context.artifacts, "float": file})
+    assert baseline_for(speedup(None), small, of_small, exported) is file
 
 
 def test_a_model_that_the_runtime_does_not_take_fails_the_gate(mlp, tmp_path, monkeypatch) -> None:
@@ -95,7 +106,7 @@ def test_a_model_that_the_runtime_does_not_take_fails_the_gate(mlp, tmp_path, mo
     changed = BASELINES["onnxruntime"]._replace(write=refuse)
     monkeypatch.setitem(BASELINES, "onnxruntime", changed)
     context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
-    file = ExportOnnx().run(mlp, context)
+    file = ExportOnnx(optimize="basic").run_checked(mlp, context)
     baseline = baseline_for(speedup(None), mlp, file, context)
     verdict = speedup(None).evaluate(baseline, file, context)
     assert not verdict.passed

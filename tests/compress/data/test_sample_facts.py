@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid
-from compress.data.fingerprint import SplitFacts, facts_of_rows, facts_of_sample
+from compress.data.fingerprint import SplitFacts, facts_of_rows
 from compress.data.loader_config import Loading
 from compress.data.splits import Splits
 
@@ -118,7 +118,7 @@ def test_rows_and_single_samples_have_the_same_facts() -> None:
     x[4, 1, 1] = torch.nan
     y = torch.tensor([[1, -100], [-100, -100], [2, 5], [0, 0], [1, 1], [-3, 2]])
     together = facts_of_rows([x], [y])
-    alone = [facts_of_sample([a], b) for a, b in zip(x, y, strict=True)]
+    alone = [facts_of_rows([a[None]], [b[None]]) for a, b in zip(x, y, strict=True)]
     assert all((one == row).all() for one, row in zip(alone, together, strict=True))
     known = SplitFacts(range(6), together)
     assert known.first(known.rows["nan"]) == 4

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
+from compress.common.counts import counted
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.data.batch import collate
 from compress.data.loader_config import Loading
@@ -145,6 +146,17 @@ def test_the_fingerprint_sees_the_last_digit_and_the_batch_size() -> None:
         return Splits({"train": samples}, batch_size).fingerprint()
 
     assert len({fingerprint(1.23456), fingerprint(1.23459), fingerprint(1.23456, 9)}) == 3
+
+
+def test_calibration_samples_in_memory_are_not_hashed_once_more() -> None:
+    def digest_and_hashed(train: Dataset) -> tuple[str | None, int]:
+        before = counted().get("hashed.bytes", 0)
+        digest = Splits({"train": train, "val": tensors}).calibration_digest(2, 0)
+        return digest, counted().get("hashed.bytes", 0) - before
+
+    tensors = TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+    assert digest_and_hashed(tensors) == (None, 0)
+    assert digest_and_hashed(Listed([(X, Y)] * 4000))[0] is not None
 
 
 def test_a_dataset_that_raises_is_one_line() -> None:

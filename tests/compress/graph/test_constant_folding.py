@@ -62,6 +62,26 @@ def test_folding_stops_at_a_limit_of_memory(
     assert torch.equal(graph(x), expected)
 
 
+class InSteps(nn.Module):
+    """Computes what it multiplies by from its weights, in several steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ ((self.first * 2 + 1) * 3).t() @ ((self.second * 2 + 1) * 3).t()
+
+
+def test_steps_on_the_way_take_no_memory_that_others_need() -> None:
+    x = torch.ones(2, 8)
+    graph: Any = torch.export.export(InSteps(), (x,)).module()
+    constant_folding.fold_constants_(graph, max_bytes=3 * 8 * 8 * 4)
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.aten.matmul.default] * 2
+    assert torch.equal(graph(x), InSteps()(x))
+
+
 def test_random_values_are_drawn_at_each_run() -> None:
     class Noisy(torch.nn.Module):
         def __init__(self) -> None:

@@ -40,6 +40,34 @@ def test_composite_operators_are_listed_once(monkeypatch: pytest.MonkeyPatch) ->
     assert utils._materialize_cpp_cia_ops is look
 
 
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")  # torch's own check
+def test_kernels_are_overridden_for_backends_of_tensors_here_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def decomposed() -> tuple[str, set[str]]:
+        overridden: set[str] = set()
+        really = torch._ops.OpOverload.py_impl
+
+        def register(op: torch._ops.OpOverload, key: typing.Any) -> typing.Any:
+            overridden.add(key.name)
+            return really(op, key)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch._ops.OpOverload, "py_impl", register)
+            return program.run_decompositions({}).graph_module.code, overridden
+
+    layers = torch.nn.Linear(4, 8), torch.nn.ReLU(inplace=True), torch.nn.Dropout()
+    program = torch.export.export(torch.nn.Sequential(*layers).eval(), (torch.rand(3, 4),))
+    expected, everywhere = decomposed()
+    with cached_composite_ops():
+        found, here = decomposed()
+    assert found == expected
+    assert {"AutogradXLA", "HPU"} < everywhere
+    names = ("CPU", "CUDA", "Meta")
+    assert here == {*names, *(f"Autograd{n}" for n in names), "CompositeImplicitAutograd"}
+    assert decomposed()[1] == everywhere, "torch's own tables stay"
+
+
 def test_a_release_without_the_attribute_is_not_patched() -> None:
     library = types.ModuleType("library")
     with patched_attribute(library, "private", 1):

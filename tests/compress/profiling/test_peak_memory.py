@@ -226,6 +226,16 @@ def test_weights_are_counted(make: Make, context: Context) -> None:
     assert weights < found < 2 * weights + BESIDE  # as it is built, and as it is read
 
 
+def test_what_was_hashed_is_not_hashed_again(make: Make, context: Context, monkeypatch) -> None:
+    model, requests = make("Heavy", width=8), []
+    monkeypatch.setattr(peak_memory, "_send", lambda r: requests.append(r) or {"mebibytes": 1})
+    context.peak_memory(model, 1)  # writing hashed it
+    model.payload_path.chmod(0o400)
+    context.peak_memory(model, 1)  # the file may be another one
+    files = len(model.manifest.files)
+    assert [len(request.hashed) for request in requests] == [files, files - 1]
+
+
 def test_imported_modules_are_not_counted(make: Make, context: Context) -> None:
     assert context.peak_memory(make("Importing"), batch=1) < BESIDE / 3
 
@@ -370,7 +380,11 @@ def test_a_process_that_has_not_computed_is_forked(make: Make, tmp_path: Path, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forks", [False, True], ids=["started", "forked"])
+@pytest.mark.parametrize(
+    "forks",
+    # Both end once nothing can be read from the pipe.
+    [pytest.param(False, id="started", marks=pytest.mark.soak), pytest.param(True, id="forked")],
+)
 def test_no_worker_outlives_a_killed_process(make: Make, tmp_path: Path, forks: bool) -> None:
     pids = tmp_path / "pids"
     model = make("Sleeping", file=str(pids))

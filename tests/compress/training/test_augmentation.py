@@ -44,6 +44,7 @@ def test_an_interrupted_training_with_augmentation_ends_bit_identical(tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_and_micro_batches_augment_as_one_process_does(tmp_path):
     settings = {"epochs": 1, "learning_rate": 0.1}
     alone, _ = train(tmp_path / "one", **settings)

@@ -88,6 +88,7 @@ def test_data_workers_start_before_the_model_is_loaded(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_read_each_sample_once_through_a_cache(tmp_path):
     trace = tmp_path / "trace"
     loading = Loading(cache=str(tmp_path / "cache"), workers=2)

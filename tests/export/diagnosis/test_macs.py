@@ -39,14 +39,14 @@ def refused(net: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     def quantized(folder: str, **settings: Any) -> tuple[QuantizeStatic, GraphModel]:
         stage = QuantizeStatic(name="int8", calibration_samples=32, **settings)
-        return stage, stage.run(net, context.with_root(root / folder / "int8"))
+        return stage, stage.run_checked(net, context.with_root(root / folder / "int8"))
 
     in_integers = export.translated(quantized("all")[1])[0]
 
     def count(missing: float, **settings: Any) -> Refused:
         folder = "-".join(settings)
         stage, graph = quantized(folder, **settings)
-        file = export.run(graph, context.with_root(root / folder / "onnx"))
+        file = export.run_checked(graph, context.with_root(root / folder / "onnx"))
         found = MacsDiagnosis(file, net, lambda name, s: in_integers, context, missing)
         assert 1 - found.profile.float_share == pytest.approx(file.fact("integer_share"))
         return RefusedStage(stage, net, file, context, (), found, 0.0)

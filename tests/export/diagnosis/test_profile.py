@@ -75,7 +75,7 @@ def test_a_pair_that_no_kernel_reads_is_found_and_left_out(
 def test_a_float_layer_between_integer_ones_is_an_island(net: EagerModel, tmp_path: Path) -> None:
     context = Context(root=tmp_path / "int8", data=samples(images()))
     stage = QuantizeStatic(name="int8", calibration_samples=32, exclude=("inner",))
-    graph = stage.run(net, context)
+    graph = stage.run_checked(net, context)
     _, names = plain_export(net)
     model, _ = ExportOnnx(name="onnx").translated(graph)
     inputs = net.signature.example(batch=1)

@@ -37,7 +37,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> RefusedStage[SizeDiagn
     source = network_of(folder, NETS, "sized:Net", TOKENS)
     context = Context(root=folder / "onnx")
     stage = ExportOnnx(name="onnx")
-    file = stage.run(source, context)
+    file = stage.run_checked(source, context)
     found = SizeDiagnosis(
         file, source, lambda name, settings: None, context, 3200.0, memory_batch=2
     )

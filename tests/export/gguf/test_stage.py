@@ -78,7 +78,7 @@ def test_what_gguf_has_no_blocks_for_is_refused() -> None:
         # Tied, but in other integers as a table than as a layer.
         pytest.param(
             "Llama",
-            {"tie_word_embeddings": True},
+            {"tie_word_embeddings": True, "num_hidden_layers": 1},
             {"symmetric": True},
             {"token_embd.weight": "Q8_0", "output.weight": "Q4_0", "blk.0.attn_q.weight": "Q4_0"},
             marks=pytest.mark.slow,

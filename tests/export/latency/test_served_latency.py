@@ -28,7 +28,7 @@ from torch import nn
 def net():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 3)
+        nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 3)
     )
 """
 MACHINE = {"processor": "a processor"}

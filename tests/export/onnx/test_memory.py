@@ -17,6 +17,7 @@ from compress.artifacts.recipe import Recipe
 from compress.common import tensor_difference
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import Predictor
+from compress.common.process import gc_frozen
 from compress.common.signature import Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
 from compress.core import context as context_module
@@ -163,7 +164,8 @@ def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(EagerModel, "open", opening)
     one, two, refused = (torch.full((2, 20), v) for v in (1.0, 2.0, -1.0))
     context = Context(root=tmp_path)
-    with recorded_outputs(model, [(one,), (refused,), (one,)], context) as answer:
+    # As in a stage; the collections there are to look at what is made in it alone.
+    with gc_frozen(), recorded_outputs(model, [(one,), (refused,), (one,)], context) as answer:
         assert asked == [1, -1]
         assert models[0]() is None, "what it was refused with holds it in memory"
         with really(model) as right:
@@ -176,7 +178,7 @@ def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.M
         assert (len(opened), asked) == (2, [1, -1, 2])
     monkeypatch.setattr(context_module, "MAX_BYTES", 1)
     asked.clear()
-    with recorded_outputs(model, [(one,), (two,)], Context(root=tmp_path)) as answer:
+    with gc_frozen(), recorded_outputs(model, [(one,), (two,)], Context(root=tmp_path)) as answer:
         assert asked == [1]  # there is no room for more
         answer(two)
         assert asked == [1, 2]

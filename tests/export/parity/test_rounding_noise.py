@@ -30,6 +30,7 @@ from compress.export.parity.sample_parity import (
     check_on_samples,
     is_quantizer,
     limits_of_noise,
+    noise_on,
     val_inputs,
 )
 from compress.quantization.stages.static import QuantizeStatic
@@ -112,6 +113,21 @@ def test_twenty_files_whose_sums_are_rounded_otherwise_pass(
 
 
 @pytest.mark.usefixtures("coarse")
+def test_noise_takes_one_pass_of_the_graph(nets: tuple[GraphModel, EagerModel]) -> None:
+    noise, disturbed, asked = noise_of_nets(nets, knows_float=True), list[object](), list[object]()
+    outputs, export = noise.outputs, other_runtime(nets[0], 0, share=1)
+    noise.outputs = lambda *inputs: disturbed.append(inputs) or outputs(*inputs)
+    with nets[0].open() as predict:
+        errors = check_on_samples(predict, export, ROWS, QUANTIZED, noise)
+        assert errors.allowed and len(disturbed) == len(ROWS)
+        reference = Float64Reference(
+            nets[0], lambda *inputs: asked.append(inputs) or predict(*inputs), noise
+        )
+        assert reference.explains(ROWS[0], export(*ROWS[0]), QUANTIZED.adversarial)
+    assert len(asked) == 1, "what noise explains needs no other inputs"
+
+
+@pytest.mark.usefixtures("coarse")
 @pytest.mark.parametrize("place", [1, 10])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_file_is_refused_though_the_graph_is_ill_conditioned(
@@ -140,8 +156,9 @@ def test_where_rounding_is_small_nothing_is_allowed_beyond_the_fixed_tolerance(
 ) -> None:
     noise = noise_of_nets(nets, knows_float=False)
     with nets[0].open() as expected:
-        limits = limits_of_noise(noise, expected, ROWS, QUANTIZED)
-    assert limits is not None
+        found = noise_on(ROWS, noise, expected, expected)
+    assert found is not None
+    limits = limits_of_noise(found, QUANTIZED)
     assert limits.spreads == (QUANTIZED.spread,)
     assert limits.label_changes == QUANTIZED.label_changes
 
@@ -152,8 +169,9 @@ def test_no_noise_allows_outputs_at_chance(
     monkeypatch.setattr(sample_parity, "LAST_BITS", 2.0**-2)
     noise = noise_of_nets(nets, knows_float=False)
     with nets[0].open() as expected:
-        limits = limits_of_noise(noise, expected, ROWS, QUANTIZED)
-        assert limits is not None
+        found = noise_on(ROWS, noise, expected, expected)
+        assert found is not None
+        limits = limits_of_noise(found, QUANTIZED)
         assert limits.noise.relative_error > 1
         assert limits.spreads == (LARGEST_SPREAD,)
         reference = Float64Reference(nets[0], expected, noise)

@@ -45,8 +45,8 @@ def mobilenet(context: Context) -> EagerModel:
 
 def exported(model: EagerModel, context: Context, stage: Stage | None = None) -> OnnxModel:
     folder = context.root / (stage.stage if stage else "float")
-    graph = stage.run(model, context.with_root(folder / "graph")) if stage else model
-    return ExportOnnx().run(graph, context.with_root(folder / "onnx"))
+    graph = stage.run_checked(model, context.with_root(folder / "graph")) if stage else model
+    return ExportOnnx().run_checked(graph, context.with_root(folder / "onnx"))
 
 
 @pytest.fixture(scope="module")

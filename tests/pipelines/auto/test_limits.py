@@ -26,7 +26,7 @@ from compress.pipelines.auto.search import search_log
 from compress.pipelines.auto.search_state import SearchState
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
-from compress.pipelines.system.jsonl_log import LOG, LogFile, event_listener, log_event, log_handler
+from compress.pipelines.system.jsonl_log import LOG, EventEmitter, LogFile, log_event, log_handler
 from compress.profiling.interaction_sum import InteractionSum
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
@@ -203,7 +203,7 @@ def test_a_search_logs_its_own_events_and_leaves_those_of_runs_to_their_logs(
         base_ms=1.0,
         tables=None,
     )
-    state = SearchState(evaluator, emit=event_listener(said.append))
+    state = SearchState(evaluator, emit=EventEmitter(said.append))
     predicted = FormatModel("float", InteractionSum(2.0, {}), InteractionSum(1.0, {}))
     state.models["float", "onnx", ()] = predicted
     with search_log(tmp_path / "search"):

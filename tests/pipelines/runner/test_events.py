@@ -301,3 +301,15 @@ def test_settings_have_dotted_names() -> None:
     assert found["model.inputs.0.shape"] == "['batch', 4]"
     assert found["stages.train.gates.0.gate"] == "parity"
     assert (found["stages.b.stage"], found["seed"]) == ("train", "3")
+
+
+def test_the_docs_list_every_event() -> None:
+    root = Path(__file__).parents[3]
+    sources = [file.read_text() for file in (root / "pipelines").rglob("*.py")]
+    emitted = {
+        name for text in sources for name in re.findall(r'\b(?:emit|log_event)\(\s*"(\w+)"', text)
+    }
+    page = (root / "docs" / "cli.md").read_text()
+    listed = {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `\w+`[^|]*", page, re.MULTILINE)))}
+    assert len(emitted) > 15
+    assert emitted - listed == set()

@@ -13,11 +13,14 @@ from compress.common import atomic_files
 from compress.common.counts import counted
 from compress.common.forward import count_forwards
 from compress.pipelines import Pipeline
+from compress.pipelines.results import measurements
 from compress.pipelines.results.schema import Report
 from compress.pipelines.system.run_profile import Profiler
 from compress.profiling import benchmark
 from compress.profiling.benchmark import Comparison, Latency, compare_latency
-from tests.pipelines.conftest import FILE, NETS, Project
+from tests.pipelines.conftest import FILE, IN_SAME_RUNTIME, NETS, Project
+
+ONE = Latency(batch=1, p50=1, p95=1, p50_interval=(1, 1), p95_interval=(1, 1), outliers=0)
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +28,11 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = tmp_path_factory.mktemp("profiled")
     (folder / "nets.py").write_text(NETS)
     (folder / "p.yaml").write_text(FILE)
-    one = Latency(batch=1, p50=1, p95=1, p50_interval=(1, 1), p95_interval=(1, 1), outliers=0)
     with pytest.MonkeyPatch.context() as patch:
         # Files that have just been written are hashed again while they may change unnoticed.
         patch.setattr(atomic_files, "RACY_SECONDS", -1.0)
         # How often calls are timed depends on how long they take.
-        patch.setattr(benchmark, "compare_latency", lambda *_, **__: Comparison(one, one, (1.0,)))
+        patch.setattr(benchmark, "compare_latency", lambda *_, **__: Comparison(ONE, ONE, (1.0,)))
         return Pipeline.from_yaml(folder / "p.yaml").run(folder / "out", profile=True)
 
 
@@ -48,6 +50,38 @@ def test_a_run_makes_no_more_calls_traces_and_processes_than_it_did(profiled: Re
     # Two that ask for memory, and a fork of theirs.
     assert total["processes"] <= 3
     assert total["hashed.bytes"] <= 150_000
+
+
+WIDE = """
+from torch import nn
+
+def wide():
+    return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024))
+"""
+EXPORT = """version: 1
+name: wide
+model: {factory: "wide:wide", inputs: [{name: x, shape: [batch, 1024]}]}
+stages: [{stage: export_onnx}]
+"""
+
+
+@pytest.mark.usefixtures("profiled")  # which imports the modules that would be read here
+def test_a_large_file_is_traced_and_hashed_once_and_read_a_few_times(tmp_path, monkeypatch) -> None:
+    (tmp_path / "wide.py").write_text(WIDE)
+    (tmp_path / "p.yaml").write_text(EXPORT)
+    monkeypatch.setattr(atomic_files, "RACY_SECONDS", -1.0)
+    monkeypatch.setattr(benchmark, "compare_latency", lambda *_, **__: Comparison(ONE, ONE, (1.0,)))
+    monkeypatch.setattr(measurements, "_in_same_runtime", IN_SAME_RUNTIME)
+    report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "out", profile=True)
+    assert report.profile
+    total, size = report.profile.total, 4 * 2 * 1024 * 2048
+    # The file is that of the uncompressed model, which speeds are compared with.
+    assert total["traces"] == 1
+    # The model's file and the exported one.
+    assert total["hashed.bytes"] <= 2.1 * size
+    assert total["read.bytes"] <= 12.5 * size
+    same = report.stages[-1].measurements.same_runtime
+    assert same.speedup == 1
 
 
 def test_the_profile_is_in_the_report_and_in_words(profiled: Report) -> None:

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from compress.pipelines.terminal.console import show_progress
+from compress.pipelines.terminal.console import OutputMode, show_progress, use_mode
 
 OWN = logging.getLogger("compress.training.fit")
 
@@ -18,7 +18,7 @@ def root_level():
 
 def test_the_toolkits_warnings_are_lines_of_the_run(capfd, root_level) -> None:
     root_level(logging.ERROR)
-    with show_progress(quiet=False):
+    with show_progress():
         OWN.warning("rank %d was ended", 1)
         OWN.info("a detail")
         logging.getLogger("somebody.else").warning("nothing to see")
@@ -29,7 +29,7 @@ def test_the_toolkits_warnings_are_lines_of_the_run(capfd, root_level) -> None:
 
 
 def test_a_quiet_run_has_no_lines(capfd) -> None:
-    with show_progress(quiet=True) as (progress, announce):
+    with use_mode(OutputMode(quiet=True)), show_progress() as (progress, announce):
         progress("train", 1, 2)
         announce("a line")
     assert capfd.readouterr() == ("", "")
@@ -38,6 +38,6 @@ def test_a_quiet_run_has_no_lines(capfd) -> None:
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.WARNING])
 def test_a_log_that_is_shown_is_not_shown_twice(capfd, root_level, level) -> None:
     root_level(level)
-    with show_progress(quiet=False):
+    with show_progress():
         OWN.warning("once")
     assert "warning: once" not in capfd.readouterr().err

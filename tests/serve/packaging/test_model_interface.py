@@ -215,8 +215,8 @@ def test_torch_models_load_and_answer_like_the_opened_artifact(
 ) -> None:
     context = Context(root=tmp_path)
     kinds = [
-        ExportTorchScript().run(mlp, context.with_root(tmp_path / "torchscript")),
-        ExportProgram().run(mlp, context.with_root(tmp_path / "graph")),
+        ExportTorchScript().run_checked(mlp, context.with_root(tmp_path / "torchscript")),
+        ExportProgram().run_checked(mlp, context.with_root(tmp_path / "graph")),
     ]
     inputs = mlp.signature.example(batch=5)
     for artifact in kinds:

@@ -79,6 +79,13 @@ def test_the_nearest_multiple_stays(
     assert allocate([group], ratio, ChannelSelection(round_to=round_to)) == [kept]
 
 
+@pytest.mark.parametrize(("comparable", "kept"), [(True, [2, 4]), (False, [3, 3])])
+def test_where_channels_cost_differently_the_dear_ones_leave_first(comparable, kept) -> None:
+    groups, limits = ranked(WEAK, WEAK), ChannelSelection(scope="global", round_to=1)
+    ranking = Ranking(None, None, tuple(groups), {}, comparable, None, costs=(10.0, 1.0))
+    assert ranking.allocate(0.25, limits) == kept
+
+
 @pytest.mark.parametrize("comparable", [True, False])
 @pytest.mark.parametrize("ratio", [0.2, 0.45, 0.7, 0.95])
 def test_global_keeps_the_best_of_all_channels(ratio: float, comparable: bool) -> None:

@@ -47,7 +47,7 @@ def diagnosed(module: nn.Module, folder: Path, stage: Any, calibration: float = 
     state = module.state_dict()
     model = EagerModel.create(folder / "model", recipe, state, IMAGES, folder=HERE)
     context = Context(folder / "made", Splits(data(calibration), 64), metric=Metric("accuracy"))
-    after = stage.run(model, context)
+    after = stage.run_checked(model, context)
     kind = CutChannels if isinstance(stage, PruneChannels) else ZeroedWeights
     measured = kind(stage, model, after, context, 1.0)
     lost = context.score(model) - context.score(after)
@@ -125,7 +125,7 @@ def test_a_stage_is_pruned_again_on_as_many_samples_as_it_was(tmp_path) -> None:
     model = EagerModel.create(tmp_path / "model", recipe, state, IMAGES, folder=HERE)
     context = Context(tmp_path / "made", Splits(data(0.0), 64), metric=Metric("accuracy"))
     stage = PruneWeights(method="sparsegpt", amount=0.5, calibration_samples=16)
-    after = stage.run(model, context)
+    after = stage.run_checked(model, context)
     measured = ZeroedWeights(stage, model, after, context, 1.0)
     again, made = measured.changed_module(measured.own).state_dict(), after.load().state_dict()
     assert all(torch.equal(again[name], made[name]) for name in made)
@@ -137,7 +137,7 @@ def test_statistics_are_compared_after_a_cut_that_is_ranked_by_gradients(tmp_pat
     model = EagerModel.create(tmp_path / "m", recipe, net().state_dict(), IMAGES, folder=HERE)
     context = Context(tmp_path / "made", Splits(data(0.0), 64), metric=Metric("accuracy"))
     stage = PruneChannels(ratio=0.5, importance="taylor", calibration_samples=16)
-    after = stage.run(model, context)
+    after = stage.run_checked(model, context)
     assert CutChannels(stage, model, after, context, 1.0).statistics_shift() > 0
 
 
@@ -157,5 +157,5 @@ def test_statistics_are_re_estimated_after_zeros(module, tmp_path) -> None:
     for how in ("keep", "reestimate"):
         stage = PruneWeights(amount=0.7, batch_norm=how)
         context = Context(tmp_path / how, Splits(data(), 64), metric=Metric("accuracy"))
-        scores[how] = context.score(stage.run(model, context))
+        scores[how] = context.score(stage.run_checked(model, context))
     assert scores["reestimate"] > scores["keep"] + 0.1

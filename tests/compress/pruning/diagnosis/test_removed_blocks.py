@@ -34,7 +34,7 @@ def test_a_needed_block_is_named_and_kept(tmp_path: Path) -> None:
     model = EagerModel.create(tmp_path / "m", recipe, module.state_dict(), IMAGES, folder=HERE)
     stage = PruneLayers(remove=2)
     context = Context(tmp_path / "made", Splits(data(), 64), metric=Metric("accuracy"))
-    after = stage.run(model, context)
+    after = stage.run_checked(model, context)
     measured = RemovedBlocks(stage, model, after, context, 1.0)
     lost = 100 * (context.score(model) - context.score(after))
     assert lost > 5 and measured.search.lost > 5

@@ -15,6 +15,7 @@ from compress.core.objectives.loss import Loss
 from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup, trace
 from compress.pruning.importance import scores as scores_module
+from compress.pruning.importance.layer_calls import record_layer_calls
 from compress.pruning.importance.scores import ScoringSamples, score_groups
 
 
@@ -360,3 +361,25 @@ def test_obs_keeps_one_of_two_equal_channels() -> None:
     order = found.argsort().tolist()
     assert order[0] in (2, 5) and ({2, 5} - {order[0]}).isdisjoint(order[1:3])
     assert math.isfinite(float(found.max()))
+
+
+def test_a_norm_behind_a_layer_is_found_where_nothing_else_reads_it() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Linear(4, 4, bias=False) for _ in range(2))
+            self.third, self.last = (nn.Linear(4, 4, bias=False) for _ in range(2))
+            self.norm, self.twice = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+            self.of_batch = nn.BatchNorm1d(4, track_running_stats=False)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = self.norm(self.first(x))
+            x = self.twice(self.second(x)) + self.twice(x)
+            hidden = self.third(self.of_batch(x))
+            return self.norm2(hidden), hidden
+
+        def norm2(self, x: torch.Tensor) -> torch.Tensor:
+            return self.of_batch(self.last(x))
+
+    _, observed = record_layer_calls(Net().double().eval(), samples(6, 4), "cpu")
+    assert observed.means == {"first.weight": "norm.running_mean"}

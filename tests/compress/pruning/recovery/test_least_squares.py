@@ -190,6 +190,42 @@ def test_parts_of_a_batch_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(pieces[2].weight, whole[2].weight)
 
 
+def test_batch_norm_takes_what_a_bias_would_add() -> None:
+    def net(*, bias: bool, is_read_twice: bool = False) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3, bias=bias)]
+        layers += [nn.BatchNorm2d(6), nn.ReLU()]
+        if is_read_twice:
+            layers.insert(3, ReadTwice())
+        whole = nn.Sequential(*layers, nn.Flatten(), nn.Linear(6 * 9, 3)).double().eval()
+        with torch.no_grad():
+            whole[2].weight.copy_(torch.linspace(-1, 2, 6 * 8 * 9).view(6, 8, 3, 3).sin())
+            if bias:
+                whole[2].bias.zero_()
+        return whole
+
+    given = batches(1, 7, 7)
+    shifted = {}
+    for options in ({"bias": True}, {"bias": False}, {"bias": False, "is_read_twice": True}):
+        whole = net(**options)
+        smaller, kept = cut(whole, everything(given)[:2])
+        kept = {"2.weight": kept["2.weight"]}
+        refit_(smaller, whole, kept, given)
+        norm = next(part for part in smaller if isinstance(part, nn.BatchNorm2d))
+        shifted[tuple(options.values())] = norm.running_mean, smaller[2]
+    mean, layer = shifted[False,]
+    torch.testing.assert_close(layer.weight, shifted[True,][1].weight)
+    torch.testing.assert_close(-mean, shifted[True,][1].bias)
+    assert (shifted[False, True][0] == 0).all() and not torch.equal(
+        shifted[False, True][1].weight, layer.weight
+    )
+
+
+class ReadTwice(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0 * x.mean()
+
+
 def test_new_statistics_stay_only_where_they_help() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(

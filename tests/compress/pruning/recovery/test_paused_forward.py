@@ -297,3 +297,57 @@ def test_a_pass_that_is_closed_holds_no_activations() -> None:
         assert results[0]() is None
     finally:
         gc.enable()
+
+
+def test_a_share_of_the_positions_says_what_all_say(monkeypatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2)).double()
+    given = batches(1, 24, 24)
+    on_all, kept = cut(net, everything(given)[:2])
+    on_some = copy.deepcopy(on_all)
+    rows: list[int] = []
+    add = scores.Moments.add_
+
+    def noting(self: scores.Moments, columns: torch.Tensor, answers: torch.Tensor) -> None:
+        rows.append(columns.shape[1])
+        add(self, columns, answers)
+
+    monkeypatch.setattr(scores.Moments, "add_", noting)
+    everywhere, every_row = refit_(on_all, net, kept, given), sum(rows)
+    rows.clear()
+    monkeypatch.setattr(scores, "MIN_POSITIONS", 0)
+    monkeypatch.setattr(scores, "USED_PER_COLUMN", 200)
+    (drawn,) = refit_(on_some, net, kept, given)
+    assert sum(rows) < every_row / 4
+    assert drawn.before == pytest.approx(everywhere[0].before, rel=0.1)
+    inputs = everything(given)
+    error = ReferenceOutputs(net, [Batch((inputs,), None)]).error
+    assert error(on_some) < 1.05 * error(on_all)
+
+
+def test_convolutions_are_channels_last_where_the_model_takes_it() -> None:
+    seen: list[bool] = []
+
+    class Views(nn.Module):
+        def __init__(self, *, views: bool) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3))
+            self.head, self.views = nn.Linear(6 * 9, 3), views
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(self.layers[2].weight.is_contiguous())
+            x = self.layers(x)
+            return self.head(x.view(len(x), -1) if self.views else x.flatten(1))
+
+    for views in (False, True):
+        torch.manual_seed(0)
+        net = Views(views=views).eval()
+        given = [Batch((batch.inputs[0].float(),), None) for batch in batches(1, 7, 7)]
+        smaller, kept = cut(net, everything(given)[:2])
+        weights = [one.detach().clone() for one in net.parameters()]
+        seen.clear()
+        assert recover_(smaller, net, kept, given)["output_error"]["refit"] < 0.5
+        assert sum(seen) == (1 if not views else len(seen) - 1)
+        assert all(one.is_contiguous() for one in [*net.parameters(), *smaller.parameters()])
+        for one, before in zip(net.parameters(), weights, strict=True):
+            assert torch.equal(one, before)

@@ -20,7 +20,7 @@ from compress.quantization.pt2e.observers import (
 )
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 
-NEW = ["percentile", "entropy", "mse"]
+NEW = ["percentile", "entropy", "mse", "l3"]
 ASYMMETRIC = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 255}
 SYMMETRIC = {
     "dtype": torch.int8,
@@ -52,8 +52,8 @@ def rounded(x: torch.Tensor, observer: RangeObserver) -> torch.Tensor:
     return torch.fake_quantize_per_tensor_affine(x, float(scale), int(zero_point), low, high)
 
 
-def lost(x: torch.Tensor, observer: RangeObserver) -> float:
-    return float((rounded(x, observer) - x).double().square().mean())
+def lost(x: torch.Tensor, observer: RangeObserver, power: int = 2) -> float:
+    return float((rounded(x, observer) - x).double().abs().pow(power).mean())
 
 
 def lost_within(x: torch.Tensor, low: float, high: float, observer: RangeObserver) -> float:
@@ -209,6 +209,19 @@ def test_the_modelled_error_is_the_integral_over_bins(options: dict) -> None:
                 total += count * float((x - nearest).square().mean())
         expected.append(total)
     assert observer.error(low, high).tolist() == pytest.approx(expected, rel=1e-3)
+
+
+def test_cubes_of_errors_clip_less_than_squares() -> None:
+    x = sample("heavy", 10_000)
+    squares, cubes = made("mse", quant_max=15), made("l3", quant_max=15)
+    squares(x)
+    cubes(x)
+    assert lost(x, squares) < 0.9 * lost(x, cubes)
+    assert lost(x, cubes, 3) < 0.9 * lost(x, squares, 3)
+    scales = [float(observer.calculate_qparams()[0]) for observer in (squares, cubes)]
+    assert scales[0] < 0.9 * scales[1]
+    chosen = [end.double()[None] for end in cubes.choose_range()]
+    assert float(cubes.error(*chosen)) / len(x) == pytest.approx(lost(x, cubes, 3), rel=0.01)
 
 
 def test_symmetric_ranges_are_searched_too() -> None:

@@ -8,6 +8,7 @@ from torch import fx
 
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.graph.torch_export import export_program
@@ -73,17 +74,20 @@ def off(digits: Splits, graph: fx.GraphModule, factory: str = "depthwise") -> to
 
 @pytest.mark.parametrize("factory", ["depthwise", "mlp"])
 def test_corrections_bring_answers_nearer(digits: Splits, factory: str) -> None:
-    nearest, shifted, adaptive = (
+    nearest, shifted, adaptive, compensated = (
         off(digits, rounded(digits, corrections, factory), factory)
         for corrections in (
             Corrections(),
             Corrections(bias_correction=True),
             Corrections(rounding="adaround"),
+            Corrections(rounding="gptq", bias_correction=True),
         )
     )
     assert shifted.mean(0).abs().max() < 0.2 * nearest.mean(0).abs().max()
     assert shifted.norm() < nearest.norm()
     assert adaptive.norm() < 0.75 * nearest.norm()
+    assert compensated.norm() < 0.75 * nearest.norm()
+    assert compensated.norm() < 0.95 * shifted.norm()
 
 
 def test_conversion_keeps_the_integers_that_adaround_chose(
@@ -104,6 +108,38 @@ def test_conversion_keeps_the_integers_that_adaround_chose(
     for integers, expected in zip(held, chosen, strict=True):
         assert torch.equal(integers.flatten().float(), expected.flatten())
     assert 0.05 < corrections.facts["rounded_away"] < 0.5
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gptq_lets_later_weights_make_up_for_those_rounded_before(groups: int) -> None:
+    torch.manual_seed(0)
+    # Neighbouring pixels are alike, and one channel is always 0: its moments are singular.
+    images = torch.randn(16, 4, 3, 3).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    images[:, 1] = 0
+    layer = torch.nn.Conv2d(4, 6, 3, groups=groups)
+    image = TensorSpec(name="x", shape=("batch", 4, 12, 12))
+    signature = Signature(inputs=(image,), outputs=(OutputSpec(name="y"),))
+    graph = functionalize(export_program(layer.eval(), signature)).module(check_guards=False)
+    quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu", 4), "minmax")
+    graph = prepare_pt2e(graph, quantizer)
+    graph(images)
+    (node,) = layers_of(graph)
+    scale_O, _ = observer_of(graph, node.args[1]).calculate_qparams()
+    scale_O = scale_O.view(-1, 1, 1, 1)
+    nearest = (layer.weight / scale_O).round() * scale_O
+    share = layer_corrections.gptq_(graph, node, [(images, images)])
+    found = weight_of(graph, node)
+    steps = found / scale_O
+    assert torch.allclose(steps, steps.round(), atol=1e-4)
+    assert steps.abs().max() <= 7
+    assert share == pytest.approx(float((found - nearest).abs().gt(1e-5).float().mean()))
+    assert share > 0.05
+
+    def error(weight: torch.Tensor) -> float:
+        off = F.conv2d(images, (weight - layer.weight).detach(), groups=groups)
+        return float((off - off.mean((0, 2, 3), keepdim=True)).square().mean())
+
+    assert error(found) < 0.5 * error(nearest)
 
 
 def test_equalized_channels_share_a_range_and_answers_stay(digits: Splits) -> None:

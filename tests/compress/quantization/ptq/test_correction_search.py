@@ -76,6 +76,14 @@ def test_auto_finds_the_correction_that_a_network_needs(tmp_path: Path) -> None:
     assert "smooth" not in " ".join(tried)  # it has no linear layer of sequences
 
 
+def test_a_given_rounding_is_kept(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:depthwise", random_batch_norm=True)
+    stage = QuantizeStatic(corrections="auto", rounding="gptq", calibration_samples=32)
+    facts = stage(model, Context(root=tmp_path / "auto", data=labelled_images())).manifest.facts
+    assert not any("rounding" in settings for settings in facts["corrections_tried_db"])
+    assert facts["rounded_away"] > 0
+
+
 def test_corrections_are_searched_or_set_by_hand() -> None:
     with pytest.raises(ValidationError, match="auto chooses equalize itself, found both"):
         QuantizeStatic(corrections="auto", equalize=True)
