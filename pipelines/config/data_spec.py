@@ -144,6 +144,8 @@ class ArrayData(FileData):
     """Arrays of an .npz or .npy file, one row a sample.
 
     Names such as `x_train` and `test_labels` tell the split; of a folder, the files' names do.
+    Several arrays are the model's inputs by their names, in the order of `model.inputs`, or else of
+    the file.
     """
 
     key: ClassVar[str] = "arrays"
@@ -174,7 +176,8 @@ class HuggingFaceData(FileData):
     text: str | None = None
     """Column of texts."""
     columns: Columns | None = None
-    """Columns of numbers, or of arrays, which are the model's inputs by their names."""
+    """Columns of numbers, or of arrays, which are the model's inputs: several by their names, in the
+    order of `model.inputs`, or else in this one."""
     label: str | None = None
     """Column of the labels; by default `label` or `labels`, where there is one."""
     prepare: ImageInput | TextInput | None = None
