@@ -176,8 +176,8 @@ class HuggingFaceData(FileData):
     text: str | None = None
     """Column of texts."""
     columns: Columns | None = None
-    """Columns of numbers, or of arrays, which are the model's inputs: several by their names, in the
-    order of `model.inputs`, or else in this one."""
+    """Columns of numbers, or of arrays, which are the model's inputs: several by their names, in
+    the order of `model.inputs`, or else in this one."""
     label: str | None = None
     """Column of the labels; by default `label` or `labels`, where there is one."""
     prepare: ImageInput | TextInput | None = None

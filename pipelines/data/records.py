@@ -87,21 +87,21 @@ class Records:
 def read_records(spec: FileData, folder: Path) -> Parts:
     """Return what a `data:` section's files hold, by split; PipelineInvalid names what is wrong."""
     parts = read_parts(spec, folder)
-    (first, columns), *others = ((name, part.columns) for name, part in parts.items())
-    for name, each in others:
-        if each.keys() != columns.keys():
-            raise PipelineInvalid(
-                f"{spec.place}: inputs of {name} are {_listed(each)}, and of {first} "
-                f"{_listed(columns)}"
-            )
-        # Files may hold them in another order.
-        parts[name] = replace(parts[name], columns={n: each[n] for n in columns})
     divided = sorted(name for name in parts if name != WHOLE)
     if WHOLE not in parts:
         if spec.split:
             raise PipelineInvalid(
                 f"split: {spec.place} is divided into {', '.join(divided)}; leave `split` out"
             )
+        (first, columns), *others = ((name, part.columns) for name, part in parts.items())
+        for name, each in others:
+            if each.keys() != columns.keys():
+                raise PipelineInvalid(
+                    f"{spec.place}: inputs of {name} are {_listed(each)}, and of {first} "
+                    f"{_listed(columns)}"
+                )
+            # Files may hold them in another order.
+            parts[name] = replace(parts[name], columns={n: each[n] for n in columns})
         return parts
     if divided:
         raise PipelineInvalid(
@@ -294,9 +294,10 @@ def _numbers(file: Path, name: str, column: Sequence[Any]) -> np.ndarray[Any, An
         numbers = np.array(column, np.float32)
     except (TypeError, ValueError) as error:
         raise PipelineInvalid(f"{file.name}: column {name!r}: {error}") from None
-    if (bad := np.flatnonzero(~np.isfinite(numbers))).size:
+    if (bad := np.argwhere(~np.isfinite(numbers))).size:
+        row = bad[0, 0]
         raise PipelineInvalid(
-            f"{file.name}: row {bad[0] + 1}, column {name!r}: {column[bad[0]]!r} is no number"
+            f"{file.name}: row {row + 1}, column {name!r}: {column[row]!r} is no number"
         )
     return numbers
 

@@ -229,6 +229,9 @@ def test_arrays_are_inputs_by_their_names(tmp_path: Path) -> None:
         (batch,) = data.batches(name)
         assert [x.flatten().tolist() for x in batch.inputs] == [[1, 1], [0, 0]]
         assert batch.target.tolist() == [0, 1]
+    np.savez(tmp_path / "two.npz", a_train=a, b=b)
+    with pytest.raises(PipelineInvalid, match="besides train, there are samples that belong to no"):
+        splits_of(tmp_path, {"arrays": "two.npz"}, inputs=inputs)
     np.savez(tmp_path / "two.npz", a_train=a, b_train=b, a_val=a, b_val=b)
     (batch,) = splits_of(tmp_path, {"arrays": "two.npz"}, inputs=inputs).batches("val")
     assert batch.target is None and len(batch.inputs) == 2
