@@ -35,6 +35,7 @@ def load_data(*, model: Mapping[str, Any] | Path | str | None = None, **section:
     described: Any = {"factory": "torch.nn:Identity"} if model is None else model
     if isinstance(described, Path | str):
         described = {"huggingface": str(described)}
+    section = {n: str(value) if isinstance(value, Path) else value for n, value in section.items()}
     stages = [{"stage": "export_program"}]
     content = {"version": 1, "model": described, "data": section, "stages": stages}
     try:

@@ -437,7 +437,8 @@ class Splits:
         if self.source is None:
             return {}
         code = sources_digest(local_sources(self.source.factory, self.source.folder))
-        arguments = {name: repr(value) for name, value in sorted(self.source.arguments.items())}
+        given = sorted(self.source.arguments.items())
+        arguments = {name: getattr(value, "identity", repr(value)) for name, value in given}
         return {"factory": self.source.factory, "arguments": arguments, "code": code}
 
     @contextmanager

@@ -79,7 +79,7 @@ COMMENT_OF_SETTING = {
     "factory": "        # module:callable",
     "huggingface": "        # folder with config.json and weights",
     "data.factory": '        # → {"train": Dataset, "val": Dataset, ...}',
-    "data.images": "        # with the mean and std that the model was trained with",
+    "data.prepare": "        # prepare with the mean and std that the model was trained with",
     "checkpoint": "        # read without executing anything in it",
 }
 
@@ -217,9 +217,16 @@ def _data_section(options: InitOptions, folder: Path, model: dict[str, Any]) -> 
     key = next(iter(found))
     found[key] = relative_path(folder, Path(text))
     if "images" in found and not {"huggingface", "timm"} & model.keys():
+        shape = [*(model.get("inputs") or [{}])[0].get("shape", ())]
+        is_last = len(shape) == 4 and shape[1] not in (1, 3) and shape[3] in (1, 3)  # channels
+        size = shape[1:3] if is_last else shape[2:]
+        if ("file" not in model and not size) or any(isinstance(side, str) for side in size):
+            raise PipelineInvalid(
+                "--data: images become inputs of one size; give it as --input name=batch,3,224,224"
+            )
+        form = {**({"size": size} if size else {}), **({"layout": "hwc"} if is_last else {})}
         # Nothing else says it; pixels go from 0 to 1 then.
-        size = list((model.get("inputs") or [{}])[0].get("shape", ())[2:])
-        found["prepare"] = {**({"size": size} if size else {}), "mean": [0.0], "std": [1.0]}
+        found["prepare"] = {**form, "mean": [0.0], "std": [1.0]}
     return found
 
 

@@ -94,6 +94,15 @@ class ImageData(FileData):
         return (PILLOW,)
 
 
+def _refuse_repeated(
+    column: str | None, columns: tuple[str, ...] | None, label: str | tuple[str, ...] | None
+) -> None:
+    labels = (label,) if isinstance(label, str) else label or ()
+    names = [*((column,) if column else columns or ()), *labels]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"column {repeated[0]!r} is given twice")
+
+
 class TableData(FileData):
     """Rows of a CSV, TSV, JSON-lines or Parquet file.
 
@@ -119,19 +128,24 @@ class TableData(FileData):
     def _has_one_kind_of_input(self) -> Self:
         if self.text is not None and self.columns is not None:
             raise ValueError("give one of text and columns: what of a row is the model's input")
+        if self.prepare and self.text is None:
+            raise ValueError("prepare: only texts are prepared; name their column as `text`")
+        _refuse_repeated(self.text, self.columns, self.label)
         return self
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
         """What must be installed."""
         text = TextInput.requirements if self.text else ()
-        return (*text, *((DATASETS,) if Path(self.table).suffix in PARQUET else ()))
+        return (*text, *((DATASETS,) if Path(self.table).suffix.lower() in PARQUET else ()))
 
 
 class ArrayData(FileData):
     """Arrays of an .npz or .npy file, one row a sample.
 
     Names such as `x_train` and `test_labels` tell the split; of a folder, the files' names do.
+    Several arrays are the model's inputs by their names, in the order of `model.inputs`, or else of
+    the file.
     """
 
     key: ClassVar[str] = "arrays"
@@ -162,7 +176,8 @@ class HuggingFaceData(FileData):
     text: str | None = None
     """Column of texts."""
     columns: Columns | None = None
-    """Columns of numbers, or of arrays, which are the model's inputs by their names."""
+    """Columns of numbers, or of arrays, which are the model's inputs: several by their names, in
+    the order of `model.inputs`, or else in this one."""
     label: str | None = None
     """Column of the labels; by default `label` or `labels`, where there is one."""
     prepare: ImageInput | TextInput | None = None
@@ -173,6 +188,10 @@ class HuggingFaceData(FileData):
     def _has_inputs(self) -> Self:
         if sum(each is not None for each in (self.image, self.text, self.columns)) != 1:
             raise ValueError("give one of image, text and columns: what is the model's input")
+        form = ImageInput if self.image else TextInput if self.text else type(None)
+        if self.prepare is not None and not isinstance(self.prepare, form):
+            raise ValueError("prepare: settings of images are for `image`, of texts for `text`")
+        _refuse_repeated(self.image or self.text, self.columns, self.label)
         return self
 
     @property

@@ -51,7 +51,7 @@ def _columns_of_table(file: Path) -> dict[str, Any]:
     rows = list(islice(rows_of(file), ROWS_READ))
     if not rows:
         raise PipelineInvalid(f"{file.name} has no rows")
-    return _chosen({name: [row[name] for row in rows] for name in rows[0]})
+    return _chosen({name: [row.get(name) for row in rows] for name in rows[0]})
 
 
 def _columns_of_folder(folder: Path) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, names_in
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.pipelines.config.data_spec import FileData, HuggingFaceData, ImageData, TableData
-from compress.pipelines.config.model_spec import HuggingFaceModel, TimmModel
+from compress.pipelines.config.model_spec import HuggingFaceModel, ModelFile, TimmModel
 from compress.pipelines.data.samples import Preparation
+from compress.pipelines.models.exported_files import class_names_of
 from compress.serve.packaging.request_forms import (
     RESAMPLE,
     ImageInput,
@@ -43,6 +44,8 @@ def find_preparation(
         folder = pipeline.folder / model.huggingface
         carried = hf_folder.files_to_carry(folder, hf_folder.read_architecture(folder, model.task))
     names = names_in(json.loads(carried.get(CONFIG, b"{}")))
+    if isinstance(model, ModelFile):
+        names = class_names_of(model.kind, pipeline.folder / model.file)
     columns = isinstance(spec, HuggingFaceData | TableData) and spec.columns
     is_text = not columns and isinstance(spec, HuggingFaceData | TableData) and bool(spec.text)
     if is_text:
@@ -64,7 +67,8 @@ def find_preparation(
         settings = form.handler_settings(Signature(inputs=inputs))
     except StageFailed as error:
         raise PipelineInvalid(f"data.prepare: {error}") from error
-    carried[IMAGES] = _json(_processor_config(settings))
+    if spec.prepare or IMAGES not in carried:  # the model's own file is left as it is
+        carried[IMAGES] = _json(_processor_config(settings))
     return _preparation("image", settings, inputs, names), carried
 
 
@@ -136,6 +140,8 @@ def _processor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
         config["size"] = {"shortest_edge": settings["shorter_side"]}
     else:
         config["size"] = dict(zip(("height", "width"), settings["squashed_to"], strict=True))
+    # Of transformers, ViTImageProcessor cuts nothing out.
+    config["image_processor_type"] = "CLIPImageProcessor"
     return {**config, "do_center_crop": True, "crop_size": whole}
 
 

@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 
 from compress.common.errors import PipelineInvalid
+from compress.common.requirements import require_all
+from compress.data.splits import UNLABELLED
 from compress.pipelines.config.data_spec import (
+    DATASETS,
     PARQUET,
     ArrayData,
     FileData,
@@ -28,7 +31,7 @@ from compress.pipelines.config.data_spec import (
 SPLITS = {
     **{name: name for name in ("train", "val", "test", "calibration", "unlabelled")},
     **{"training": "train", "valid": "val", "validation": "val", "dev": "val", "testing": "test"},
-    "unlabeled": "unlabelled",
+    **dict.fromkeys(("unlabeled", "unsupervised"), "unlabelled"),
 }
 """Names of folders, files and arrays that hold a split → the split."""
 IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
@@ -51,7 +54,7 @@ class StoredImages:
 
     def __getitem__(self, index: int) -> Any:
         entry = self.dataset[index][self.name]
-        return entry["bytes"] or Path(entry["path"])
+        return entry and (entry["bytes"] or Path(entry["path"]))
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,15 @@ def read_records(spec: FileData, folder: Path) -> Parts:
             raise PipelineInvalid(
                 f"split: {spec.place} is divided into {', '.join(divided)}; leave `split` out"
             )
+        (first, columns), *others = ((name, part.columns) for name, part in parts.items())
+        for name, each in others:
+            if each.keys() != columns.keys():
+                raise PipelineInvalid(
+                    f"{spec.place}: inputs of {name} are {_listed(each)}, and of {first} "
+                    f"{_listed(columns)}"
+                )
+            # Files may hold them in another order.
+            parts[name] = replace(parts[name], columns={n: each[n] for n in columns})
         return parts
     if divided:
         raise PipelineInvalid(
@@ -152,7 +164,13 @@ def divide(records: Records, shares: Mapping[str, float]) -> Parts:
 def _files_below(place: Path) -> Iterator[Path]:
     """Yield files, also those of linked folders, without hidden ones."""
     for folder, folders, names in os.walk(place, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        own = Path(folder).resolve()
+        folders[:] = [
+            name
+            for name in folders
+            # A link to a folder that it lies in would give the same images again and again.
+            if not (name.startswith(".") or own.is_relative_to(Path(folder, name).resolve()))
+        ]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
@@ -207,10 +225,13 @@ def _each_file(place: Path, read: Callable[[Path], Parts]) -> Parts:
 
 def _table(spec: TableData, file: Path) -> Records:
     labels = (spec.label,) if isinstance(spec.label, str) else spec.label or ()
+    not_inputs = labels
+    if SPLITS.get(file.stem.lower()) == UNLABELLED:
+        labels = ()
     inputs = (spec.text,) if spec.text else spec.columns
     columns: dict[str, Any] = defaultdict(list)
     for number, row in enumerate(rows_of(file), 1):
-        inputs = inputs or tuple(name for name in row if name not in labels)
+        inputs = inputs or tuple(name for name in row if name not in not_inputs)
         for name in (*inputs, *labels):
             if row.get(name) is None or row[name] == "":
                 if name in row:
@@ -228,26 +249,37 @@ def _table(spec: TableData, file: Path) -> Records:
         target = columns[labels[0]]
     if spec.text:
         return Records({"text": [str(text) for text in columns[spec.text]]}, target)
-    numbers = [_numbers(file, name, columns[name]) for name in inputs]
-    return Records({"input": np.stack(numbers, axis=1)}, target)
+    return Records({name: _numbers(file, name, columns[name]) for name in inputs}, target)
 
 
 def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
     """Yield a table's rows, by column."""
     suffix = file.suffix.lower()
     if suffix in PARQUET:
+        require_all((DATASETS,), file.name)
         import datasets
 
         yield from datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
     elif suffix in (".jsonl", ".ndjson", ".json"):
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         is_list = text.lstrip().startswith("[")
-        yield from (
-            json.loads(text) if is_list else map(json.loads, filter(str.strip, text.splitlines()))
-        )
+        # Not `splitlines`, which splits texts at further characters.
+        lines = filter(str.strip, text.split("\n"))
+        for row in json.loads(text) if is_list else map(json.loads, lines):
+            if not isinstance(row, dict):
+                raise PipelineInvalid(f"{file.name}: expected one JSON object for each row")
+            yield row
     elif suffix in (".csv", ".tsv"):
         with file.open(encoding="utf-8-sig", newline="") as opened:
-            yield from csv.DictReader(opened, delimiter="\t" if suffix == ".tsv" else ",")
+            header = opened.readline()
+            opened.seek(0)
+            # Spreadsheets write semicolons where numbers have decimal commas.
+            separator = ";" if ";" in header and "," not in header else ","
+            separator = "\t" if suffix == ".tsv" else separator
+            for number, row in enumerate(csv.DictReader(opened, delimiter=separator), 1):
+                if None in row:
+                    raise PipelineInvalid(f"{file.name}: row {number} has more cells than columns")
+                yield row
     else:
         raise PipelineInvalid(f"{file.name}: expected .csv, .tsv, .jsonl or .parquet")
 
@@ -259,9 +291,15 @@ def _listed(names: Iterable[str]) -> str:
 
 def _numbers(file: Path, name: str, column: Sequence[Any]) -> np.ndarray[Any, Any]:
     try:
-        return np.array(column, np.float32)
-    except ValueError as error:
+        numbers = np.array(column, np.float32)
+    except (TypeError, ValueError) as error:
         raise PipelineInvalid(f"{file.name}: column {name!r}: {error}") from None
+    if (bad := np.argwhere(~np.isfinite(numbers))).size:
+        row = bad[0, 0]
+        raise PipelineInvalid(
+            f"{file.name}: row {row + 1}, column {name!r}: {column[row]!r} is no number"
+        )
+    return numbers
 
 
 def _arrays(spec: ArrayData, file: Path) -> Parts:
@@ -280,12 +318,14 @@ def _arrays(spec: ArrayData, file: Path) -> Parts:
         by_split[split][own if split else name] = array
     parts = {}
     for split, columns in by_split.items():
-        label = spec.label or next((name for name in LABELS if name in columns), None)
-        if spec.label and spec.label not in columns:
+        by_name = {name.lower(): name for name in columns}
+        label = spec.label or next((by_name[name] for name in LABELS if name in by_name), None)
+        if spec.label and spec.label not in columns and split != UNLABELLED:
             raise PipelineInvalid(f"label: {file.name} has no {label!r}, but {_listed(columns)}")
-        labels = columns.pop(label) if label else None
+        labels = columns.pop(label, None) if label else None
         lengths = {
-            len(x) if x.ndim else 0 for x in (*columns.values(), *([labels] if label else []))
+            len(x) if x.ndim else 0
+            for x in (*columns.values(), *([] if labels is None else [labels]))
         }
         if len(lengths) != 1 or not columns:
             shown = ", ".join(f"{name} {list(x.shape)}" for name, x in arrays.items())
@@ -324,6 +364,8 @@ def _hugging_face(spec: HuggingFaceData, place: Path) -> Parts:
         else:
             columns = {c: np.array(dataset.with_format("numpy")[c]) for c in inputs if c}
         labels = list(dataset[label]) if label else None
+        if labels and all(label == -1 for label in labels):
+            labels = None  # as the hub marks samples without labels
         split = SPLITS.get(str(name), str(name))
         if split != WHOLE and split not in SPLITS.values():
             raise PipelineInvalid(f"{spec.huggingface}: {name!r} is none of {', '.join(SPLITS)}")

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, StackDataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid
 from compress.data.batch import LABELS
+from compress.pipelines.config.data_spec import FileData, TableData
 from compress.pipelines.data.records import MOST_SHOWN, Parts, Records, read_records
 from compress.serve.packaging.val_preparation import image_body
 from compress.serve.worker.wire import image_reader, text_reader
-
-if TYPE_CHECKING:
-    from compress.pipelines.config.data_spec import FileData
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Preparation:
     """Of the server's handler."""
     inputs: tuple[Mapping[str, Any], ...] = ()
     """The model's inputs, as the handler knows them."""
-    tokenizer: str = field(default="", repr=False)
+    tokenizer: str = ""
     """Content of a `tokenizer.json`; prepared samples are hashed, and show what it is."""
     class_names: tuple[str, ...] = ()
     """Classes that the model knows by name, in its order."""
@@ -46,15 +46,32 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Files:
-    """What :func:`load_files` reads; where it lies decides nothing, and is no part of its text."""
+    """What :func:`load_files` reads."""
 
     spec: FileData
     preparation: Preparation
-    folder: Path = field(repr=False)
+    folder: Path
+    code: Path
+    """The folder of the user's modules, the same for a pipeline file that is written elsewhere."""
     has_numbers: bool = False
     """Whether whole numbers among the labels are no classes, but what is predicted."""
     carried: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Files beside the model that tell the preparation to servers."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The cache key's part: what decides the samples besides what the files hold."""
+        spec, prepared = self.spec, self.preparation
+        # How samples are read decides nothing about them.
+        settings = spec.model_dump(mode="json", exclude={"batch_size", "loader", "prepare"})
+        return {
+            **settings,
+            spec.key: os.path.relpath((self.folder / spec.place).resolve(), self.code),
+            "prepare": {"form": prepared.form, **prepared.settings},
+            "inputs": [*prepared.inputs],
+            "class_names": [*prepared.class_names],
+            "has_numbers": self.has_numbers,
+        }
 
 
 class PreparedImages(Dataset[Any]):
@@ -68,14 +85,16 @@ class PreparedImages(Dataset[Any]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Any:
-        body = image_body(self.images[index])
+        entry = self.images[index]
+        place = entry if isinstance(entry, Path) else f"sample {index}"
+        body = image_body(entry)
         if body is None:
-            raise PipelineInvalid(f"{_shown(self.images[index])} is no image that can be read")
+            raise PipelineInvalid(f"{place} is no image that can be read")
         read = image_reader(self.preparation.settings, self.preparation.inputs[0])
         try:
             x = torch.from_numpy(read(body)[0][0])
         except ValueError as error:
-            raise PipelineInvalid(f"{_shown(self.images[index])}: {error.args[-1]}") from None
+            raise PipelineInvalid(f"{place}: {error.args[-1]}") from None
         return (x,) if self.targets is None else (x, self.targets[index])
 
 
@@ -138,10 +157,14 @@ def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
         return PreparedImages(next(iter(columns.values())), targets, files.preparation)
     if form == "text":
         return PreparedTexts(columns["text"], targets, files.preparation)
-    tensors = [torch.from_numpy(np.ascontiguousarray(column)) for column in columns.values()]
-    tensors = [x.float() if x.dtype == torch.float64 else x for x in tensors]
-    tensors += [] if targets is None else [targets]
-    return Rows(*tensors)
+    tensors: Any = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in columns.items()}
+    tensors = {n: x.float() if x.dtype == torch.float64 else x for n, x in tensors.items()}
+    if isinstance(files.spec, TableData):
+        tensors = {"input": torch.stack([*tensors.values()], dim=1)}
+    labels: dict[str, Any] = {} if targets is None else {LABELS: targets}
+    if len(tensors) > 1:  # the model takes them by their names
+        return StackDataset(**tensors, **labels)
+    return Rows(*tensors.values(), *labels.values())
 
 
 def targets_of(
@@ -156,20 +179,27 @@ def targets_of(
     labelled = {name: records for name, records in parts.items() if records.labels is not None}
     targets: dict[str, torch.Tensor | None] = dict.fromkeys(parts)
     names = next((r.names for r in labelled.values() if r.names), ())
-    columns = {name: np.asarray(_whole(records.labels)) for name, records in labelled.items()}
+    columns = _as_numbers({name: records.labels for name, records in labelled.items()})
     if not labelled:
         return targets, tuple(known)
     kinds = {column.dtype.kind for column in columns.values()}
-    if kinds <= set("f") or as_floats or any(column.ndim > 1 for column in columns.values()):
+    is_vector = any(column.ndim > 1 for column in columns.values())
+    # Whole prices in one split are prices, too.
+    if as_floats or is_vector or ("f" in kinds and kinds <= set("fiu")):
+        if not is_vector and not all(np.isfinite(x.astype(float)).all() for x in columns.values()):
+            raise PipelineInvalid("labels: found nan or inf, expected numbers")
         return targets | {n: torch.from_numpy(x.astype(np.float32)) for n, x in columns.items()}, ()
     if names:  # numbers that stand for names
+        if any((x < 0).any() for x in columns.values()):
+            raise PipelineInvalid("labels: some are -1, which names no class")
         columns = {n: np.asarray(names)[x] for n, x in columns.items()}
     every = {label for column in columns.values() for label in column.tolist()}
     texts = {str(label) for label in every}
     if all(isinstance(label, int) for label in every) and not (known and texts <= set(known)):
         if min(every) < 0:
             raise PipelineInvalid(f"labels: found {min(every)}, expected classes from 0 on")
-        return targets | {n: torch.from_numpy(x) for n, x in columns.items()}, tuple(known)
+        numbers = {n: torch.from_numpy(x.astype(np.int64)) for n, x in columns.items()}
+        return targets | numbers, tuple(known)
     order = tuple(known) or names or tuple(sorted(texts))
     if others := sorted(texts - set(order)):
         found, expected = (", ".join(map(repr, x[:MOST_SHOWN])) for x in (others, order))
@@ -184,16 +214,14 @@ def targets_of(
     return targets, order
 
 
-def _whole(labels: Any) -> Any:
-    """Return labels of a text file, which are texts, as whole or other numbers if all are some."""
-    if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
+def _as_numbers(labels: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each split's labels, with the texts of text files as numbers if all are numbers."""
+
+    def converted(column: Any, kind: type) -> Any:
+        return np.asarray([kind(x) if isinstance(x, str) else x for x in column])
+
+    if any(isinstance(x, str) for column in labels.values() for x in column):
         for kind in (int, float):
-            try:
-                return [kind(label) for label in labels]
-            except ValueError:
-                pass
-    return labels
-
-
-def _shown(entry: Any) -> str:
-    return str(entry) if isinstance(entry, Path) else "a row"
+            with suppress(ValueError):
+                return {name: converted(column, kind) for name, column in labels.items()}
+    return {name: np.asarray(column) for name, column in labels.items()}

@@ -40,6 +40,19 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
     return read_in_child(str(file), lambda: signature_of_program(file), file)
 
 
+def class_names_of(kind: Kind, file: Path) -> tuple[str, ...]:
+    """Read the names of classes that an ONNX file holds; empty for other files."""
+    if kind != "onnx":
+        return ()
+    from compress.export.onnx.graph import class_names_in
+
+    def read() -> tuple[str, ...]:
+        entries = _read_onnx(file).metadata_props
+        return tuple(class_names_in({entry.key: entry.value for entry in entries}))
+
+    return read_in_child(str(file), read, file)
+
+
 def _refuse_missing(file: Path) -> None:
     refuse_irregular(file)
     if not file.is_file():
@@ -215,9 +228,13 @@ def _onnx_signature(file: Path) -> Signature:
 
 
 def _graph(file: Path) -> Any:
+    return _read_onnx(file).graph
+
+
+def _read_onnx(file: Path) -> Any:
     import onnx
 
     try:
-        return onnx.load(file, load_external_data=False).graph
+        return onnx.load(file, load_external_data=False)
     except Exception as error:
         raise ArtifactInvalid(f"{file}: not an ONNX file: {first_line(error)}") from error

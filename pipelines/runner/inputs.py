@@ -38,7 +38,6 @@ from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorS
 from compress.core.context import Context
 from compress.core.objectives.task import TASKS
 from compress.core.progress import silent
-from compress.data.loader_config import Loading
 from compress.pipelines.config.data_spec import FileData
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
@@ -221,9 +220,8 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
     preparation, carried = find_preparation(pipeline, inputs)
     task, _ = task_of(pipeline)
     predicts_numbers = task is not None and not task.has_labels
-    # How samples are read decides nothing about them.
-    spec = spec.model_copy(update={"loader": Loading(), "batch_size": 1})
-    return Files(spec, preparation, pipeline.folder, predicts_numbers, carried)
+    place = pipeline.folder, pipeline.code_folder
+    return Files(spec, preparation, *place, predicts_numbers, carried)
 
 
 def measuring_context(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.common.config import Settings
-from compress.serve.worker.wire import image_reader, text_reader
+from compress.serve.worker.wire import image_reader, text_reader, upright
 
 if TYPE_CHECKING:
     from compress.common.signature import Signature
@@ -138,8 +138,9 @@ def image_body(entry: Any) -> bytes | None:
         entry = entry.read_bytes() if isinstance(entry, Path) else entry
         if isinstance(entry, bytes):
             image: Image.Image = Image.open(io.BytesIO(entry))
-            if image.format in ("PNG", "JPEG"):
+            if image.format in ("PNG", "JPEG", "MPO"):  # MPO: a phone's JPEG that holds others
                 return entry
+            image = upright(image)  # a PNG is written without its orientation
         elif isinstance(entry, Image.Image):
             image = entry
         else:

@@ -437,7 +437,7 @@ def create_readers(settings: Named, specs: Specs, folder: Path) -> Readers:
 
 def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]:
     """Return a function that decodes a PNG or JPEG to one row of the model's only input."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     def read(body: bytes) -> list[Array]:
         try:
@@ -449,16 +449,21 @@ def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
                 if image.mode.startswith(DEEP_MODES):
                     message = f"the image's mode is {image.mode}, expected 8 bits"
                     raise ValueError(UNREADABLE, message)
-                # Upright, as cameras store how they were held, and as transformers reads images.
-                image.getexif()
-                image.info.pop("exif", None)  # Pillow would write it anew, odd entries too
-                upright = ImageOps.exif_transpose(image)
-                fitted = fit(upright.convert(settings["mode"]), settings)
+                fitted = fit(upright(image).convert(settings["mode"]), settings)
         except (OSError, SyntaxError, Image.DecompressionBombError):
             raise ValueError(UNREADABLE, "the body is no PNG or JPEG image, or truncated") from None
         return [normalized(np.asarray(fitted), settings, spec["dtype"])]
 
     return read
+
+
+def upright(image: Any) -> Any:
+    """Turn a Pillow image as its camera was held, which transformers does, too."""
+    from PIL import ImageOps
+
+    image.getexif()
+    image.info.pop("exif", None)  # Pillow would write it anew, odd entries too
+    return ImageOps.exif_transpose(image)
 
 
 def fit(image: Any, settings: Named) -> Any:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from onnx import helper
 from PIL import Image
 
 import compress
 from compress.common.errors import PipelineInvalid
 from compress.common.signature import Signature
 from compress.pipelines.api import Pipeline
+from compress.pipelines.commands.init import InitOptions, _data_section
 from compress.pipelines.config.pipeline import PipelineConfig, relocated
 from compress.pipelines.data.describe import describe_files
 from compress.pipelines.data.records import Records, divide
@@ -66,6 +68,7 @@ def test_folders_of_classes_become_prepared_samples(tmp_path: Path) -> None:
     ]
     images(tmp_path / "photos", names)
     (tmp_path / "photos/train/.hidden.png").write_bytes(b"")
+    (tmp_path / "photos/train/loop").symlink_to("..")
     data = load_data(write(tmp_path, {"images": "photos", "prepare": PREPARE}))
     assert data is not None and sorted(data.datasets) == ["train", "val"]
     (batch,) = data.batches("val")
@@ -180,6 +183,104 @@ def test_tables_give_numbers_and_say_what_a_row_lacks(tmp_path: Path) -> None:
         load_data(write(tmp_path, table, factory="net:linear"))
 
 
+def splits_of(folder: Path, data: dict[str, Any], **model: Any) -> Any:
+    """Read data of files, without a model that says more than its inputs."""
+    found = load_data(write(folder, data, factory="net:linear", **model))
+    assert found is not None
+    return found
+
+
+def test_splits_have_the_same_columns_in_the_same_order(tmp_path: Path) -> None:
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house/train.csv").write_text("size,rooms,price\n50,2,1.5\n")
+    (tmp_path / "house/val.csv").write_text("rooms,price,size\n2,2,50\n")
+    (tmp_path / "house/unlabelled.csv").write_text("size,rooms\n50,2\n")
+    table = {"table": "house", "label": "price"}
+    data = splits_of(tmp_path, table)
+    read = {name: next(iter(data.batches(name))) for name in data.datasets}
+    assert all(batch.inputs[0].tolist() == [[50, 2]] for batch in read.values())
+    # A whole price is a price, as 1.5 is.
+    assert read["val"].target.tolist() == [2.0] and read["unlabelled"].target is None
+    (tmp_path / "house/val.csv").write_text("rooms,price,size,id\n2,2,50,7\n")
+    with pytest.raises(PipelineInvalid, match="inputs of val are 'rooms', 'size', 'id', and of"):
+        splits_of(tmp_path, table)
+
+
+def test_labels_are_read_alike_in_all_splits() -> None:
+    parts = {"train": Records({"x": [1, 2]}, ["01", "a"]), "val": Records({"x": [1]}, ["01"])}
+    targets, names = targets_of(parts)
+    assert names == ("01", "a") and targets["val"] is not None and targets["val"].tolist() == [0]
+    for labels in (np.array([1, 0], np.uint8), [True, False]):
+        (found, _) = targets_of({"train": Records({"x": [1, 2]}, labels)})
+        assert found["train"] is not None and found["train"].dtype == torch.int64
+    with pytest.raises(PipelineInvalid, match="found nan or inf"):
+        targets_of({"train": Records({"x": [1, 2]}, ["nan", "1"])})
+    with pytest.raises(PipelineInvalid, match="-1, which names no class"):
+        targets_of({"train": Records({"x": [1, 2]}, [-1, 1], ("bad", "good"))})
+
+
+def test_arrays_are_inputs_by_their_names(tmp_path: Path) -> None:
+    a, b, y = np.zeros((2, 1)), np.ones((2, 1)), np.array([0, 1])
+    arrays = {"a_train": a, "b_train": b, "Y_train": y, "Y_val": y, "b_val": b, "a_val": a}
+    np.savez(tmp_path / "two.npz", **arrays)
+    inputs = [{"name": name, "shape": ["batch", 1]} for name in "ba"]
+    data = splits_of(tmp_path, {"arrays": "two.npz"}, inputs=inputs)
+    for name in ("train", "val"):
+        (batch,) = data.batches(name)
+        assert [x.flatten().tolist() for x in batch.inputs] == [[1, 1], [0, 0]]
+        assert batch.target.tolist() == [0, 1]
+    np.savez(tmp_path / "two.npz", a_train=a, b=b)
+    with pytest.raises(PipelineInvalid, match="besides train, there are samples that belong to no"):
+        splits_of(tmp_path, {"arrays": "two.npz"}, inputs=inputs)
+    np.savez(tmp_path / "two.npz", a_train=a, b_train=b, a_val=a, b_val=b)
+    (batch,) = splits_of(tmp_path, {"arrays": "two.npz"}, inputs=inputs).batches("val")
+    assert batch.target is None and len(batch.inputs) == 2
+
+
+def test_tables_of_other_programs_are_read(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x;y\n1;0\n2;1\n")
+    (tmp_path / "t.jsonl").write_text('\ufeff{"x": 1, "y": "a\u2028b"}\n{"x": 2, "y": "c"}\n')
+    for name in ("t.csv", "t.jsonl"):
+        table = {"table": name, "label": "y", "split": {"val": 0.5}}
+        assert len(splits_of(tmp_path, table).datasets["val"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "words"),
+    [
+        ("x,y\n1,0,3\n", {}, "row 1 has more cells than columns"),
+        ("x,y\n1,0\nnan,1\n", {}, "row 2, column 'x': 'nan' is no number"),
+        ("x,y\n1,0\n", {"columns": ["x", "y"]}, "column 'y' is given twice"),
+        ("x,y\n1,0\n", {"prepare": {"tokenizer": "t.json"}}, "only texts are prepared"),
+    ],
+)
+def test_tables_that_are_not_clear_are_refused(
+    tmp_path: Path, rows: str, settings: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "t.csv").write_text(rows)
+    with pytest.raises(PipelineInvalid, match=words):
+        splits_of(tmp_path, {"table": "t.csv", "label": "y", "split": {"val": 0.5}, **settings})
+
+
+@pytest.mark.parametrize("kind", ["MPO", "JPEG", "WEBP"])
+def test_photos_are_turned_as_their_cameras_were_held(tmp_path: Path, kind: str) -> None:
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:8] = 255
+    photo = Image.fromarray(pixels)
+    exif = photo.getexif()
+    exif[0x0112] = 6  # to be turned to the right
+    for split in ("train", "val"):
+        (tmp_path / "photos" / split).mkdir(parents=True)
+        more = {"save_all": True, "append_images": [photo]} if kind == "MPO" else {}
+        suffix = "webp" if kind == "WEBP" else "jpg"
+        file = tmp_path / f"photos/{split}/1.{suffix}"
+        photo.save(file, kind, exif=exif.tobytes(), **more)
+    data = load_data(write(tmp_path, {"images": "photos", "prepare": {"size": 16}}))
+    assert data is not None
+    (batch,) = data.batches("val")
+    assert batch.inputs[0][0, 0, :, 12:].min() > 0.9 and batch.inputs[0][0, 0, :, :4].max() < 0.1
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -248,7 +349,7 @@ def test_the_preparation_travels_with_the_model(tmp_path: Path, prepare: dict[st
 def test_python_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "rows.npz", x=np.arange(20.0).reshape(10, 2), y=np.arange(10) % 2)
     monkeypatch.chdir(tmp_path)
-    splits = compress.load_data(arrays="rows.npz", split={"val": 0.4})
+    splits = compress.load_data(arrays=Path("rows.npz"), split={"val": 0.4})
     assert len(splits.datasets["val"]) == 4  # type: ignore[arg-type]
     module = torch.nn.Linear(2, 2)
     assert isinstance(compress.quantize_dynamic(module, data=splits), compress.GraphModel)
@@ -279,6 +380,65 @@ def test_init_describes_what_it_is_given(tmp_path: Path) -> None:
     with pytest.raises(PipelineInvalid, match=r"expected a folder of images, a \.csv"):
         (tmp_path / "notes.txt").write_text("")
         describe_files(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (["batch", 3, 8, 6], {"size": [8, 6], "mean": [0.0], "std": [1.0]}),
+        (["batch", 8, 6, 1], {"size": [8, 6], "layout": "hwc", "mean": [0.0], "std": [1.0]}),
+        (["batch", 3, "height", "width"], None),
+        ([], None),
+    ],
+)
+def test_init_prepares_images_as_the_input_is(
+    tmp_path: Path, shape: list[Any], expected: dict[str, Any] | None
+) -> None:
+    images(tmp_path / "photos", ["a/1.png", "b/2.png"])
+    options = InitOptions("net:net", data=str(tmp_path / "photos"))
+    model = {"inputs": [{"name": "x", "shape": shape}]} if shape else {}
+    if expected is None:
+        with pytest.raises(PipelineInvalid, match="images become inputs of one size; give it as"):
+            _data_section(options, tmp_path, model)
+    else:
+        assert _data_section(options, tmp_path, model)["prepare"] == expected
+
+
+def test_an_onnx_file_names_its_classes(tmp_path: Path) -> None:
+    images(tmp_path / "photos", ["ape/1.png", "ape/2.png", "zebra/1.png", "zebra/2.png"])
+    value = {n: helper.make_tensor_value_info(n, 1, ["batch", 3, 8, 8]) for n in "xy"}
+    node = helper.make_node("Relu", ["x"], ["y"])
+    model = helper.make_model(helper.make_graph([node], "g", [value["x"]], [value["y"]]))
+    helper.set_model_props(model, {"class_names": '["zebra", "ape"]'})
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    data = {"images": "photos", "split": {"val": 0.5}, "prepare": {"mean": [0.5]}}
+    found = load_data(write(tmp_path, data, file="m.onnx"))
+    assert found is not None
+    (batch,) = found.batches("val")
+    assert batch.target.tolist() == [1, 0]
+
+
+def test_the_cache_key_names_what_changed_and_stays_where_a_file_moves(tmp_path: Path) -> None:
+    images(tmp_path / "photos", ["train/a/1.png", "val/a/2.png"])
+
+    def key(**settings: Any) -> Any:
+        found = load_data(write(tmp_path, {"images": "photos", "prepare": PREPARE, **settings}))
+        assert found is not None
+        return found.contents().made
+
+    made = key()
+    files = made["arguments"]["files"]
+    assert files["images"] == "photos" and files["prepare"]["mean"] == [0.5]
+    assert key(loader={"workers": 1}) == made
+    assert key(batch_size=3) == {**made, "batch_size": 3}
+    assert key(prepare={**PREPARE, "std": [0.5]}) != made and key(classes=["a", "b"]) != made
+    content = yaml.safe_load((tmp_path / "p.yaml").read_text())
+    content["data"] = {"images": "photos", "prepare": PREPARE}
+    (tmp_path / "elsewhere").mkdir()
+    moved = tmp_path / "elsewhere/p.yaml"
+    moved.write_text(yaml.safe_dump(relocated(content, tmp_path, moved.parent)))
+    found = load_data(PipelineConfig.from_yaml(moved))
+    assert found is not None and found.contents().made == made
 
 
 @pytest.mark.slow

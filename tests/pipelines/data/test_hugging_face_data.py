@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import compress
+from compress.common.errors import PipelineInvalid
 from compress.pipelines.data.describe import describe_files
 
 datasets = pytest.importorskip("datasets")
@@ -43,3 +44,33 @@ def test_a_parquet_file_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (batch,) = splits.batches("train")
     assert batch.inputs[0].tolist() == [[50.0], [80.0], [20.0]]
     assert batch.target.tolist() == [1.5, 2.5, 0.5]
+
+
+def test_columns_are_inputs_by_their_names_and_minus_one_is_no_label(tmp_path: Path) -> None:
+    features = datasets.Features(
+        a=datasets.Value("float32"),
+        b=datasets.Value("float32"),
+        label=datasets.ClassLabel(names=["bad", "good"]),
+    )
+    parts = {
+        name: datasets.Dataset.from_dict(
+            {"a": [1.0, 2.0], "b": [3.0, 4.0], "label": labels}, features=features
+        )
+        for name, labels in (("train", [0, 1]), ("unsupervised", [-1, -1]))
+    }
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    splits = compress.load_data(huggingface=tmp_path / "saved", columns=["b", "a"])
+    read = {name: next(iter(splits.batches(name))) for name in ("train", "unlabelled")}
+    for batch in read.values():
+        assert [x.tolist() for x in batch.inputs] == [[3, 4], [1, 2]]
+    assert read["train"].target.tolist() == [0, 1] and read["unlabelled"].target is None
+
+
+def test_a_row_without_an_image_is_named(tmp_path: Path) -> None:
+    pixels = np.zeros((6, 6, 3), np.uint8)
+    features = datasets.Features(image=datasets.Image())
+    saved = datasets.Dataset.from_dict({"image": [pixels, None]}, features=features)
+    datasets.DatasetDict(train=saved, val=saved).save_to_disk(str(tmp_path / "saved"))
+    splits = compress.load_data(huggingface=tmp_path / "saved", image="image", prepare={"size": 3})
+    with pytest.raises(PipelineInvalid, match="sample 1 is no image that can be read"):
+        splits.contents()

@@ -11,6 +11,7 @@ import torch
 import yaml
 from PIL import Image
 
+from compress.artifacts.carried_files import IMAGES
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.runner.inputs import import_source, resolve_inputs
@@ -94,6 +95,41 @@ def test_images_are_prepared_as_timm_evaluates(tmp_path: Path) -> None:
     expected = (crop - [0.485, 0.456, 0.406]) / np.array([0.229, 0.224, 0.225])
     assert batch.inputs[0].shape == (1, 3, 224, 224)
     assert np.allclose(batch.inputs[0][0].permute(1, 2, 0), expected, atol=1e-5)
+
+
+def test_the_models_own_file_of_images_stays_as_it_is(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
+        id2label={0: "b", 1: "a"},
+    )
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    transformers.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "vit")
+    for name in ("train/a/1.png", "train/b/2.png", "val/a/3.png"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9), (50, 100, 200)).save(tmp_path / "photos" / name)
+
+    def source(name: str, **data: object) -> tuple[bytes, list[int]]:
+        content = {
+            "version": 1,
+            "model": {"huggingface": "vit", "task": "image-classification"},
+            "data": {"images": "photos", **data},
+            "stages": [{"stage": "export_onnx"}],
+        }
+        (tmp_path / "p.yaml").write_text(yaml.safe_dump(content))
+        pipeline, splits, _ = resolve_inputs(PipelineConfig.from_yaml(tmp_path / "p.yaml"))
+        assert splits is not None
+        artifact = import_source(pipeline, tmp_path / name, splits)
+        return artifact.carried_files()[IMAGES], next(splits.batches("train")).target.tolist()
+
+    own = (tmp_path / "vit" / IMAGES).read_bytes()
+    found, labels = source("own")
+    assert (found, labels) == (own, [1, 0])
+    assert source("given", prepare={"size": 8, "mean": [0.1]})[0] != own
 
 
 def test_a_model_that_says_nothing_asks_for_the_preparation(tmp_path: Path) -> None:
