@@ -90,6 +90,8 @@ class LayerCall:
         `(groups, positions, columns or channels)`, have 32 bits a number or more, and are of a few
         samples each. With ``share``, the generator draws so many of the positions.
         """
+        if not self.input.numel():  # of an expert, say, that none of a batch's tokens is sent to
+            return
         spatial = len(self.kernel)
         if spatial:  # convolutions accept a single sample without a batch axis
             inputs, *rows = (

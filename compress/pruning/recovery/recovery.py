@@ -167,7 +167,9 @@ def refittable_layers(
             )
             samples = samples_needed(last, size, len(own))
             share = share_needed(last, len(own) * last.positions * min(samples, available) / size)
-            mean = None if last.bias or len(own) > 1 else observed.means.get(weight)
+            # A BatchNorm's channels are on axis 1, where a matrix product has some only of matrices.
+            takes_mean = len(own) == 1 and last.bias is None and last.channel_axis == 1
+            mean = observed.means.get(weight) if takes_mean else None
             one = RefittableLayer(weight, bias, mean, last.read_axis, len(own), samples, share)
             layers.append(one)
     return layers
