@@ -167,7 +167,7 @@ def refittable_layers(
             )
             samples = samples_needed(last, size, len(own))
             share = share_needed(last, len(own) * last.positions * min(samples, available) / size)
-            # A BatchNorm's channels are on axis 1, where a matrix product has some only of matrices.
+            # A BatchNorm's channels are on axis 1; those of a product of sequences are on axis 2.
             takes_mean = len(own) == 1 and last.bias is None and last.channel_axis == 1
             mean = observed.means.get(weight) if takes_mean else None
             one = RefittableLayer(weight, bias, mean, last.read_axis, len(own), samples, share)
