@@ -230,6 +230,8 @@ def _refit_layer_(
             if layer.calls > 1:  # its first calls had the weights before
                 one.close()
             one.pause()
+    if not moments.positions:  # as of an expert that no sample is sent to
+        return RefitResult(layer.weight, 0.0, 0.0)
     is_zero = weight.mT if layer.read_axis == 0 else weight
     gram_gii = moments.gram_gii
     groups, columns, outputs = moments.cross_gio.shape

@@ -253,9 +253,9 @@ def gptq_(prepared: GraphModule, layer: Node, pairs: InputPairs, *, bias_correct
     mean: shifts of the mean output the layer's bias takes back, if it has one.
     """
     weight, observer = weight_of(prepared, layer), observer_of(prepared, layer.args[1])
-    weight_GOI, scale_GO1 = (values.double() for values in weight_and_scale(prepared, layer))
-    if weight_GOI.shape[2] > MOST_INPUTS:
+    if weight[0].numel() > MOST_INPUTS:
         return 0.0
+    weight_GOI, scale_GO1 = (values.double() for values in weight_and_scale(prepared, layer))
     centred = bias_correction and bias_of(prepared, layer) is not None
     moments = InputMoments.from_pairs(layer, weight.shape[2:], pairs, centred=centred)
     moment_GII = moments.yy_GII

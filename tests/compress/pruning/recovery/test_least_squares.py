@@ -256,6 +256,23 @@ def test_layers_called_without_samples_are_left_out_of_sums() -> None:
     assert [*call.parts()] == []
 
 
+def test_a_layer_that_no_sample_reaches_stays() -> None:
+    class Idle(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 4))
+            self.last = nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.layers(x[:0])
+            return self.last(x)
+
+    whole, smaller = Idle(8).double(), Idle(5).double()
+    weight = smaller.layers[1].weight.detach().clone()
+    refit_(smaller, whole, {"layers.1.weight": {1: tuple(range(5))}}, batches(6))
+    assert torch.equal(smaller.layers[1].weight, weight)
+
+
 class ReadTwice(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0 * x.mean()
