@@ -90,6 +90,8 @@ class LayerCall:
         `(groups, positions, columns or channels)`, have 32 bits a number or more, and are of a few
         samples each. With ``share``, the generator draws so many of the positions.
         """
+        if not self.input.numel():  # of an expert, say, that none of a batch's tokens is sent to
+            return
         spatial = len(self.kernel)
         if spatial:  # convolutions accept a single sample without a batch axis
             inputs, *rows = (
@@ -199,7 +201,8 @@ def channels_last(modules: Sequence[nn.Module], batch: Batch, device: str) -> It
     """
     # oneDNN's results are then channels-last, too: a ResNet-18 at 224 x 224 takes 17 ms a sample
     # instead of 24.
-    weights = [p for module in modules for p in module.parameters() if _is_window(p)]
+    windows = (p for module in modules for p in module.parameters() if p.dim() == 4)
+    weights = [p for p in windows if p.dtype is torch.float32 and p.is_contiguous()]
     if device != "cpu" or not weights:
         yield
         return
@@ -219,11 +222,6 @@ def channels_last(modules: Sequence[nn.Module], batch: Batch, device: str) -> It
         yield
     finally:
         _make_contiguous_(weights)
-
-
-def _is_window(parameter: nn.Parameter) -> bool:
-    is_float = parameter.dtype is torch.float32
-    return is_float and parameter.dim() == 4 and parameter.is_contiguous()
 
 
 def _make_contiguous_(parameters: Sequence[nn.Parameter]) -> None:

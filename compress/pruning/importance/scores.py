@@ -531,7 +531,7 @@ def consumers(
     def add_to_moments(call: LayerCall, size: int, samples_before: int) -> None:
         is_read = (call.weight, call.read_axis) in slots and call.columns <= MAX_COLUMNS
         needed = samples_needed(call, size)
-        if is_read and samples_before < needed:
+        if is_read and call.input.numel() and samples_before < needed:
             calls[call.weight] = call.without_values()
             own = moments.setdefault(call.weight, Moments())
             share = share_needed(call, call.positions * min(needed, available) / size)

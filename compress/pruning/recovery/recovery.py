@@ -167,7 +167,9 @@ def refittable_layers(
             )
             samples = samples_needed(last, size, len(own))
             share = share_needed(last, len(own) * last.positions * min(samples, available) / size)
-            mean = None if last.bias or len(own) > 1 else observed.means.get(weight)
+            # A BatchNorm's channels are on axis 1; those of a product of sequences are on axis 2.
+            takes_mean = len(own) == 1 and last.bias is None and last.channel_axis == 1
+            mean = observed.means.get(weight) if takes_mean else None
             one = RefittableLayer(weight, bias, mean, last.read_axis, len(own), samples, share)
             layers.append(one)
     return layers
@@ -228,6 +230,8 @@ def _refit_layer_(
             if layer.calls > 1:  # its first calls had the weights before
                 one.close()
             one.pause()
+    if not moments.positions:  # as of an expert that no sample is sent to
+        return RefitResult(layer.weight, 0.0, 0.0)
     is_zero = weight.mT if layer.read_axis == 0 else weight
     gram_gii = moments.gram_gii
     groups, columns, outputs = moments.cross_gio.shape

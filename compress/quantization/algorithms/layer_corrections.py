@@ -92,23 +92,35 @@ ROWS_PER_BATCH = 2048  # rows that are used of a batch: memory stays flat howeve
 
 @dataclass
 class InputMoments:
-    """Moments of a layer's input x in the float model and y in the quantized one, in float64."""
+    """Second moments of a layer's input x in the float model and y in the quantized one."""
 
     yy_GII: torch.Tensor  # noqa: N815 - the letters name the axes
     xy_GII: torch.Tensor  # noqa: N815
-    y_GI: torch.Tensor  # noqa: N815
-    x_GI: torch.Tensor  # noqa: N815
 
     @classmethod
-    def from_pairs(cls, layer: Node, kernel: Sequence[int], pairs: InputPairs) -> InputMoments:
-        """Compute the means over a sample of the rows that a layer multiplies its weight with."""
+    def from_pairs(
+        cls, layer: Node, kernel: Sequence[int], pairs: InputPairs, *, centred: bool = False
+    ) -> InputMoments:
+        """Compute means, in float64, over a sample of the rows that a layer's weight multiplies.
+
+        With `centred` they are moments about the mean.
+        """
         sums, rows = [torch.zeros(()).double()] * 4, 0
         for both in pairs:
             x_GNI, y_GNI = (input_rows(layer, values, kernel) for values in both)
+            if centred:
+                # Products of values far from 0 would lose the digits of a small variance.
+                if rows == 0:
+                    origin_G1I = y_GNI[:, :1]
+                x_GNI, y_GNI = x_GNI - origin_G1I, y_GNI - origin_G1I
             parts = (y_GNI.mT @ y_GNI, x_GNI.mT @ y_GNI, y_GNI.sum(1), x_GNI.sum(1))
             sums = [total + part.double() for total, part in zip(sums, parts, strict=True)]
             rows += x_GNI.shape[1]
-        return cls(*(total / rows for total in sums))
+        yy_GII, xy_GII, y_GI, x_GI = (total / rows for total in sums)
+        if centred:
+            yy_GII -= y_GI[:, :, None] * y_GI[:, None]
+            xy_GII -= x_GI[:, :, None] * y_GI[:, None]
+        return cls(yy_GII, xy_GII)
 
 
 def weight_matrix(layer: Node, weight: torch.Tensor) -> torch.Tensor:
@@ -233,20 +245,21 @@ MOST_INPUTS = 4608
 of a VGG's first linear layer would take 5 GB each."""
 
 
-def gptq_(prepared: GraphModule, layer: Node, pairs: InputPairs) -> float:
+def gptq_(prepared: GraphModule, layer: Node, pairs: InputPairs, *, bias_correction: bool) -> float:
     """Round a layer's weight by GPTQ in a calibrated graph; return the share not to nearest.
 
     Before it is rounded, a weight makes up for a part of the noise of the layer's input, by ridge
-    regression of the float model's outputs. The moments are those about the mean: shifts of the
-    mean output the bias takes back (:func:`correct_bias_`).
+    regression of the float model's outputs. With bias correction the moments are those about the
+    mean: shifts of the mean output the layer's bias takes back, if it has one.
     """
     weight, observer = weight_of(prepared, layer), observer_of(prepared, layer.args[1])
-    weight_GOI, scale_GO1 = (values.double() for values in weight_and_scale(prepared, layer))
-    if weight_GOI.shape[2] > MOST_INPUTS:
+    if weight[0].numel() > MOST_INPUTS:
         return 0.0
-    sums = InputMoments.from_pairs(layer, weight.shape[2:], pairs)
-    moment_GII = sums.yy_GII - sums.y_GI[:, :, None] * sums.y_GI[:, None]
-    noise_GII = sums.xy_GII - sums.x_GI[:, :, None] * sums.y_GI[:, None] - moment_GII
+    weight_GOI, scale_GO1 = (values.double() for values in weight_and_scale(prepared, layer))
+    centred = bias_correction and bias_of(prepared, layer) is not None
+    moments = InputMoments.from_pairs(layer, weight.shape[2:], pairs, centred=centred)
+    moment_GII = moments.yy_GII
+    noise_GII = moments.xy_GII - moment_GII
     # Differences of large sums: of an input that never changes they may leave less than nothing.
     variance_GI = moment_GII.diagonal(dim1=1, dim2=2).clamp_(min=0)
     ridged_GII = moment_GII.clone()

@@ -1,8 +1,8 @@
 """Observers: how the range of an activation is estimated from calibration data.
 
 All of them take constant memory, however many samples they see. torchao's own are the extremes
-(`minmax`), their moving average, and `histogram`, which approximates the least squared error. The
-three defined here share one exact histogram and differ in what they clip.
+(`minmax`), their moving average, and `histogram`, which approximates the least squared error.
+Those defined here share one exact histogram and differ in what they clip.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ STRIDE = 32
 """Bins between two ranges that `entropy` compares: one or two steps of 8 bits; each costs a pass
 over the histogram."""
 CANDIDATES = 16
-ZOOMS = 3  # `mse` searches grids of 16 ranges; each grid spans two steps of the previous one
+ZOOMS = 3  # `mse` and `l3` search grids of 16 ranges; each grid spans two steps of the previous one
 
 
 class RangeObserver(UniformQuantizationObserverBase):  # type: ignore[misc]  # torchao is untyped

@@ -160,7 +160,8 @@ class Corrections:
                 if self.rounding == "adaround" and layer.target not in UNSUPPORTED:
                     changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
                 elif self.rounding == "gptq" and layer.target not in UNSUPPORTED:
-                    changed.append(gptq_(prepared, layer, pairs))
+                    is_corrected = self.bias_correction
+                    changed.append(gptq_(prepared, layer, pairs, bias_correction=is_corrected))
                 if self.bias_correction:
                     correct_bias_(prepared, layer, weight, inputs.pairs(layer))
         if changed:

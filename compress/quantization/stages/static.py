@@ -79,7 +79,7 @@ class QuantizeStatic(CalibratedStage):
     """`auto` tries `bias_correction`, `rounding: gptq`, `observer: l3`, `equalize` and
     `smooth: auto` one after the other, and keeps what lowers the noise of the outputs on samples
     that no range was found on. The manifest says what was tried; it takes the place of setting
-    these by hand, except that `rounding` may be given and is then kept."""
+    these by hand, except that another `rounding` than `nearest` may be given and is then kept."""
 
     @model_validator(mode="after")
     def _check_settings(self) -> QuantizeStatic:
@@ -133,7 +133,8 @@ class QuantizeStatic(CalibratedStage):
 
             def quantized(settings: Mapping[str, Any], seen: Iterable[Batch]) -> GraphModule:
                 # AdaRound takes minutes; it runs once, upon what is chosen here.
-                trial = self.model_copy(update={"rounding": "nearest", **settings})
+                fast = {"rounding": "nearest"} if self.rounding == "adaround" else {}
+                trial = self.model_copy(update={**fast, **settings})
                 return convert(trial.calibrated(copy_graph(graph), model, seen)[0])
 
             candidates = useful_candidates(graph)

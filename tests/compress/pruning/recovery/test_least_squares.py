@@ -221,6 +221,58 @@ def test_batch_norm_takes_what_a_bias_would_add() -> None:
     )
 
 
+@pytest.mark.parametrize("tokens", [4, 5])
+def test_batch_norm_of_tokens_takes_no_shift_of_channels(tokens: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4, bias=False), nn.BatchNorm1d(tokens)]
+    whole = nn.Sequential(*layers).double().eval()
+    given = batches(tokens, 6)
+    smaller, kept = cut(whole, everything(given)[:2])
+    refit_(smaller, whole, {"2.weight": kept["2.weight"]}, given)
+    assert torch.equal(smaller[3].running_mean, torch.zeros(tokens).double())
+
+
+def test_layers_called_without_samples_are_left_out_of_sums() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.layers(x[:0])
+            return self.layers(x)
+
+    torch.manual_seed(0)
+    whole = Experts().double().eval()
+    given = batches(6)
+    once, kept = cut(whole.layers, everything(given)[:2])
+    smaller = Experts()
+    smaller.layers = copy.deepcopy(once)
+    refit_(once, whole.layers, {"2.weight": kept["2.weight"]}, given)
+    refit_(smaller, whole, {"layers.2.weight": kept["2.weight"]}, given)
+    torch.testing.assert_close(smaller.layers[2].weight, once[2].weight)
+    no_images = Batch((torch.ones(0, 4, 5, 5),), None)
+    (call,), _ = layer_calls.record_layer_calls(nn.Conv2d(4, 6, 3, groups=2), no_images, "cpu")
+    assert [*call.parts()] == []
+
+
+def test_a_layer_that_no_sample_reaches_stays() -> None:
+    class Idle(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 4))
+            self.last = nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.layers(x[:0])
+            return self.last(x)
+
+    whole, smaller = Idle(8).double(), Idle(5).double()
+    weight = smaller.layers[1].weight.detach().clone()
+    refit_(smaller, whole, {"layers.1.weight": {1: tuple(range(5))}}, batches(6))
+    assert torch.equal(smaller.layers[1].weight, weight)
+
+
 class ReadTwice(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0 * x.mean()

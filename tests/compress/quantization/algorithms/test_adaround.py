@@ -38,8 +38,7 @@ def test_adaptive_rounding_comes_near_the_best_of_all_choices() -> None:
     weight[0, 0, 0] = 9  # beyond the largest integer
     step = torch.full((1, 6, 1), 0.5)
     step[0, 3] = 0.3
-    means = y.T @ y / 200, x.T @ y / 200, y.mean(0), x.mean(0)
-    moments = InputMoments(*(mean[None].double() for mean in means))
+    moments = InputMoments((y.T @ y / 200)[None].double(), (x.T @ y / 200)[None].double())
     found = corrections.round_adaptively(weight, step, (-7, 7), moments, 500)
     assert torch.equal(found, found.round()) and found.min() >= -7 and found.max() <= 7
     choices = torch.tensor(list(itertools.product((0.0, 1.0), repeat=8)))

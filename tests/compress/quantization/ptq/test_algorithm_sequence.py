@@ -127,7 +127,7 @@ def test_gptq_lets_later_weights_make_up_for_those_rounded_before(groups: int) -
     scale_O, _ = observer_of(graph, node.args[1]).calculate_qparams()
     scale_O = scale_O.view(-1, 1, 1, 1)
     nearest = (layer.weight / scale_O).round() * scale_O
-    share = layer_corrections.gptq_(graph, node, [(images, images)])
+    share = layer_corrections.gptq_(graph, node, [(images, images)], bias_correction=True)
     found = weight_of(graph, node)
     steps = found / scale_O
     assert torch.allclose(steps, steps.round(), atol=1e-4)
@@ -140,6 +140,30 @@ def test_gptq_lets_later_weights_make_up_for_those_rounded_before(groups: int) -
         return float((off - off.mean((0, 2, 3), keepdim=True)).square().mean())
 
     assert error(found) < 0.5 * error(nearest)
+
+
+@pytest.mark.parametrize(("bias", "offset", "most"), [(True, 1000.0, 1.0), (False, 0.5, 0.6)])
+def test_gptq_of_inputs_far_from_zero(bias: bool, offset: float, most: float) -> None:
+    torch.manual_seed(0)
+    # Products of values near 1000 lose a variance of 1e-4; without a bias the mean is an error too.
+    rows = offset + torch.randn(512, 64) * (0.01 if bias else 0.5)
+    layer = torch.nn.Linear(64, 8, bias=bias)
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 64)),), outputs=(OutputSpec(name="y"),)
+    )
+    graph = functionalize(export_program(layer.eval(), signature)).module(check_guards=False)
+    graph = prepare_pt2e(graph, OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu", 4), "minmax"))
+    graph(rows)
+    (node,) = layers_of(graph)
+    scale_O, _ = observer_of(graph, node.args[1]).calculate_qparams()
+    nearest = (layer.weight / scale_O[:, None]).round() * scale_O[:, None]
+    layer_corrections.gptq_(graph, node, [(rows, rows)], bias_correction=True)
+
+    def error(weight: torch.Tensor) -> float:
+        off = F.linear(rows - offset * bias, (weight - layer.weight).detach())
+        return float((off - off.mean(0) * bias).square().mean())
+
+    assert error(weight_of(graph, node)) < most * error(nearest)
 
 
 def test_equalized_channels_share_a_range_and_answers_stay(digits: Splits) -> None:

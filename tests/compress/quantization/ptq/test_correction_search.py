@@ -82,6 +82,10 @@ def test_a_given_rounding_is_kept(tmp_path: Path) -> None:
     facts = stage(model, Context(root=tmp_path / "auto", data=labelled_images())).manifest.facts
     assert not any("rounding" in settings for settings in facts["corrections_tried_db"])
     assert facts["rounded_away"] > 0
+    plain = QuantizeStatic(corrections="auto", calibration_samples=32)
+    others = plain(model, Context(root=tmp_path / "plain", data=labelled_images())).manifest.facts
+    # What is tried is rounded so, too.
+    assert facts["corrections_tried_db"]["none"] != others["corrections_tried_db"]["none"]
 
 
 def test_corrections_are_searched_or_set_by_hand() -> None:
