@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READ_AROUND_OPERATORS = frozenset(
-    (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+    getattr(torch.Tensor, name)
+    for name in ("numpy", "tolist", "__array__", "__dlpack__", "untyped_storage")
 )
 """Methods that read values without an operator, which a dispatch mode does not see."""
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -49,7 +50,7 @@ def build_to_load(recipe: Recipe, folder: Path | None, names: Collection[str]) -
         except Exception as error:  # of a factory or an edit, or of :meth:`_UnsetTensors.stop`
             if not unset.storages:
                 raise
-            obstacle = str(error)
+            obstacle = unset.obstacle or repr(error)
         if not obstacle:
             return module
         log.info("%s is built with drawn weights: %s", recipe.factory, obstacle)
@@ -68,12 +69,15 @@ class _UnsetTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.obstacle = ""  # kept, as a factory may catch the exception
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         written = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        # What a factory draws with a generator of its own it has seeded, and draws again alike.
+        is_own = kwargs.get("generator") not in (None, torch.default_generator)
+        if torch.Tag.nondeterministic_seeded in func.tags and not is_own:
             if written:
                 self._add(written)
                 return args[0]
@@ -85,7 +89,7 @@ class _UnsetTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             DATA_DEPENDENT & {*func.tags} or not all("Tensor" in name for name in returned)
         ):
             self.stop(func)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if reads_unset:
             self._add((result, written))
         return result
@@ -108,6 +112,8 @@ class _UnsetTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def left_by(self, module: nn.Module, names: Collection[str]) -> str:
         """Return why loading these names leaves a tensor without values; empty if it does not."""
+        if not self.storages:
+            return ""  # nor is a state dict asked for, which a module may make otherwise
         loaded = {
             tensor.untyped_storage()._cdata
             for name, tensor in module.state_dict(keep_vars=True).items()

@@ -104,10 +104,11 @@ class PipelineExecutor:
         """
         state, source, context = self.state, cache.artifact, self.state.context(SOURCE)
         stages = [p for p in state.plan.stages if isinstance(p.stage, ExportOnnx)]
-        # A file of the model itself is compared with the model's own answers.
+        # What must answer as the model does is compared with the model's own answers.
+        exported = {p.input for p in state.plan.stages if p.stage.keeps_outputs}
         if (
             {p.name for p in stages} <= state.unmeasured
-            or SOURCE in {p.input for p in stages}
+            or SOURCE in exported
             or state.is_quick
             or not (state.data is not None and "val" in state.data.datasets)
             or not (source.kind == "eager" and state.pipeline.device == "cpu")

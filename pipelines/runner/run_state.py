@@ -163,9 +163,13 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.outcome = RunOutcome(self.plan, self.emit)
-        self.exports = StoredExports(self.store, self.judging_part)
         # On the disk of the store: temporary files may be in memory.
         self.answers = KeptAnswers(self.store.root / WORK)
+
+    @cached_property
+    def exports(self) -> StoredExports:
+        """Exports of the uncompressed model, apart by the data on which they were compared."""
+        return StoredExports(self.store, {"data": self.fingerprint, **self.judging_part})
 
     @cached_property
     def contents(self) -> Contents | None:

@@ -321,8 +321,8 @@ def _counted(hashes: bytes) -> Counter[bytes]:
 class StoredExports(ExportCache):
     """Exports by everything that decides them: model and runtime, versions, and the machine."""
 
-    def __init__(self, store: Store, judging: Mapping[str, str]) -> None:
-        """Use a store; `judging` sets apart what a quick run compared on fewer samples."""
+    def __init__(self, store: Store, judging: Mapping[str, str | None]) -> None:
+        """Use a store; `judging` is with what exports are compared: data, and how many samples."""
         super().__init__()
         self.store, self.judging = store, judging
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,3 +147,46 @@ def test_a_tensor_that_the_file_does_not_have_is_drawn() -> None:
     names = Plain().state_dict().keys() - {"first.0.weight"}
     expected = Plain()
     assert build_to_load(recipe, None, names).first[0].weight.equal(expected.first[0].weight)
+
+
+@functools.cache
+def seeded_table() -> torch.Tensor:
+    return torch.empty(8).normal_(generator=torch.Generator().manual_seed(1))
+
+
+class SharesTable(Plain):
+    """Adds a table that is drawn with a seed of its own, once in a process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = seeded_table()
+
+
+class KeepsPickled(Plain):
+    """Copies a layer in a way that runs no operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = pickle.loads(pickle.dumps(self.first))[0].weight.detach()
+
+
+@pytest.mark.parametrize("kind", [SharesTable, KeepsPickled])
+def test_what_is_kept_besides_weights_has_its_values(kind) -> None:
+    expected = kind().table.clone()
+    seeded_table.cache_clear()
+    module = build_to_load(
+        Recipe(factory=f"{__name__}:{kind.__name__}"), None, Plain().state_dict().keys()
+    )
+    assert module.table.equal(expected)
+
+
+class OwnStateDict(nn.Module):
+    """Draws nothing, and makes its state dict in its own way."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def test_a_module_that_draws_nothing_is_not_asked_for_its_state_dict() -> None:
+    recipe = Recipe(factory=f"{__name__}:OwnStateDict")
+    assert isinstance(build_to_load(recipe, None, ()), OwnStateDict)

@@ -182,3 +182,33 @@ def test_a_model_whose_file_cannot_be_written_answers_itself(
     rows, report = run(tmp_path / "run", 60, "source", measured="all")
     assert (report.status, report.baseline_answered_by) == ("passed", "")
     assert rows["eager"] >= 60
+
+
+@pytest.mark.slow
+def test_the_file_of_a_large_model_answers_on_data_on_which_it_was_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StageFailed("wrong on these data")
+
+    monkeypatch.setattr(executor, "DEAR_MACS", 1)
+    _, report = run(tmp_path / "run", 60, "source", measured="all")
+    assert report.baseline_answered_by
+    file = tmp_path / "run" / "small.yaml"
+    file.write_text(file.read_text().replace("val: 60", "val: 61"))
+    for name in ("prove", "check_parity"):
+        monkeypatch.setattr(ExportOnnx, name, fail)
+    with pytest.raises(StageFailed, match="wrong on these data"):
+        Pipeline.from_yaml(file).run(tmp_path / "run" / "out")
+    assert not Report.read(tmp_path / "run" / "out").baseline_answered_by
+
+
+@pytest.mark.slow
+def test_a_large_model_answers_itself_where_another_format_is_exported_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "DEAR_MACS", 1)
+    stage = "  - {{stage: export_torchscript, input: source}}\n"
+    monkeypatch.setitem(globals(), "FILE", FILE + stage)
+    _, report = run(tmp_path / "run", 60, "source", measured="all")
+    assert (report.status, report.baseline_answered_by) == ("passed", "")
