@@ -20,7 +20,6 @@ from compress.graph.torch_export import export_program
 from compress.quantization.algorithms.input_scaling import smooth_
 from compress.quantization.algorithms.layer_corrections import (
     RELU,
-    UNSUPPORTED,
     adaround_,
     correct_bias_,
     equalize_,
@@ -157,9 +156,9 @@ class Corrections:
                 weight = weight_of(prepared, layer)
                 # Rounding first: the bias corrects the shift that it leaves.
                 pairs = inputs.pairs(layer)
-                if self.rounding == "adaround" and layer.target not in UNSUPPORTED:
+                if self.rounding == "adaround":
                     changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
-                elif self.rounding == "gptq" and layer.target not in UNSUPPORTED:
+                elif self.rounding == "gptq":
                     changed.append(gptq_(prepared, layer, pairs))
                 if self.bias_correction:
                     correct_bias_(prepared, layer, weight, inputs.pairs(layer))
