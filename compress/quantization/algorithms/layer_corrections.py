@@ -137,7 +137,7 @@ def input_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torc
     chosen_N = sample_rows(torch.arange(math.prod(places)), ROWS_PER_BATCH)
     samples_N, *positions_N = torch.unravel_index(chosen_N, places)
     rows_NI = patches.movedim(1, 1 + len(kernel))[samples_N, *positions_N].flatten(1)
-    return rows_NI.unflatten(1, (groups_of(layer), -1)).transpose(0, 1)
+    return rows_NI.view(len(rows_NI), groups_of(layer), -1).transpose(0, 1)
 
 
 def sum_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> tuple[torch.Tensor, int]:
