@@ -104,7 +104,7 @@ LEAST_GAIN_DB = 0.1
 
 MEAN_SAMPLES, MEAN_VALUES = 64, 2**22
 """Bias correction stops after so many samples with so many input values: a mean over samples and
-positions is known then, and each further image of 224² costs ten times what calibration does."""
+positions is known then, and an image of 224² costs several times what calibration does."""
 
 
 @dataclass
