@@ -84,9 +84,6 @@ def equalize_(prepared: GraphModule) -> list[str]:
     return [module_of(before) or before.name for before, _ in pairs]
 
 
-aten = torch.ops.aten
-UNSUPPORTED = {aten.conv3d.default, aten.conv3d.padding}
-"""Operators that `input_rows` does not know, as `F.unfold` takes images."""
 ROWS_PER_BATCH = 2048  # rows that are used of a batch: memory stays flat however large images are
 
 
@@ -146,9 +143,34 @@ def input_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torc
 
     For a convolution these are the patches of its input under the kernel, of the given sizes.
     """
+    patches = input_patches(layer, values, kernel)
+    places = patches.shape[:1] + patches.shape[2 : 2 + len(kernel)]
+    # Chosen before they are gathered: of 3x3 kernels all of them take nine times the input.
+    chosen_N = sample_rows(torch.arange(math.prod(places)), ROWS_PER_BATCH)
+    samples_N, *positions_N = torch.unravel_index(chosen_N, places)
+    rows_NI = patches.movedim(1, 1 + len(kernel))[samples_N, *positions_N].flatten(1)
+    return rows_NI.view(len(rows_NI), groups_of(layer), -1).transpose(0, 1)
+
+
+def sum_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """Return the sum of all rows that a layer multiplies its weight with, G by I, and their number.
+
+    As float64: those of several batches would lose digits in float32.
+    """
+    patches = input_patches(layer, values, kernel)
+    summed = (0, *range(2, 2 + len(kernel)))
+    sums_GI = patches.sum(summed).double().view(groups_of(layer), -1)
+    return sums_GI, math.prod(patches.shape[axis] for axis in summed)
+
+
+def input_patches(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
+    """Return a view of a layer's padded input: samples, channels, positions, kernel positions.
+
+    A linear layer's input is N by I.
+    """
     if layer.target is LINEAR:
-        return sample_rows(values.flatten(0, -2)[None], ROWS_PER_BATCH, axis=1)
-    axes, kernel = len(kernel), tuple(kernel)
+        return values.flatten(0, -2)
+    axes = len(kernel)
     stride, dilation = (_sizes(_argument(layer, index, 1), axes) for index in (3, 5))
     padding = _argument(layer, 4, 0)
     if isinstance(padding, str):
@@ -157,14 +179,11 @@ def input_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torc
     else:
         sides = [(p, p) for p in _sizes(padding, axes)]
     # F.pad takes the last axis first.
-    values = F.pad(values, [size for side in reversed(sides) for size in side])
-    if axes == 1:  # F.unfold takes images
-        values, kernel = values.unsqueeze(2), (1, *kernel)
-        stride, dilation = (1, *stride), (1, *dilation)
-    patches_BCN = F.unfold(values, kernel, dilation, 0, stride)
-    batch, _, positions = patches_BCN.shape
-    grouped_BGIN = patches_BCN.view(batch, groups_of(layer), -1, positions)
-    return sample_rows(grouped_BGIN.permute(1, 0, 3, 2).flatten(1, 2), ROWS_PER_BATCH, axis=1)
+    patches = F.pad(values, [size for side in reversed(sides) for size in side])
+    for axis, reach in enumerate(kernel):
+        extent = dilation[axis] * (reach - 1) + 1
+        patches = patches.unfold(2 + axis, extent, stride[axis])[..., :: dilation[axis]]
+    return patches
 
 
 def _sizes(value: Any, axes: int) -> tuple[int, ...]:
@@ -315,15 +334,15 @@ def correct_bias_(
     bias_O = bias_of(prepared, layer)
     if bias_O is None:
         return
-    operator: Any = layer.target
     quantized = fake_quantize(observer_of(prepared, layer.args[1]), weight_of(prepared, layer))
+    weight_GOI, quantized_GOI = (weight_matrix(layer, w).double() for w in (weight, quantized))
+    # The mean output is that of the mean input.
     shift_O, count = torch.zeros_like(bias_O, dtype=torch.float64), 0
-    for float_input, quantized_input in pairs:
-        expected = operator(float_input, weight, None, *layer.args[3:])
-        shift = expected - operator(quantized_input, quantized, None, *layer.args[3:])
-        by_channel = shift.movedim(-1 if layer.target is LINEAR else 1, 0).flatten(1)
-        shift_O += by_channel.double().sum(1)  # float32 would lose digits over many rows
-        count += by_channel.shape[1]
+    for both in pairs:
+        (x_GI, rows), (y_GI, _) = (sum_rows(layer, v, weight.shape[2:]) for v in both)
+        shift_GO1 = weight_GOI @ x_GI[..., None] - quantized_GOI @ y_GI[..., None]
+        shift_O += shift_GO1.flatten()
+        count += rows
     replace_value_(
         prepared, skip_observers(layer.args[2]), bias_O + (shift_O / count).to(bias_O.dtype)
     )

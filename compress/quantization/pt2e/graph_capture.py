@@ -281,10 +281,14 @@ class LayerInputs:
             unread = any(self._index[user] >= self._evaluated for user in node.users)
             return unread and node not in self._constant
 
-        torch.save([{self._index[n]: v for n, v in vs.items() if is_read(n)} for vs in both], file)
+        # Moved there: the values may be mapped from the file that is replaced.
+        written = file.with_suffix(".new")
+        kept = [{self._index[n]: v for n, v in vs.items() if is_read(n)} for vs in both]
+        torch.save(kept, written)
+        written.replace(file)
 
     def _read(self, file: Path) -> list[Values]:
-        both = torch.load(file, weights_only=True)
+        both = torch.load(file, weights_only=True, mmap=True)
         return [{self._nodes[i]: value for i, value in values.items()} for values in both]
 
 

@@ -20,7 +20,6 @@ from compress.graph.torch_export import export_program
 from compress.quantization.algorithms.input_scaling import smooth_
 from compress.quantization.algorithms.layer_corrections import (
     RELU,
-    UNSUPPORTED,
     adaround_,
     correct_bias_,
     equalize_,
@@ -105,7 +104,7 @@ LEAST_GAIN_DB = 0.1
 
 MEAN_SAMPLES, MEAN_VALUES = 64, 2**22
 """Bias correction stops after so many samples with so many input values: a mean over samples and
-positions is known then, and each further image of 224² costs ten times what calibration does."""
+positions is known then, and an image of 224² costs several times what calibration does."""
 
 
 @dataclass
@@ -157,9 +156,9 @@ class Corrections:
                 weight = weight_of(prepared, layer)
                 # Rounding first: the bias corrects the shift that it leaves.
                 pairs = inputs.pairs(layer)
-                if self.rounding == "adaround" and layer.target not in UNSUPPORTED:
+                if self.rounding == "adaround":
                     changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
-                elif self.rounding == "gptq" and layer.target not in UNSUPPORTED:
+                elif self.rounding == "gptq":
                     is_corrected = self.bias_correction
                     changed.append(gptq_(prepared, layer, pairs, bias_correction=is_corrected))
                 if self.bias_correction:

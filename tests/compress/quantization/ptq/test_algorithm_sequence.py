@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
@@ -17,6 +18,7 @@ from compress.quantization.algorithms.layer_corrections import (
     correct_bias_,
     equalize_,
     input_rows,
+    sum_rows,
     weight_matrix,
 )
 from compress.quantization.config.dtype_scheme import scheme_for
@@ -272,6 +274,7 @@ def test_an_equalized_network_loses_less_with_one_scale_for_all(digits: Splits) 
         ((2, 6, 9, 8), (6, 1, 3, 3), {"groups": 6, "padding": "same"}),
         ((2, 6, 9, 8), (4, 3, 2, 3), {"groups": 2, "padding": "same", "dilation": (2, 1)}),
         ((2, 6, 9), (4, 6, 3), {"stride": 2, "padding": 1, "dilation": 2}),
+        ((2, 6, 5, 4, 7), (4, 3, 3, 2, 2), {"groups": 2, "stride": (1, 2, 1), "padding": 1}),
         ((2, 5, 6), (4, 6), {}),
     ],
 )
@@ -282,18 +285,48 @@ def test_a_layer_is_a_product_of_rows(shape: tuple, weight: tuple, options: dict
             self.weight = torch.nn.Parameter(torch.randn(weight))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            run = {2: F.linear, 3: F.conv1d, 4: F.conv2d}[len(weight)]
+            run = {2: F.linear, 3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[len(weight)]
             return run(x, self.weight, **options)
 
     module, x = Layer(), torch.randn(shape)
     graph = functionalize(torch.export.export(module, (x,))).graph
     layer = next(n for n in graph.nodes if "conv" in str(n.target) or "linear" in str(n.target))
-    answers_GNO = input_rows(layer, x, weight[2:]) @ weight_matrix(layer, module.weight.detach()).mT
+    weight_GOI = weight_matrix(layer, module.weight.detach())
+    answers_GNO = input_rows(layer, x, weight[2:]) @ weight_GOI.mT
     expected = module(x).detach()
     if len(weight) > 2:
         expected = expected.movedim(1, -1)
     got = answers_GNO.permute(1, 0, 2).reshape(expected.shape)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    sums_GI, rows = sum_rows(layer, x, weight[2:])
+    assert rows == answers_GNO.shape[1]
+    summed_GO1 = weight_GOI @ sums_GI[..., None].float()
+    torch.testing.assert_close(summed_GO1[..., 0], answers_GNO.sum(1), rtol=1e-4, atol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest storage that an operator returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **kwargs or {})
+        if isinstance(output, torch.Tensor):
+            self.largest = max(self.largest, output.untyped_storage().nbytes())
+        return output
+
+
+def test_rows_of_large_images_are_chosen_before_they_are_gathered() -> None:
+    # All patches of 3x3 pixels would take nine times the input.
+    module, x = torch.nn.Conv2d(4, 4, 3, padding=1, groups=4), torch.randn(2, 4, 256, 256)
+    graph = functionalize(torch.export.export(module, (x,))).graph
+    layer = next(n for n in graph.nodes if "conv" in str(n.target))
+    with LargestTensor() as recorded:
+        rows_GNI = input_rows(layer, x, (3, 3))
+        sum_rows(layer, x, (3, 3))
+    assert rows_GNI.shape == (4, 2048, 9)
+    padded = 4 * 2 * 4 * 258**2
+    assert recorded.largest <= padded
 
 
 @pytest.mark.slow
