@@ -113,11 +113,11 @@ def _serve_built_in(
         if is_decoder:
             body = json.dumps({"model": options.name, "prompt": "The ", "max_tokens": 32})
             curl = _post_json(header, body, f"{url}/v1/completions")
-        elif forms_of(artifact).text:
-            post = f"curl -sS {header} -H 'Content-Type: text/plain' -d 'A short text.'"
-            curl = f"{post} {url}/v2/models/{options.name}/infer"
         else:
-            curl = open_inference_line(url, options.name, artifact.signature, header)
+            target = f"{url}/v2/models/{options.name}/infer"
+            curl = raw_body_line(artifact, header, target) or open_inference_line(
+                url, options.name, artifact.signature, header
+            )
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
         model = f"{url}/v1" if is_decoder else f"{url}/v2/models/{options.name}"
 
@@ -205,6 +205,18 @@ def bearer(token: str, made: bool, file: Path | None, variable: str) -> str:
     # A token of the user's is not shown: the command reads it from its file or variable.
     source = f"${variable}" if file is None else f"$(cat {shlex.quote(str(file))})"
     return f'-H "Authorization: Bearer {source}"'
+
+
+def raw_body_line(artifact: Artifact, authorization: str, target: str) -> str:
+    """Return a command that sends what the artifact prepares itself; empty if it takes tensors."""
+    forms = forms_of(artifact)
+    if forms.text:
+        body = "-H 'Content-Type: text/plain' -d 'A short text.'"
+    elif forms.image:
+        body = "-H 'Content-Type: image/jpeg' --data-binary @photo.jpg"
+    else:
+        return ""
+    return f"curl -sS {authorization} {body} {target}"
 
 
 def open_inference_line(url: str, name: str, signature: Signature, authorization: str) -> str:

@@ -41,7 +41,8 @@ def describe_files(path: Path) -> dict[str, Any]:
     assert isinstance(spec, FileData)
     parts = read_parts(spec, Path())
     # Stars from 1 to 5 are classes from 0 to 4.
-    labels = {str(x) for p in parts.values() for x in (p.labels if p.labels is not None else ())}
+    numbered = [p.labels for p in parts.values() if p.labels is not None and not p.names]
+    labels = {str(label) for column in numbered for label in column}
     if len(labels) > 1 and labels == {str(i + 1) for i in range(len(labels))}:
         content["classes"] = sorted(labels, key=int)
     return {**content, "split": SPLIT} if WHOLE in parts else content

@@ -230,7 +230,8 @@ def _table(spec: TableData, file: Path) -> Records:
         labels = ()
     inputs = (spec.text,) if spec.text else spec.columns
     columns: dict[str, Any] = defaultdict(list)
-    for number, row in enumerate(rows_of(file), 1):
+    rows = rows_of(file)
+    for number, row in enumerate(rows, 1):
         inputs = inputs or tuple(name for name in row if name not in not_inputs)
         for name in (*inputs, *labels):
             if row.get(name) is None or row[name] == "":
@@ -247,20 +248,29 @@ def _table(spec: TableData, file: Path) -> Records:
         target = np.stack([_numbers(file, name, columns[name]) for name in labels], axis=1)
     elif labels:
         target = columns[labels[0]]
+    # Parquet files that `datasets` wrote name the classes that numbers stand for.
+    features = getattr(rows, "features", {}) if len(labels) == 1 else {}
+    names = tuple(getattr(features.get(labels[0]), "names", ())) if features else ()
     if spec.text:
-        return Records({"text": [str(text) for text in columns[spec.text]]}, target)
-    return Records({name: _numbers(file, name, columns[name]) for name in inputs}, target)
+        return Records({"text": [str(text) for text in columns[spec.text]]}, target, names)
+    return Records({name: _numbers(file, name, columns[name]) for name in inputs}, target, names)
 
 
-def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield a table's rows, by column."""
+def rows_of(file: Path) -> Iterable[Mapping[str, Any]]:
+    """Return a table's rows, by column."""
+    if file.suffix.lower() not in PARQUET:
+        return _rows_of_text(file)
+    require_all((DATASETS,), file.name)
+    import datasets
+
+    rows: Iterable[Mapping[str, Any]]
+    rows = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+    return rows
+
+
+def _rows_of_text(file: Path) -> Iterator[Mapping[str, Any]]:
     suffix = file.suffix.lower()
-    if suffix in PARQUET:
-        require_all((DATASETS,), file.name)
-        import datasets
-
-        yield from datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
-    elif suffix in (".jsonl", ".ndjson", ".json"):
+    if suffix in (".jsonl", ".ndjson", ".json"):
         text = file.read_text(encoding="utf-8-sig")
         is_list = text.lstrip().startswith("[")
         # Not `splitlines`, which splits texts at further characters.

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, StackDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid
-from compress.data.batch import LABELS
+from compress.data.batch import LABELS, stack_columns
 from compress.pipelines.config.data_spec import FileData, TableData
 from compress.pipelines.data.records import MOST_SHOWN, Parts, Records, read_records
 from compress.serve.packaging.val_preparation import image_body
@@ -163,7 +163,7 @@ def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
         tensors = {"input": torch.stack([*tensors.values()], dim=1)}
     labels: dict[str, Any] = {} if targets is None else {LABELS: targets}
     if len(tensors) > 1:  # the model takes them by their names
-        return StackDataset(**tensors, **labels)
+        return stack_columns(tensors | labels)
     return Rows(*tensors.values(), *labels.values())
 
 
