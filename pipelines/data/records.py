@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from compress.artifacts.model_source import installed_version
+from compress.common.atomic_files import RACY_SECONDS
 from compress.common.errors import PipelineInvalid
 from compress.common.requirements import require_all
 from compress.data.splits import UNLABELLED
@@ -161,7 +166,7 @@ def divide(records: Records, shares: Mapping[str, float]) -> Parts:
     return {name: records.rows(sorted(indices)) for name, indices in chosen.items()}
 
 
-def _files_below(place: Path) -> Iterator[Path]:
+def files_below(place: Path) -> Iterator[Path]:
     """Yield files, also those of linked folders, without hidden ones."""
     for folder, folders, names in os.walk(place, followlinks=True):
         own = Path(folder).resolve()
@@ -174,12 +179,32 @@ def _files_below(place: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
+def state_of_files(spec: FileData, folder: Path) -> str:
+    """Hash names, sizes and times of a section's files, and what decides how they are read."""
+    digest, newest = hashlib.sha256(), 0.0
+    for need in spec.requirements:
+        digest.update(f"{need.what} {installed_version(need.what)} ".encode())
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    for name in filter(None, (spec.place, getattr(spec.prepare, "tokenizer", ""))):
+        place = folder / name
+        files += sorted(files_below(place)) if place.is_dir() else [place]
+    for file in files:
+        with suppress(OSError):  # a missing one is named by whoever reads it
+            now = file.stat()
+            newest = max(newest, now.st_ctime)
+            times = f"{now.st_mtime_ns} {now.st_ctime_ns}"
+            digest.update(f"{file}\0{now.st_ino} {now.st_size} {times}\0".encode())
+    if time.time() - newest < RACY_SECONDS:
+        digest.update(os.urandom(16))  # it may change again without a new time
+    return digest.hexdigest()
+
+
 def _images(place: Path) -> Parts:
     if not place.is_dir():
         raise PipelineInvalid(f"{place.name} is a file, expected a folder of images")
     found: dict[str, list[tuple[Path, str | None]]] = defaultdict(list)
     others: set[str] = set()
-    for file in sorted(_files_below(place)):
+    for file in sorted(files_below(place)):
         within = file.relative_to(place).parts
         if file.suffix.lower() not in IMAGE_SUFFIXES:
             others.add(file.name)
