@@ -214,6 +214,8 @@ def raw_body_line(artifact: Artifact, authorization: str, target: str) -> str:
         body = "-H 'Content-Type: text/plain' -d 'A short text.'"
     elif forms.image:
         body = "-H 'Content-Type: image/jpeg' --data-binary @photo.jpg"
+    elif forms.audio:
+        body = "-H 'Content-Type: audio/wav' --data-binary @sound.wav"
     else:
         return ""
     return f"curl -sS {authorization} {body} {target}"

@@ -13,15 +13,23 @@ from compress.artifacts import hf_folder
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, names_in
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
-from compress.pipelines.config.data_spec import FileData, HuggingFaceData, ImageData, TableData
+from compress.pipelines.config.data_spec import (
+    AudioData,
+    FileData,
+    HuggingFaceData,
+    ImageData,
+    TableData,
+)
 from compress.pipelines.config.model_spec import HuggingFaceModel, ModelFile, TimmModel
 from compress.pipelines.data.samples import Preparation
 from compress.pipelines.models.exported_files import class_names_of
 from compress.serve.packaging.request_forms import (
     RESAMPLE,
+    AudioInput,
     ImageInput,
     TextInput,
     image_input,
+    processor_input,
 )
 
 if TYPE_CHECKING:
@@ -52,8 +60,12 @@ def find_preparation(
         settings, tokenizer = _text_settings(pipeline, spec, inputs, carried)
         carried[TOKENIZER] = tokenizer
         return _preparation("text", settings, inputs or (), names, tokenizer.decode()), carried
-    if columns or (not isinstance(spec, ImageData | HuggingFaceData) and not spec.prepare):
+    if columns or (
+        not isinstance(spec, ImageData | AudioData | HuggingFaceData) and not spec.prepare
+    ):
         return Preparation(class_names=names), carried
+    if isinstance(spec, AudioData):
+        return _prepare_sounds(spec, inputs, carried, names)
     form = spec.prepare or _image_form(pipeline, carried)
     assert isinstance(form, ImageInput)
     if inputs is None:
@@ -81,6 +93,50 @@ def _preparation(
 ) -> Preparation:
     described = tuple(Signature(inputs=inputs).input_descriptions())
     return Preparation(form, settings, described, tokenizer, names)
+
+
+def _prepare_sounds(
+    spec: AudioData,
+    inputs: tuple[TensorSpec, ...] | None,
+    carried: dict[str, bytes],
+    names: tuple[str, ...],
+) -> tuple[Preparation, dict[str, bytes]]:
+    config: dict[str, Any] = json.loads(carried.get(IMAGES, b"{}"))
+    try:
+        form = processor_input(config or None)
+        given = spec.prepare
+        if isinstance(form, AudioInput) and given:
+            form = form.model_copy(update=given.model_dump(exclude_unset=True))
+        form = given if form is None else form
+        if not isinstance(form, AudioInput):
+            raise StageFailed(
+                "nothing says how sounds become the model's input; give the rate that it was "
+                "trained with, and a length, such as `prepare: {rate: 16000, seconds: 1}`"
+            )
+        if inputs is None:
+            length = form.seconds and round(form.seconds * form.rate)
+            described = {"name": "input", "shape": ["batch", length or "samples"]}
+            inputs = (TensorSpec.model_validate({**described, "dtype": "float32"}),)
+        settings = form.handler_settings(Signature(inputs=inputs))
+        if settings["samples"] is None and not form.extractor:
+            raise StageFailed(
+                "give `seconds`: the model takes sounds of any length, batches of one"
+            )
+    except StageFailed as error:
+        raise PipelineInvalid(f"data.prepare: {error}") from error
+    kept = (
+        config
+        or form.extractor
+        or {
+            "feature_extractor_type": "Wav2Vec2FeatureExtractor",
+            "feature_size": 1,
+            "padding_value": 0.0,
+        }
+    )
+    rules = {"sampling_rate": form.rate, "seconds": form.seconds}
+    rules |= {} if form.extractor else {"do_normalize": form.normalize}
+    carried[IMAGES] = _json({**kept, **rules})
+    return _preparation("audio", settings, inputs, names), carried
 
 
 def _image_form(pipeline: PipelineConfig, carried: Mapping[str, bytes]) -> ImageInput:

@@ -27,6 +27,7 @@ from compress.pipelines.config.data_spec import (
     DATASETS,
     PARQUET,
     ArrayData,
+    AudioData,
     FileData,
     HuggingFaceData,
     ImageData,
@@ -40,6 +41,7 @@ SPLITS = {
 }
 """Names of folders, files and arrays that hold a split → the split."""
 IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
+SOUND_SUFFIXES = frozenset((".flac", ".wav"))
 LABELS = ("label", "labels", "y", "target", "targets")  # usual names of what is predicted
 WHOLE = ""  # the name of samples that are not divided into splits
 MOST_SHOWN = 5  # names in a message
@@ -127,7 +129,9 @@ def read_parts(spec: FileData, folder: Path) -> Parts:
         raise PipelineInvalid(f"{spec.place}: no such file or folder (in {folder})")
     try:
         if isinstance(spec, ImageData):
-            return _images(place)
+            return _class_folders(place, "images", IMAGE_SUFFIXES)
+        if isinstance(spec, AudioData):
+            return _class_folders(place, "sounds", SOUND_SUFFIXES)
         if isinstance(spec, TableData):
             return _each_file(place, lambda file: {WHOLE: _table(spec, file)})
         if isinstance(spec, ArrayData):
@@ -199,14 +203,14 @@ def state_of_files(spec: FileData, folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _images(place: Path) -> Parts:
+def _class_folders(place: Path, kind: str, suffixes: frozenset[str]) -> Parts:
     if not place.is_dir():
-        raise PipelineInvalid(f"{place.name} is a file, expected a folder of images")
+        raise PipelineInvalid(f"{place.name} is a file, expected a folder of {kind}")
     found: dict[str, list[tuple[Path, str | None]]] = defaultdict(list)
     others: set[str] = set()
     for file in sorted(files_below(place)):
         within = file.relative_to(place).parts
-        if file.suffix.lower() not in IMAGE_SUFFIXES:
+        if file.suffix.lower() not in suffixes:
             others.add(file.name)
             continue
         split = SPLITS.get(within[0].lower(), WHOLE) if len(within) > 1 else WHOLE
@@ -215,7 +219,7 @@ def _images(place: Path) -> Parts:
     if not found:
         shown = f", but {', '.join(sorted(others)[:MOST_SHOWN])}" if others else ""
         raise PipelineInvalid(
-            f"{place.name} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))}){shown}"
+            f"{place.name} holds no {kind} ({', '.join(sorted(suffixes))}){shown}"
         )
     parts = {}
     for split, pairs in found.items():
@@ -224,11 +228,9 @@ def _images(place: Path) -> Parts:
         if 0 < len(unlabelled) < len(pairs):
             raise PipelineInvalid(
                 f"{unlabelled[0].relative_to(place.parent)} lies in no folder of a class, as "
-                f"{len(pairs) - len(unlabelled)} other images do"
+                f"{len(pairs) - len(unlabelled)} other {kind} do"
             )
-        parts[split] = Records(
-            {"image": [file for file, _ in pairs]}, None if unlabelled else labels
-        )
+        parts[split] = Records({kind: [file for file, _ in pairs]}, None if unlabelled else labels)
     return parts
 
 

@@ -312,7 +312,7 @@ def _carried_files(pipeline: PipelineConfig, data: Splits | None) -> dict[str, b
     return files_for_classes(first.class_names, data.source.arguments["files"].carried)
 
 
-def _carried_digests(pipeline: PipelineConfig, data: Splits | None) -> dict[str, str]:
+def _carried_digests(pipeline: PipelineConfig, data: Any) -> dict[str, str]:
     if isinstance(data, RememberedSplits):
         return data.facts.carried
     carried = _carried_files(pipeline, data)

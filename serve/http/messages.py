@@ -187,8 +187,8 @@ def with_readers(decoder: RequestDecoder, forms: Named, folder: Path) -> Request
 
 
 def memory_needed(forms: Named, limits: Limits) -> int:
-    """Return the bytes that reading the largest texts and images takes."""
-    image = MAX_PIXELS * PIXEL_BYTES if forms.get("image") else 0
+    """Return the bytes that reading the largest texts, images and sounds takes."""
+    image = MAX_PIXELS * PIXEL_BYTES if forms.get("image") or forms.get("audio") else 0
     most_tokens = forms["text"]["max_length"] or LONGEST_TEXT if forms.get("text") else 0
     return BODY_COPIES * limits.body_bytes + max(image, limits.rows * most_tokens * TOKEN_BYTES)
 

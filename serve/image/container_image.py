@@ -230,8 +230,9 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     for note in notes:
         logger.error("note: %s", note)  # the command shows errors only
     # What `compress serve` answers here, with the libraries of this machine, the image answers.
-    libraries = {"image": "pillow", "text": "tokenizers"}
-    readers = [libraries[form] for form in model.forms]
+    libraries = {"image": ["pillow"], "text": ["tokenizers"], "audio": ["soundfile", "soxr"]}
+    readers = [library for form in model.forms for library in libraries[form]]
+    readers += ["transformers"] if model.forms.get("audio", {}).get("extractor") else []
     requirements = locked_requirements(folder, RUNTIMES[artifact.kind], readers)
     (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
     return artifact

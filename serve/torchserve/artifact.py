@@ -29,7 +29,7 @@ SERVER_SETTINGS = {
 """Entries of `model-config.yaml`; others have TorchServe start programs, such as torchrun."""
 HANDLER_SETTINGS = {
     *("kind", "threads", "max_rows", "rows_stay_first", "joins_rows", "probe_atol"),
-    *("inputs", "outputs", "classes", "image", "text"),
+    *("inputs", "outputs", "classes", "image", "text", "audio"),
     *("built_for", "optimize_for_inference", "one_call_at_a_time"),
 }
 """Entries of its section `handler`."""

@@ -207,7 +207,7 @@ def test_a_triton_repository_names_classes_and_says_what_clients_prepare(
         assert (folder / "labels.txt").read_text().splitlines() == [*NAMES]
         config = (folder / "config.pbtxt").read_text()
         assert 'label_filename: "labels.txt"' in config
-        (line,) = (line for line in config.splitlines() if "string_value: \"{" in line)
+        (line,) = (line for line in config.splitlines() if 'string_value: "{' in line)
         prepared = json.loads(json.loads(line.partition(": ")[2]))
         assert prepared["text"]["max_length"] == LONGEST
         assert (folder / prepared["text"]["tokenizer"]).is_file()
