@@ -211,18 +211,13 @@ def _data_section(options: InitOptions, folder: Path, model: dict[str, Any]) -> 
     text = str(options.data)
     if not Path(text).exists():
         return {"factory": parse_reference(text, "--data ")}
-    from compress.pipelines.data.describe import describe_files, sound_rate
+    from compress.pipelines.data.describe import describe_files
 
     found = describe_files(Path(text))
     key = next(iter(found))
     found[key] = relative_path(folder, Path(text))
-    if "audio" in found and "huggingface" not in model:
-        found["prepare"] = {"rate": sound_rate(Path(text))}
-        declared = (model.get("inputs") or [{}])[0].get("shape", ())
-        if "file" not in model and not any(isinstance(size, int) for size in declared[-1:]):
-            raise PipelineInvalid(
-                "--data: sounds become inputs of one length; give it as --input name=batch,16000"
-            )
+    if "audio" in found and "huggingface" in model:
+        del found["prepare"]  # its own file says it
     if "images" in found and not {"huggingface", "timm"} & model.keys():
         shape = [*(model.get("inputs") or [{}])[0].get("shape", ())]
         is_last = len(shape) == 4 and shape[1] not in (1, 3) and shape[3] in (1, 3)  # channels

@@ -42,8 +42,10 @@ def describe_files(path: Path) -> dict[str, Any]:
     elif any(file.suffix.lower() in ARRAYS for file in named):
         content = {"arrays": str(path)}
     elif path.is_dir():
-        sounds = any(file.suffix.lower() in SOUND_SUFFIXES for file in files_below(path))
+        sounds = sorted(f for f in files_below(path) if f.suffix.lower() in SOUND_SUFFIXES)
         content = {"audio" if sounds else "images": str(path)}
+        if sounds:
+            content["prepare"] = {"rate": mode(map(_rate_of, sounds[:ROWS_READ]))}
     else:
         raise PipelineInvalid(
             f"{path}: expected a folder of images or sounds, a .csv, .tsv, .jsonl, .parquet, .npz "
@@ -60,13 +62,11 @@ def describe_files(path: Path) -> dict[str, Any]:
     return {**content, "split": SPLIT} if WHOLE in parts else content
 
 
-def sound_rate(folder: Path) -> int:
-    """Return how many samples a second most of a folder's first sounds have."""
-    require_all(AudioInput.requirements, folder.name)
+def _rate_of(sound: Path) -> int:
+    require_all(AudioInput.requirements, sound.name)
     import soundfile
 
-    sounds = [f for f in files_below(folder) if f.suffix.lower() in SOUND_SUFFIXES]
-    return mode(int(soundfile.info(file).samplerate) for file in sorted(sounds)[:ROWS_READ])
+    return int(soundfile.info(sound).samplerate)
 
 
 def _columns_of_table(file: Path) -> dict[str, Any]:

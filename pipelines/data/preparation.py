@@ -28,14 +28,11 @@ from compress.serve.packaging.request_forms import (
     AudioInput,
     ImageInput,
     TextInput,
-    image_input,
     processor_input,
 )
 
 if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
-
-COLOURS = 3  # channels of images for a model that declares no inputs
 
 
 def find_preparation(
@@ -64,24 +61,18 @@ def find_preparation(
         not isinstance(spec, ImageData | AudioData | HuggingFaceData) and not spec.prepare
     ):
         return Preparation(class_names=names), carried
-    if isinstance(spec, AudioData):
-        return _prepare_sounds(spec, inputs, carried, names)
-    form = spec.prepare or _image_form(pipeline, carried)
-    assert isinstance(form, ImageInput)
-    if inputs is None:
-        size = form.size or (None, None)
-        if None in size:
-            raise PipelineInvalid("data.prepare: give the `size` of the model's images")
-        shape = [*size, COLOURS] if form.layout == "hwc" else [COLOURS, *size]
-        described = {"name": "input", "shape": ["batch", *shape], "dtype": "float32"}
-        inputs = (TensorSpec.model_validate(described),)
     try:
+        form = _declared_form(pipeline, spec, carried)
+        inputs = inputs or (form.default_input(),)
         settings = form.handler_settings(Signature(inputs=inputs))
+        if isinstance(form, AudioInput) and settings["samples"] is None and not form.extractor:
+            raise StageFailed("give `seconds`, or the size of the model's input: a batch has one")
     except StageFailed as error:
         raise PipelineInvalid(f"data.prepare: {error}") from error
     if spec.prepare or IMAGES not in carried:  # the model's own file is left as it is
-        carried[IMAGES] = _json(_processor_config(settings))
-    return _preparation("image", settings, inputs, names), carried
+        carried[IMAGES] = _json(_processor_config(form, settings))
+    kind = "audio" if isinstance(form, AudioInput) else "image"
+    return _preparation(kind, settings, inputs, names), carried
 
 
 def _preparation(
@@ -95,60 +86,26 @@ def _preparation(
     return Preparation(form, settings, described, tokenizer, names)
 
 
-def _prepare_sounds(
-    spec: AudioData,
-    inputs: tuple[TensorSpec, ...] | None,
-    carried: dict[str, bytes],
-    names: tuple[str, ...],
-) -> tuple[Preparation, dict[str, bytes]]:
-    config: dict[str, Any] = json.loads(carried.get(IMAGES, b"{}"))
-    try:
-        form = processor_input(config or None)
-        given = spec.prepare
-        if isinstance(form, AudioInput) and given:
-            form = form.model_copy(update=given.model_dump(exclude_unset=True))
-        form = given if form is None else form
-        if not isinstance(form, AudioInput):
-            raise StageFailed(
-                "nothing says how sounds become the model's input; give the rate that it was "
-                "trained with, and a length, such as `prepare: {rate: 16000, seconds: 1}`"
-            )
-        if inputs is None:
-            length = form.seconds and round(form.seconds * form.rate)
-            described = {"name": "input", "shape": ["batch", length or "samples"]}
-            inputs = (TensorSpec.model_validate({**described, "dtype": "float32"}),)
-        settings = form.handler_settings(Signature(inputs=inputs))
-        if settings["samples"] is None and not form.extractor:
-            raise StageFailed(
-                "give `seconds`: the model takes sounds of any length, batches of one"
-            )
-    except StageFailed as error:
-        raise PipelineInvalid(f"data.prepare: {error}") from error
-    kept = (
-        config
-        or form.extractor
-        or {
-            "feature_extractor_type": "Wav2Vec2FeatureExtractor",
-            "feature_size": 1,
-            "padding_value": 0.0,
-        }
-    )
-    rules = {"sampling_rate": form.rate, "seconds": form.seconds}
-    rules |= {} if form.extractor else {"do_normalize": form.normalize}
-    carried[IMAGES] = _json({**kept, **rules})
-    return _preparation("audio", settings, inputs, names), carried
-
-
-def _image_form(pipeline: PipelineConfig, carried: Mapping[str, bytes]) -> ImageInput:
-    """Return how the model's own files prepare images."""
-    if IMAGES in carried and (form := image_input(json.loads(carried[IMAGES]))):
-        return form
-    if isinstance(pipeline.model, TimmModel):
+def _declared_form(
+    pipeline: PipelineConfig, spec: FileData, carried: Mapping[str, bytes]
+) -> ImageInput | AudioInput:
+    """Return how images or sounds are prepared, by the section or the model's own files."""
+    given, is_sound = spec.prepare, isinstance(spec, AudioData)
+    form: Any = given
+    if IMAGES in carried and (is_sound or not given):
+        form = processor_input(json.loads(carried[IMAGES])) or given
+    if isinstance(form, AudioInput if is_sound else ImageInput):
+        update = given.model_dump(exclude_unset=True) if is_sound and given else {}
+        return form.model_copy(update=update)
+    if isinstance(pipeline.model, TimmModel) and not is_sound:
         return _timm_form(pipeline.model)
+    what, example = "images", "{size: 224, shorter_side: 256, mean: [0.485, 0.456, 0.406], std: "
+    example += "[0.229, 0.224, 0.225]}"
+    if is_sound:
+        what, example = "sounds", "{rate: 16000, seconds: 1}"
     raise PipelineInvalid(
-        "data.prepare: nothing says how images become the model's input; give what it was trained "
-        "with, such as `prepare: {size: 224, shorter_side: 256, mean: [0.485, 0.456, 0.406], std: "
-        "[0.229, 0.224, 0.225]}`"
+        f"data.prepare: nothing says how {what} become the model's input; give what it was trained "
+        f"with, such as `prepare: {example}`"
     )
 
 
@@ -175,8 +132,12 @@ def _timm_form(spec: TimmModel) -> ImageInput:
     return ImageInput.model_validate({**found, "resample": config["interpolation"]})
 
 
-def _processor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return images' settings as a `preprocessor_config.json`, which `image_input` reads."""
+def _processor_config(form: ImageInput | AudioInput, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as a `preprocessor_config.json`, which `processor_input` reads."""
+    if isinstance(form, AudioInput):
+        kind = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "feature_size": 1}
+        kind |= {"padding_value": 0.0, "do_normalize": form.normalize, **form.extractor}
+        return {**kind, "sampling_rate": form.rate, "seconds": form.seconds}
     height, width = settings["size"]
     config: dict[str, Any] = {
         "image_processor_type": "ViTImageProcessor",

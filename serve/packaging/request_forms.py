@@ -16,6 +16,7 @@ from compress.common.atomic_files import sha256_of
 from compress.common.config import Count, Positive, Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.requirements import Requirement, pip_install
+from compress.common.signature import TensorSpec
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -37,6 +38,7 @@ WITHOUT_EFFECT = ("do_convert_rgb", "do_reduce_labels")
 RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's, by number
 EXTRACTORS = ("ASTFeatureExtractor", "WhisperFeatureExtractor")
 """Transformers' classes that compute spectra of sounds, each of one length."""
+COLOURS = 3  # channels of images for a model that declares no inputs
 TOP_LABELS = 5  # how many labels of each row are answered where no setting says
 
 
@@ -70,6 +72,13 @@ class ImageInput(Settings):
     @classmethod
     def _is_square(cls, size: object) -> object:
         return (size, size) if type(size) is int else size
+
+    def default_input(self) -> TensorSpec:
+        """Return the input of a model that declares none; StageFailed without a size."""
+        if self.size is None:
+            raise StageFailed("give the `size` of the model's images")
+        shape = [*self.size, COLOURS] if self.layout == "hwc" else [COLOURS, *self.size]
+        return TensorSpec(name="input", shape=("batch", *shape), dtype="float32")
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
         """Return the handler's settings; StageFailed if the model does not take one image a row."""
@@ -119,6 +128,11 @@ class AudioInput(Settings):
     requirements: ClassVar[tuple[Requirement, ...]] = tuple(
         Requirement(what=name, install=pip_install("audio")) for name in ("soundfile", "soxr")
     )
+
+    def default_input(self) -> TensorSpec:
+        """Return the input of a model that declares none."""
+        length = round(self.seconds * self.rate) if self.seconds else "samples"
+        return TensorSpec(name="input", shape=("batch", length), dtype="float32")
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
         """Return the handler's settings; StageFailed if the model does not take one sound a row."""

@@ -166,5 +166,5 @@ def test_init_writes_the_section(
     options = InitOptions("net:net", inputs=("x=batch,400",), data="clips", goal="smaller")
     content = yaml.safe_load(draft(Path("p.yaml"), options).text)
     assert content["data"] == {"audio": "clips", "prepare": {"rate": RATE}}
-    with pytest.raises(PipelineInvalid, match="inputs of one length; give it as --input"):
+    with pytest.raises(PipelineInvalid, match="give `seconds`, or the size"):
         draft(Path("p.yaml"), InitOptions("net:net", data="clips"))
