@@ -52,16 +52,14 @@ def find_preparation(
     if isinstance(model, ModelFile):
         names = class_names_of(model.kind, pipeline.folder / model.file)
     columns = isinstance(spec, HuggingFaceData | TableData) and spec.columns
-    is_text = not columns and isinstance(spec, HuggingFaceData | TableData) and bool(spec.text)
-    if is_text:
-        settings, tokenizer = _text_settings(pipeline, spec, inputs, carried)
-        carried[TOKENIZER] = tokenizer
-        return _preparation("text", settings, inputs or (), names, tokenizer.decode()), carried
-    if columns or (
-        not isinstance(spec, ImageData | AudioData | HuggingFaceData) and not spec.prepare
-    ):
-        return Preparation(class_names=names), carried
+    is_raw = isinstance(spec, ImageData | AudioData | HuggingFaceData) or bool(spec.prepare)
     try:
+        if not columns and isinstance(spec, HuggingFaceData | TableData) and spec.text:
+            settings, tokenizer = _text_settings(pipeline, spec, inputs, carried)
+            carried[TOKENIZER] = tokenizer
+            return _preparation("text", settings, inputs or (), names, tokenizer.decode()), carried
+        if columns or not is_raw:
+            return Preparation(class_names=names), carried
         form = _declared_form(pipeline, spec, carried)
         inputs = inputs or (form.default_input(),)
         settings = form.handler_settings(Signature(inputs=inputs))
@@ -71,8 +69,7 @@ def find_preparation(
         raise PipelineInvalid(f"data.prepare: {error}") from error
     if spec.prepare or IMAGES not in carried:  # the model's own file is left as it is
         carried[IMAGES] = _json(_processor_config(form, settings))
-    kind = "audio" if isinstance(form, AudioInput) else "image"
-    return _preparation(kind, settings, inputs, names), carried
+    return _preparation(form.kind, settings, inputs, names), carried
 
 
 def _preparation(
@@ -93,8 +90,9 @@ def _declared_form(
     given, is_sound = spec.prepare, isinstance(spec, AudioData)
     form: Any = given
     if IMAGES in carried and (is_sound or not given):
-        form = processor_input(json.loads(carried[IMAGES])) or given
-    if isinstance(form, AudioInput if is_sound else ImageInput):
+        form = processor_input(json.loads(carried[IMAGES]))
+    wanted = AudioInput if is_sound else ImageInput
+    if isinstance(form, wanted) or isinstance(form := given, wanted):
         update = given.model_dump(exclude_unset=True) if is_sound and given else {}
         return form.model_copy(update=update)
     if isinstance(pipeline.model, TimmModel) and not is_sound:
@@ -183,10 +181,7 @@ def _text_settings(
                 "data.prepare: nothing says how texts become the model's inputs; give `prepare: "
                 "{tokenizer: tokenizer.json}`"
             )
-        try:
-            settings = form.handler_settings(Signature(inputs=inputs))
-        except StageFailed as error:
-            raise PipelineInvalid(f"data.prepare: {error}") from error
+        settings = form.handler_settings(Signature(inputs=inputs))
         return settings, Path(form.tokenizer).read_bytes()
 
 

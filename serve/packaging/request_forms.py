@@ -64,6 +64,7 @@ class ImageInput(Settings):
     std: tuple[Positive, ...] = (1.0,)
     """What they are divided by then."""
 
+    kind: ClassVar[str] = "image"
     requirements: ClassVar[tuple[Requirement, ...]] = (
         Requirement(what="PIL", install=pip_install("serve")),
     )
@@ -125,6 +126,7 @@ class AudioInput(Settings):
     """A `preprocessor_config.json` of transformers' ASTFeatureExtractor or WhisperFeatureExtractor,
     which then compute the model's input; by default it is the waveform."""
 
+    kind: ClassVar[str] = "audio"
     requirements: ClassVar[tuple[Requirement, ...]] = tuple(
         Requirement(what=name, install=pip_install("audio")) for name in ("soundfile", "soxr")
     )
@@ -165,6 +167,7 @@ class TextInput(Settings):
     """What of an encoding each input is, where inputs have other names than `input_ids`,
     `attention_mask` and `token_type_ids`."""
 
+    kind: ClassVar[str] = "text"
     requirements: ClassVar[tuple[Requirement, ...]] = (
         Requirement(what="tokenizers", install=pip_install("text")),
     )
@@ -241,8 +244,7 @@ class RequestForms:
     @property
     def by_name(self) -> dict[str, ImageInput | TextInput | AudioInput]:
         """The forms that a client may send."""
-        forms = (("image", self.image), ("text", self.text), ("audio", self.audio))
-        return {name: form for name, form in forms if form}
+        return {form.kind: form for form in (self.image, self.text, self.audio) if form}
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
         """Return the handler's settings of each form, for a model of this signature."""
@@ -251,32 +253,29 @@ class RequestForms:
 
 def forms_of(artifact: Artifact) -> RequestForms:
     """Return what an artifact's carried files say; what does not fit its inputs is left out."""
-    form: ImageInput | AudioInput | None = None
-    text = None
-    try:
-        form = processor_input(artifact.carried_json(IMAGES))
-        if form:
-            _require(form)
-            form.handler_settings(artifact.signature)
-    except StageFailed as error:
-        logger.warning("%s: %s is not used: %s", artifact.path, IMAGES, error)
-        form = None
-    if TOKENIZER in artifact.manifest.files:
-        artifact.check_files(hashed=[TOKENIZER])
-        text = TextInput(tokenizer=str(artifact.path / TOKENIZER))
+    found: dict[str, Any] = {}
+    form: ImageInput | AudioInput | TextInput
+    for file in (IMAGES, TOKENIZER):
+        if file not in artifact.manifest.files:
+            continue
+        artifact.check_files(hashed=[file])
         try:
-            _require(text)
-            text.handler_settings(artifact.signature)
+            if file == TOKENIZER:
+                form = TextInput(tokenizer=str(artifact.path / file))
+            else:
+                form = processor_input(artifact.carried_json(file))
+            if missing := [each for each in form.requirements if each.missing()]:
+                raise StageFailed(f"{missing[0].what} is not installed ({missing[0].install})")
+            form.handler_settings(artifact.signature)
+            found[form.kind] = form
         except StageFailed as error:
-            logger.warning("%s: %s is not used: %s", artifact.path, TOKENIZER, error)
-            text = None
-    sound, image = (form, None) if isinstance(form, AudioInput) else (None, form)
-    return RequestForms(artifact.class_names, image, text, sound)
+            logger.warning("%s: %s is not used: %s", artifact.path, file, error)
+    return RequestForms(artifact.class_names, **found)
 
 
-def processor_input(config: Mapping[str, Any] | None) -> ImageInput | AudioInput | None:
+def processor_input(config: Mapping[str, Any]) -> ImageInput | AudioInput:
     """Return what a `preprocessor_config.json` says of images or sounds; StageFailed as below."""
-    if config is None or "sampling_rate" not in config:
+    if "sampling_rate" not in config:
         return image_input(config)
     kind = str(config.get("feature_extractor_type"))
     known: dict[str, Any] = {"rate": config["sampling_rate"], "seconds": config.get("seconds")}
@@ -287,16 +286,8 @@ def processor_input(config: Mapping[str, Any] | None) -> ImageInput | AudioInput
     return AudioInput(**known, normalize=config.get("do_normalize", True))
 
 
-def _require(settings: ImageInput | TextInput | AudioInput) -> None:
-    missing = [each for each in settings.requirements if each.missing()]
-    if missing:
-        raise StageFailed(f"{missing[0].what} is not installed ({missing[0].install})")
-
-
-def image_input(config: Mapping[str, Any] | None) -> ImageInput | None:
+def image_input(config: Mapping[str, Any]) -> ImageInput:
     """Return the settings of a `preprocessor_config.json`; StageFailed for an unknown step."""
-    if config is None:
-        return None
     kind = str(config.get("image_processor_type", ""))
     others = {name for name in config if name.startswith("do_")} - {*STEPS, *WITHOUT_EFFECT}
     unknown = sorted(name for name in others if config[name])
