@@ -80,14 +80,15 @@ def write_pipeline(options: InitOptions, out: Path | None, settings: AutoSetting
     """Write the pipeline file that a search of a model amounts to, beside its results."""
     from compress.pipelines.auto.candidate_evaluator import without_searched_stages
     from compress.pipelines.auto.front import PIPELINE_FILE
-    from compress.pipelines.commands.init import TIMM_PREFIX, check_model, draft
+    from compress.pipelines.commands.init import TIMM_PREFIX, check_model, draft, naming_options
 
     if options.data is None:
         raise PipelineInvalid("compress auto decides by `val`: give --data, or a pipeline file")
     model = check_model(str(options.model)).removeprefix(TIMM_PREFIX)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(model).resolve().name).strip("-.") or "model"
     file = (out or Path("runs") / name) / PIPELINE_FILE
-    content = {**yaml_core.load(draft(file, options).text), "name": name}
+    with naming_options(file):
+        content = {**yaml_core.load(draft(file, options).text), "name": name}
     stages = content.pop("stages")
     pipeline = PipelineConfig.model_validate({**content, "stages": stages})
     kept = len(without_searched_stages(pipeline, settings)[0].stages)

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -111,19 +112,25 @@ def write_draft(
     """Write a pipeline file for a model; `ask` prompts for missing options."""
     if file.exists() and not force:
         raise PipelineInvalid(f"{file} exists and is not overwritten; name another, or use --force")
-    try:
+    with naming_options(file):
         found = draft(file, prompt_for_missing(options, ask) if ask else options)
-    except CompressError as error:
-        # The file is not written yet: name the option in place of the setting.
-        for setting, option in OPTION_OF_SETTING.items():
-            if str(error).startswith(place := f"{file}: {setting}: "):
-                raise type(error)(f"{option}: {str(error).removeprefix(place)}") from error
-        raise
     try:
         write_atomically(file, found.text)
     except OSError as error:
         raise PipelineInvalid(f"{file} cannot be written ({error.strerror})") from None
     return found
+
+
+@contextmanager
+def naming_options(file: Path) -> Iterator[None]:
+    """Name the option in place of the setting of a file that is not written yet, in errors."""
+    try:
+        yield
+    except CompressError as error:
+        for setting, option in OPTION_OF_SETTING.items():
+            if str(error).startswith(place := f"{file}: {setting}: "):
+                raise type(error)(f"{option}: {str(error).removeprefix(place)}") from error
+        raise
 
 
 def draft(file: Path, options: InitOptions) -> Draft:
