@@ -73,6 +73,12 @@ class Settings(BaseModel):
         """Return whether a setting has its default, which a dump holds as if it were written."""
         return bool(getattr(self, name) == type(self).model_fields[name].default)
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the fields that `repr` shows: those beside their default."""
+        for name, value in super().__repr_args__():
+            if name is None or not self.has_default(name):
+                yield name, value
+
 
 PARTS_OF_SCHEMAS = ("schema", "fields", "choices", "items_schema", "keys_schema", "values_schema")
 """Keys of pydantic's core schemas that hold others."""

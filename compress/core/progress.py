@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as Bars
+
+SECONDS_BETWEEN_TEXTS = 0.5  # in a notebook, which keeps what is sent to it
 
 
 class Progress(Protocol):
@@ -25,16 +29,18 @@ def silent(task: str, done: int, total: int, note: str = "") -> None:
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Progress]:
-    """Draw a bar on a console for each task of a block, until it is done."""
+    """Draw a bar on a terminal or in a notebook for each task of a block, until it is done."""
     from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
+    from rich.table import Column
 
-    name = TextColumn("{task.description}", markup=False)
-    last = TextColumn("{task.fields[note]}", markup=False)
+    # 12 columns of bar leave room for stage, epoch and loss on a terminal of 80.
+    texts = ("{task.description}", "{task.fields[note]}")
+    name, last = (TextColumn(t, markup=False, table_column=Column(no_wrap=True)) for t in texts)
+    columns = (name, BarColumn(12), last, TimeElapsedColumn())
+    bars = Bars(*columns, console=console, transient=True)
     tasks: dict[str, TaskID] = {}
-    with Bars(
-        name, BarColumn(), last, TimeElapsedColumn(), console=console, transient=True
-    ) as bars:
+    with _in_notebook(bars) if console.is_jupyter else bars:
 
         def progress(task: str, done: int, total: int, note: str = "") -> None:
             if task not in tasks:
@@ -46,12 +52,40 @@ def progress_bars(console: Console) -> Iterator[Progress]:
         yield progress
 
 
+@contextmanager
+def _in_notebook(bars: Bars) -> Iterator[None]:
+    """Show bars as a text that is replaced; rich itself shows them with ipywidgets alone."""
+    from IPython.display import display
+    from rich.console import Console
+
+    def text() -> dict[str, str]:
+        console = Console(file=io.StringIO(), width=100, force_jupyter=False)
+        console.print(bars.get_renderable())
+        return {"text/plain": console.file.getvalue().rstrip()}  # type: ignore[attr-defined]
+
+    output = display(text(), raw=True, display_id=True)
+    ended = threading.Event()
+
+    def draw() -> None:
+        shown = text()
+        while not ended.wait(SECONDS_BETWEEN_TEXTS):
+            if (now := text()) != shown:
+                output.update(shown := now, raw=True)
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        output.update({"text/plain": ""}, raw=True)
+
+
 def show_bars(wanted: bool | None = None) -> AbstractContextManager[Progress]:
     """Show the progress of a block as bars; by default on a terminal or in a notebook."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    # In a notebook rich draws bars as a widget, and without ipywidgets warns at each of them.
-    drawable = console.is_terminal or (console.is_jupyter and bool(find_spec("ipywidgets")))
-    shows = drawable if wanted is None else wanted
+    shows = console.is_terminal or console.is_jupyter if wanted is None else wanted
     return progress_bars(console) if shows else nullcontext(silent)

@@ -145,6 +145,8 @@ def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | No
     smallest = set() if better is None else pareto_indices(sizes, better)
     fastest = set() if better is None else pareto_indices(times, better)
     upwards = f"{name} on val{direction}"
+    samples = found[0].measured.metric.samples  # type: ignore[union-attr]
+    counted = f"n = {samples}" if samples else ""
     relative = f"time of a call, {report.baseline_name} = 1"
     return ParetoFronts(
         size=scatter_plot(
@@ -152,7 +154,10 @@ def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | No
             smallest,
             title=f"{name} against size",
             names=("size of the file", upwards),
-            shown=lambda v: f"{v / 1e6:g} MB" if v >= 1e6 else readable_bytes(round(v)),
+            shown=lambda v: (
+                f"{v / 1e6:g} MB" if v >= 1e6 else f"{v / 1e3:g} kB" if v >= 1e3 else f"{v:g} B"
+            ),
+            counted=counted,
         ),
         time=scatter_plot(
             times,
@@ -160,6 +165,7 @@ def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | No
             title=f"{name} against latency",
             names=(relative, upwards),
             shown=lambda v: f"{v:g}",
+            counted=counted,
         )
         if times
         else None,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -129,10 +130,22 @@ def fast_imports() -> Iterator[None]:
             gc.freeze()
 
 
+class _TorchNotice(MetaPathFinder):
+    """Says on a terminal when torch begins to be imported, which takes seconds."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        """Find nothing: other finders do."""
+        if name == "torch":
+            sys.meta_path.remove(self)
+            if sys.stderr.isatty():
+                notify("importing torch")
+
+
 def run_app(app: Callable[[], Any]) -> NoReturn:
     """Run the command line and exit with its code, or with a signal's."""
     signals.install_handlers()
     escape_warnings()
+    sys.meta_path.insert(0, _TorchNotice())
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
