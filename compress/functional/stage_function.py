@@ -53,7 +53,7 @@ def stage_help(stage: type[Stage[Any, Any]], takes_file: bool, texts: Mapping[st
     name = str(stage.model_fields["stage"].default)
     about, _, steps = (inspect.getdoc(stage) or "").partition("\n\n    - ")
     steps = yaml.safe_load(f"    - {steps.partition(chr(10) * 2)[0]}") if steps else []
-    example = next((step for step in steps if step.get("stage") == name), {})
+    example: dict[str, Any] = next((step for step in steps if step.get("stage") == name), {})
     call = ["model", *(["'model.file'"] if takes_file else [])]
     call += [f"{n}={value!r}" for n, value in example.items() if n in texts and n != "gates"]
     call.append("example_inputs=(x,)" if takes_file else "data=loader")
@@ -68,10 +68,8 @@ def stage_help(stage: type[Stage[Any, Any]], takes_file: bool, texts: Mapping[st
     shown.append(f"In full: compress.{name}.settings[NAME]")
     code = textwrap.fill(f"small = compress.{name}({', '.join(call)})", HELP_WIDTH - 8)
     paragraphs = "\n\n".join(about.split("\n\n")[:2])
-    return "\n".join(
-        [paragraphs, "\nExample:", textwrap.indent(code, "    ")]
-        + [ARGUMENTS.rstrip(), textwrap.indent("\n".join(shown), "    "), ""]
-    )
+    arguments = ARGUMENTS.rstrip() + "\n" + textwrap.indent("\n".join(shown), "    ")
+    return f"{paragraphs}\n\nExample:\n{textwrap.indent(code, '    ')}\n{arguments}\n"
 
 
 def stage_function(

@@ -267,20 +267,18 @@ def _front_plot(front: Front) -> Plot | None:
         )
         for model in models
     ]
-    return (
-        points
-        and scatter_plot(
-            points,
-            {i for i, model in enumerate(models) if model.name in front.points},
-            title="Drop of the metric against latency",
-            names=(
-                "predicted ms a call" if front.predicted_for else "ms a call",
-                "drop, in points; lower is better",
-            ),
-            shown="{:g}".format,
-            counted=f"n = {front.samples}" if front.samples else "",
-        )
-        or None
+    if not points:
+        return None
+    return scatter_plot(
+        points,
+        {i for i, model in enumerate(models) if model.name in front.points},
+        title="Drop of the metric against latency",
+        names=(
+            "predicted ms a call" if front.predicted_for else "ms a call",
+            "drop, in points; lower is better",
+        ),
+        shown="{:g}".format,
+        counted=f"n = {front.samples}" if front.samples else "",
     )
 
 

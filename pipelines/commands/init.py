@@ -439,14 +439,30 @@ class InitOptions:
 def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
     """Return the options with missing ones prompted for; if they name a model, only its inputs."""
     if options.model is None:
-        model = ask("Model, as a folder, file, timm:NAME or module:callable", "", check_model)
-        asks = options.checkpoint is None and not has_weights(model)
-        checkpoint = ask("Checkpoint", NO_ANSWER, str) if asks else options.checkpoint
-        data = options.data or ask(
-            "Data, as a file, folder or module:callable", NO_ANSWER, _check_data
+        model = ask(
+            "Which model shall be compressed? (a folder, a file, timm:NAME or module:callable)",
+            "",
+            check_model,
         )
-        target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
-        goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
+        asks = options.checkpoint is None and not has_weights(model)
+        checkpoint = (
+            ask("Which file holds its trained weights?", NO_ANSWER, str)
+            if asks
+            else options.checkpoint
+        )
+        data = options.data or ask(
+            "Which data shall it be judged by? (a file, a folder or module:callable)",
+            NO_ANSWER,
+            _check_data,
+        )
+        target: Any = ask(
+            "Which format shall the file to deploy have: onnx, torchscript or aot?",
+            options.target,
+            _one_of(Target),
+        )
+        goal: Any = ask(
+            "What shall the model become: smaller, faster or both?", options.goal, _one_of(Goal)
+        )
         options = replace(
             options,
             model=model,
@@ -457,7 +473,9 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
         )
     if options.data is None and not options.inputs and not declares_inputs(str(options.model)):
         answer = ask(
-            "Inputs, each as name=batch,3,224,224", "", lambda text: parse_inputs(text.split())
+            "Which inputs does the model take? (each as name=batch,3,224,224, with spaces between)",
+            "",
+            lambda text: parse_inputs(text.split()),
         )
         options = replace(options, inputs=answer.split())
     return options

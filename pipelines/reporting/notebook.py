@@ -79,7 +79,7 @@ def _(report: Report) -> NotebookView:
         lines=lines,
         columns=("stage", "verdict", f"{name} (drop)", *STAGE_COLUMNS),
         rows=table,
-        plot=fronts and (fronts.time or fronts.size),
+        plot=(fronts.time or fronts.size) if fronts else None,
         status="passed" if report.status == "passed" else "refused",
     )
 

@@ -13,7 +13,7 @@ LEFT, RIGHT, TOP = 60, 390, 44
 FLOOR, LOW_FLOOR = 272, 162  # lower edge of a scatter plot, and of a line plot
 LABEL_MARGIN = 30
 LOG_FROM_RATIO = 5.0  # an axis is logarithmic if its ends differ by this factor or more
-CHARACTER_WIDTH = 7.0  # estimated width of a label's character, in view-box units
+CHARACTER_WIDTH = 8.0  # estimated width of a label's character, in view-box units
 MAX_DRAWN_POINTS = 100  # of a line: more cannot be distinguished at this size
 
 Shape = Literal["front", "other", "refused"]

@@ -243,7 +243,7 @@ def get_prompter() -> Callable[[str, str, Callable[[str], object]], str] | None:
 
 def _prompt(question: str, default: str, check: Callable[[str], object]) -> str:
     while True:
-        sys.stderr.write(printable(f"{question}{f' [{default}]' if default else ''}: "))
+        sys.stderr.write(printable(f"{question}{f' [{default}]' if default else ''} "))
         sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:  # Ctrl-D
