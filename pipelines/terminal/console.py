@@ -130,22 +130,23 @@ def fast_imports() -> Iterator[None]:
             gc.freeze()
 
 
-class _TorchNotice(MetaPathFinder):
-    """Says on a terminal when torch begins to be imported, which takes seconds."""
+class _ImportNotice(MetaPathFinder):
+    """Says on a terminal what is being imported, before the first second is over."""
+
+    def __init__(self) -> None:
+        self.notices = {"compress.core.stage": "importing the stages", "torch": "importing torch"}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         """Find nothing: other finders do."""
-        if name == "torch":
-            sys.meta_path.remove(self)
-            if sys.stderr.isatty():
-                notify("importing torch")
+        if (notice := self.notices.pop(name, None)) and sys.stderr.isatty():
+            notify(notice)
 
 
 def run_app(app: Callable[[], Any]) -> NoReturn:
     """Run the command line and exit with its code, or with a signal's."""
     signals.install_handlers()
     escape_warnings()
-    sys.meta_path.insert(0, _TorchNotice())
+    sys.meta_path.insert(0, _ImportNotice())
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
