@@ -439,11 +439,8 @@ class InitOptions:
 def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
     """Return the options with missing ones prompted for; if they name a model, only its inputs."""
     if options.model is None:
-        model = ask(
-            "Which model shall be compressed? (a folder, a file, timm:NAME or module:callable)",
-            "",
-            check_model,
-        )
+        question = "Which model shall be compressed (folder, file, timm:NAME, module:callable)?"
+        model = ask(question, "", check_model)
         asks = options.checkpoint is None and not has_weights(model)
         checkpoint = (
             ask("Which file holds its trained weights?", NO_ANSWER, str)
@@ -451,7 +448,7 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
             else options.checkpoint
         )
         data = options.data or ask(
-            "Which data shall it be judged by? (a file, a folder or module:callable)",
+            "Which data shall judge it (file, folder, module:callable)?",
             NO_ANSWER,
             _check_data,
         )
@@ -473,7 +470,7 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
         )
     if options.data is None and not options.inputs and not declares_inputs(str(options.model)):
         answer = ask(
-            "Which inputs does the model take? (each as name=batch,3,224,224, with spaces between)",
+            "Which inputs does it take, with spaces between (name=batch,3,224,224)?",
             "",
             lambda text: parse_inputs(text.split()),
         )
