@@ -155,11 +155,6 @@ class Bench(ShownInNotebooks, Settings):
     not_exported: dict[str, str] = {}
     """Runtimes that were asked for and are not measured, and why."""
 
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield what `repr` shows: the models, and which is fastest."""
-        yield "models", [model.name for model in self.models]
-        yield "verdicts", [*self.lines()]
-
     def lines(self) -> Iterator[str]:
         """Yield which model is fastest for each batch size and number of threads."""
         yield from (cell.verdict for cell in self.cells)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
@@ -11,8 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bars
-
-SECONDS_BETWEEN_TEXTS = 0.5  # in a notebook, which keeps what is sent to it
 
 
 class Progress(Protocol):
@@ -30,6 +27,7 @@ def silent(task: str, done: int, total: int, note: str = "") -> None:
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Progress]:
     """Draw a bar on a terminal or in a notebook for each task of a block, until it is done."""
+    from rich.console import Console
     from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
     from rich.table import Column
@@ -38,9 +36,12 @@ def progress_bars(console: Console) -> Iterator[Progress]:
     texts = ("{task.description}", "{task.fields[note]}")
     name, last = (TextColumn(t, markup=False, table_column=Column(no_wrap=True)) for t in texts)
     columns = (name, BarColumn(12), last, TimeElapsedColumn())
-    bars = Bars(*columns, console=console, transient=True)
     tasks: dict[str, TaskID] = {}
-    with _in_notebook(bars) if console.is_jupyter else bars:
+    target = Console(file=io.StringIO(), width=100, force_jupyter=False)
+    bars = Bars(*columns, console=target if console.is_jupyter else console, transient=True)
+    if console.is_jupyter:
+        _draw_in_notebook(bars, target)
+    with bars:
 
         def progress(task: str, done: int, total: int, note: str = "") -> None:
             if task not in tasks:
@@ -52,34 +53,19 @@ def progress_bars(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-@contextmanager
-def _in_notebook(bars: Bars) -> Iterator[None]:
-    """Show bars as a text that is replaced; rich itself shows them with ipywidgets alone."""
+def _draw_in_notebook(bars: Bars, console: Console) -> None:
+    """Let bars be a text that is replaced; rich itself shows them with ipywidgets alone."""
     from IPython.display import display
-    from rich.console import Console
 
-    def text() -> dict[str, str]:
-        console = Console(file=io.StringIO(), width=100, force_jupyter=False)
-        console.print(bars.get_renderable())
-        return {"text/plain": console.file.getvalue().rstrip()}  # type: ignore[attr-defined]
+    output = display({"text/plain": ""}, raw=True, display_id=True)
 
-    output = display(text(), raw=True, display_id=True)
-    ended = threading.Event()
+    def refresh() -> None:
+        with console.capture() as text:
+            console.print(bars.get_renderable())
+        output.update({"text/plain": text.get().rstrip()}, raw=True)
 
-    def draw() -> None:
-        shown = text()
-        while not ended.wait(SECONDS_BETWEEN_TEXTS):
-            if (now := text()) != shown:
-                output.update(shown := now, raw=True)
-
-    thread = threading.Thread(target=draw, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        output.update({"text/plain": ""}, raw=True)
+    bars.live.refresh_per_second = 2  # a notebook keeps what is sent to it
+    bars.live.refresh = refresh  # type: ignore[method-assign]
 
 
 def show_bars(wanted: bool | None = None) -> AbstractContextManager[Progress]:

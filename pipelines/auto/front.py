@@ -101,11 +101,6 @@ class Front(ShownInNotebooks, Settings):
     samples: int | None = None
     """Samples of each half of `val`; None in fronts of older versions."""
 
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield what `repr` shows: what was found."""
-        yield from {"best": self.best, "points": list(self.points)}.items()
-        yield "checked", len(self.checked)
-
     @property
     def by_name(self) -> dict[str, CheckedModel]:
         """The checked models by name."""

@@ -96,12 +96,6 @@ class StageReport(Settings):
     )
     """Whether all of its gates passed; stages without a result are listed as failures."""
 
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield what `repr` shows of a stage: its figures."""
-        yield from {"name": self.name, "status": self.status}.items()
-        known = {n: v for n, v in self.measurements.figures.items() if v is not None}
-        yield from ((n, v if isinstance(v, int) else float(f"{v:.4g}")) for n, v in known.items())
-
 
 class FailureReport(Settings):
     """A stage that failed or was interrupted before it had a result."""
@@ -183,11 +177,6 @@ class Report(ShownInNotebooks, Settings):
     """What the run cost, counted; None unless it was asked for."""
     lock: dict[str, JsonValue] = Field(exclude=True)
     """Content of `lock.json`."""
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield what `repr` shows of a run."""
-        yield from {"pipeline": self.pipeline, "status": self.status}.items()
-        yield "stages", [stage.name for stage in self.stages]
 
     def write(self, out: Path, page: str) -> None:
         """Write the report, its rendered page, and lock.json, whose digest report.json holds."""
