@@ -9,8 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from rich.table import Table
-
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
@@ -20,7 +18,7 @@ from compress.core.context import Context
 from compress.export.fastest.stage import BenchCell, BenchRow, Runtime, export_to, measure_fastest
 from compress.export.web.page import ONNXRUNTIME_WEB, web_page
 from compress.functional.in_memory import Inputs, as_artifact, forward_names, make_splits
-from compress.pipelines.reporting.notebook import MAX_ROWS, NotebookView, view_of
+from compress.pipelines.reporting.notebook import NotebookView, view_of
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.reporting.terminal_table import NOT_MEASURABLE
 from compress.pipelines.system.machine_info import machine
@@ -162,20 +160,6 @@ class Bench(ShownInNotebooks, Settings):
             yield f"{runtime} was not measured: {reason}"
 
 
-def bench_table(found: Bench) -> Table:
-    """Build a table with one row for each model, batch size and number of threads."""
-    table = Table(title=f"against {found.models[0].name}", title_justify="left")
-    for name in ("threads", "batch"):
-        table.add_column(name, justify="right")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
-    for cell in found.cells:
-        for row in cell.rows:
-            start = () if row is not cell.rows[0] else (str(cell.threads), str(cell.batch))
-            table.add_row(*(start or ("", "")), *cells_of(row), end_section=row is cell.rows[-1])
-    return table
-
-
 def cells_of(row: BenchRow) -> tuple[str, ...]:
     """Return a row's figures as text; what is too uncertain is not shown."""
     if row.unreliable_reason:
@@ -229,13 +213,13 @@ def bench_page(found: Bench) -> str:
 @view_of.register
 def _(found: Bench) -> NotebookView:
     return NotebookView(
-        title=f"{len(found.models)} models on {found.machine['processor']}",
+        title=f"against {found.models[0].name}, on {found.machine['processor']}",
         lines=[*found.lines()],
-        columns=(*COLUMNS, "batch", "threads"),
+        columns=("threads", "batch", *COLUMNS),
         rows=[
-            (*cells_of(row), str(cell.batch), str(cell.threads))
+            (str(cell.threads), str(cell.batch), *cells_of(row))
             for cell in found.cells
             for row in cell.rows
-        ][:MAX_ROWS],
+        ],
         plot=next(_plots(found), None),
     )

@@ -39,6 +39,7 @@ def search_and_print(
     from compress.pipelines.auto import front as fronts
     from compress.pipelines.auto.cost_models import LatencyTables
     from compress.pipelines.auto.search import search
+    from compress.pipelines.reporting.notebook import view_table
 
     if tables_only:
         measured = measure_tables(pipeline, settings, folder)
@@ -59,7 +60,7 @@ def search_and_print(
                 error.__notes__ = [note, *getattr(error, "__notes__", ())]
             raise
         write_atomically(page, fronts.front_page(front))
-    print_result(front, fronts.lines_below(front, folder), lambda _: fronts.front_table(front))
+    print_result(front, fronts.lines_below(front, folder), lambda _: view_table(front))
     if front.best is None:
         raise GateRefused(fronts.nothing_found(front))
 

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import CompressError
@@ -27,7 +25,7 @@ from compress.pipelines.auto.candidates import (
 )
 from compress.pipelines.config.auto_settings import AutoLimits, LatencyLimit
 from compress.pipelines.config.pipeline import relocated
-from compress.pipelines.reporting.notebook import MAX_ROWS, NotebookView, view_of
+from compress.pipelines.reporting.notebook import NotebookView, view_of
 from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
 from compress.pipelines.system import yaml_core
 from compress.pipelines.system.templates import render_template
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 FRONT_FILE = "front.json"
 FRONT_PAGE = "front.html"
 FLOAT_WHOLE = Candidate("float").name
-TEXT_COLUMNS = ("model", "misses")
 POINTS_FOLDER = "points"  # in the results' folder: a folder for each point, by its number
 PIPELINE_FILE = "pipeline.yaml"
 FLOAT_EXPORT = "float_onnx"
@@ -155,23 +152,6 @@ def _text(value: float | None, unknown: str = "") -> str:
     return unknown if value is None else f"{value:.3g}"
 
 
-def front_table(front: Front) -> Table:
-    """Build a table of the models that no other one beats."""
-    title = "models that no other one beats; * the best within all limits"
-    if front.predicted_for is not None:
-        title += f"; latencies are predicted for {front.predicted_for}"
-    rows = Table(title=title)
-    rows.add_column("point", no_wrap=True)
-    known = front.by_name
-    cells = [cells_of(front, known[name]) for name in front.points]
-    for name in cells[0] if cells else ():
-        rows.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
-    for number, own in enumerate(cells, 1):
-        mark = " *" if own["model"] == front.best else ""
-        rows.add_row(f"{number}{mark}", *own.values())
-    return rows
-
-
 def cells_of(front: Front, model: CheckedModel) -> dict[str, str]:
     """Return a model's figures as text, by the name of their column."""
     limits = front.limits
@@ -281,12 +261,18 @@ def _front_plot(front: Front) -> Plot | None:
 def _(front: Front) -> NotebookView:
     known = front.by_name
     cells = [cells_of(front, known[name]) for name in front.points]
+    marks = {True: " *", False: ""}
+    where = front.predicted_for
+    predicted = f"; latencies are predicted for {where}" if where else ""
     best = front.best and f"best: {front.line(known[front.best], front.limits)}"
     return NotebookView(
-        title=f"{len(front.checked)} models checked; limits: {front.limits.described or 'none'}",
+        title="models that no other one beats; * the best within all limits" + predicted,
         lines=[best or nothing_found(front)],
         columns=("point", *(cells[0] if cells else ())),
-        rows=[[str(n), *own.values()] for n, own in enumerate(cells[:MAX_ROWS], 1)],
+        rows=[
+            [f"{n}{marks[own['model'] == front.best]}", *own.values()]
+            for n, own in enumerate(cells, 1)
+        ],
         plot=_front_plot(front),
         status="passed" if front.best else "refused",
     )

@@ -1,4 +1,4 @@
-"""What a notebook shows of a result: a verdict, a table, and a plot of several candidates."""
+"""What notebooks and terminals show of a result: a verdict, a table, a plot of candidates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any, Literal
+
+from rich.table import Table
 
 from compress.artifacts.artifact import Artifact
 from compress.pipelines.reporting import stage_rows
@@ -18,8 +20,8 @@ from compress.quantization.numeric_debug.fidelity_report import Fidelity
 if TYPE_CHECKING:
     from compress.pipelines.reporting.svg_plots import Plot
 
+TEXT_COLUMNS = ("model", "misses")
 STAGE_COLUMNS = ("size", "smaller", "faster", "vs eager", "p50 ms")
-MAX_ROWS = 20  # of the table, to keep a notebook small
 _numbers = itertools.count(1)  # ids of plots, of which a notebook has several
 
 
@@ -50,6 +52,17 @@ def html_of(result: Any) -> str:
     return render_template("notebook.html.jinja", view=view_of(result), id=id)
 
 
+def view_table(result: Any) -> Table:
+    """Build the table of a result's view for a terminal."""
+    view = view_of(result)
+    table = Table(title=view.title, title_justify="left")
+    for name in view.columns:
+        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
+    for row in view.rows:
+        table.add_row(*row)
+    return table
+
+
 @singledispatch
 def view_of(result: Any) -> NotebookView:
     """Return what is shown of a result; each module registers that of its own."""
@@ -66,7 +79,7 @@ def _(report: Report) -> NotebookView:
     measured = [row.measured.metric for row in rows if row.measured and row.measured.metric]
     name = measured[0].name if measured else "metric"
     table = []
-    for row in rows[:MAX_ROWS]:
+    for row in rows:
         cells = measured_cells(row.measured) if row.measured else {}
         drop = f" ({cells['drop (95 %)']})" if cells.get("drop (95 %)", "–") != "–" else ""
         figures = [str(cells.get(column, "–")) for column in STAGE_COLUMNS]
