@@ -37,7 +37,8 @@ def progress_bars(console: Console) -> Iterator[Progress]:
     name, last = (TextColumn(t, markup=False, table_column=Column(no_wrap=True)) for t in texts)
     columns = (name, BarColumn(12), last, TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
-    target = Console(file=io.StringIO(), width=100, force_jupyter=False)
+    # Kernels set FORCE_COLOR, by which any file would be taken for a terminal.
+    target = Console(file=io.StringIO(), width=100, force_jupyter=False, force_terminal=False)
     bars = Bars(*columns, console=target if console.is_jupyter else console, transient=True)
     if console.is_jupyter:
         _draw_in_notebook(bars, target)
