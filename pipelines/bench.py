@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
-from compress.common.config import Settings
+from compress.common.config import Result, Settings
 from compress.common.errors import PipelineInvalid
 from compress.common.printable import ShownInNotebooks
 from compress.core.context import Context
@@ -142,7 +142,7 @@ class BenchedModel(Settings):
     """Size of the file to deploy."""
 
 
-class Bench(ShownInNotebooks, Settings):
+class Bench(ShownInNotebooks, Result):
     """Latencies of models, measured in turn."""
 
     machine: dict[str, str | int | None]

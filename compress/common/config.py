@@ -75,6 +75,10 @@ class Settings(BaseModel):
         """Return whether a setting has its default, which a dump holds as if it were written."""
         return bool(getattr(self, name) == type(self).model_fields[name].default)
 
+
+class Result(Settings):
+    """Results, whose `repr` shows no field at length; that of settings tells runs apart."""
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Yield the fields that `repr` shows: those beside their default, none at length."""
         for name, value in super().__repr_args__():

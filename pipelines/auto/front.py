@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import write_atomically
-from compress.common.config import Settings
+from compress.common.config import Result
 from compress.common.errors import CompressError
 from compress.common.printable import ShownInNotebooks
 from compress.common.sealed_json import read_if_unchanged, write_sealed
@@ -71,7 +71,7 @@ def shares_of_limits(limits: AutoLimits, model: CheckedModel) -> dict[str, float
     return shares
 
 
-class Front(ShownInNotebooks, Settings):
+class Front(ShownInNotebooks, Result):
     """All models that were checked, and the best of them."""
 
     limits: AutoLimits
