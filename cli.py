@@ -454,7 +454,8 @@ def bench(
     with console.fast_imports():
         from compress.common.atomic_files import write_atomically
         from compress.pipelines.bench import bench as measure
-        from compress.pipelines.bench import bench_page, bench_table, parse_numbers
+        from compress.pipelines.bench import bench_page, parse_numbers
+        from compress.pipelines.reporting.notebook import view_table
 
     found = measure(
         *artifacts,
@@ -466,7 +467,7 @@ def bench(
     )
     if html is not None:
         write_atomically(html, bench_page(found))
-    console.print_result(found, found.lines(), lambda _: bench_table(found))
+    console.print_result(found, found.lines(), lambda _: view_table(found))
 
 
 @command(

@@ -48,6 +48,7 @@ def search_and_print(
     from compress.pipelines.auto.candidate_evaluator import without_searched_stages
     from compress.pipelines.auto.cost_models import LatencyTables
     from compress.pipelines.auto.search import search
+    from compress.pipelines.reporting.notebook import view_table
 
     pipeline, left_out = without_searched_stages(pipeline, settings)
     if left_out:
@@ -71,7 +72,7 @@ def search_and_print(
                 error.__notes__ = [note, *getattr(error, "__notes__", ())]
             raise
         write_atomically(page, fronts.front_page(front))
-    print_result(front, fronts.lines_below(front, folder), lambda _: fronts.front_table(front))
+    print_result(front, fronts.lines_below(front, folder), lambda _: view_table(front))
     if front.best is None:
         raise GateRefused(fronts.nothing_found(front))
 

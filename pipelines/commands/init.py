@@ -47,6 +47,14 @@ Family = Literal["convolutional", "linear", "other", "exported"]
 Target = Literal["onnx", "torchscript", "aot"]
 Goal = Literal["smaller", "faster", "both"]
 NO_ANSWER = "none"
+QUESTIONS = {
+    "model": "Which model shall be compressed (folder, file, timm:NAME, module:callable)?",
+    "checkpoint": "Which file holds its trained weights?",
+    "data": "Which data shall judge it (file, folder, module:callable)?",
+    "target": "Which format shall the file to deploy have: onnx, torchscript or aot?",
+    "goal": "What shall the model become: smaller, faster or both?",
+    "inputs": "Which inputs does it take, with spaces between (name=batch,3,224,224)?",
+}
 TIMM_PREFIX = "timm:"
 TORCHSCRIPT_ENDINGS = (".ts", ".torchscript", ".pt", ".pth")
 EXPORTED_ENDINGS = (".onnx", ".pt2", *TORCHSCRIPT_ENDINGS)
@@ -448,14 +456,12 @@ class InitOptions:
 def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
     """Return the options with missing ones prompted for; if they name a model, only its inputs."""
     if options.model is None:
-        model = ask("Model, as a folder, file, timm:NAME or module:callable", "", check_model)
+        model = ask(QUESTIONS["model"], "", check_model)
         asks = options.checkpoint is None and not has_weights(model)
-        checkpoint = ask("Checkpoint", NO_ANSWER, str) if asks else options.checkpoint
-        data = options.data or ask(
-            "Data, as a file, folder or module:callable", NO_ANSWER, _check_data
-        )
-        target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
-        goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
+        checkpoint = ask(QUESTIONS["checkpoint"], NO_ANSWER, str) if asks else options.checkpoint
+        data = options.data or ask(QUESTIONS["data"], NO_ANSWER, _check_data)
+        target: Any = ask(QUESTIONS["target"], options.target, _one_of(Target))
+        goal: Any = ask(QUESTIONS["goal"], options.goal, _one_of(Goal))
         options = replace(
             options,
             model=model,
@@ -465,9 +471,7 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
             goal=goal,
         )
     if options.data is None and not options.inputs and not declares_inputs(str(options.model)):
-        answer = ask(
-            "Inputs, each as name=batch,3,224,224", "", lambda text: parse_inputs(text.split())
-        )
+        answer = ask(QUESTIONS["inputs"], "", lambda text: parse_inputs(text.split()))
         options = replace(options, inputs=answer.split())
     return options
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -129,10 +130,23 @@ def fast_imports() -> Iterator[None]:
             gc.freeze()
 
 
+class _ImportNotice(MetaPathFinder):
+    """Says on a terminal what is being imported, before the first second is over."""
+
+    def __init__(self) -> None:
+        self.notices = {"compress.core.stage": "importing the stages", "torch": "importing torch"}
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        """Find nothing: other finders do."""
+        if (notice := self.notices.pop(name, None)) and sys.stderr.isatty():
+            notify(notice)
+
+
 def run_app(app: Callable[[], Any]) -> NoReturn:
     """Run the command line and exit with its code, or with a signal's."""
     signals.install_handlers()
     escape_warnings()
+    sys.meta_path.insert(0, _ImportNotice())
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -230,7 +244,7 @@ def get_prompter() -> Callable[[str, str, Callable[[str], object]], str] | None:
 
 def _prompt(question: str, default: str, check: Callable[[str], object]) -> str:
     while True:
-        sys.stderr.write(printable(f"{question}{f' [{default}]' if default else ''}: "))
+        sys.stderr.write(printable(f"{question}{f' [{default}]' if default else ''} "))
         sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:  # Ctrl-D
