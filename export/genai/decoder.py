@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from compress.common.errors import StageFailed
+from compress.common.foreign.patching import patched_attribute
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.export.onnx.graph import PACKED_MATMUL, add_tensor, producer, remove_unread_, stored
 from compress.export.onnx.lowering import lower
@@ -28,7 +29,6 @@ from compress.export.onnx.passes.matmul_nbits import (
     matmul_operands,
     pack_pairs,
 )
-from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
 
 if TYPE_CHECKING:
