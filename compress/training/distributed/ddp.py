@@ -355,6 +355,13 @@ class DeepSpeedStrategy(DDPStrategy):
         """Return an optimizer whose ``step()`` is the engine's."""
         return EngineOptimizer(self.engine)
 
+    def loss_scaler(self, training: Training, device: str) -> torch.amp.GradScaler:
+        """Return the engine's own, which `backward` and `step` of the engine apply."""
+        if training.precision != "fp16":
+            return super().loss_scaler(training, device)
+        own = self.engine.torch_autocast_z0_gradscaler  # of stage 0
+        return EngineScaler(own or self.engine.optimizer.torch_autocast_gradscaler)
+
     def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Mark the last micro-batch, after which the engine reduces gradients."""
         self.engine.set_gradient_accumulation_boundary(is_last)
@@ -407,6 +414,30 @@ class DeepSpeedStrategy(DDPStrategy):
         self.engine.save_checkpoint(str(checkpoint / SHARDS), tag=TAG, save_latest=False)
 
 
+class EngineScaler(torch.amp.GradScaler):
+    """The loss scale of a DeepSpeed engine, which its checkpoints leave out."""
+
+    def __init__(self, own: torch.amp.GradScaler) -> None:
+        super().__init__(own._device)
+        self._own = own
+        self.get_scale, self.state_dict = own.get_scale, own.state_dict  # type: ignore[method-assign]
+        self.load_state_dict = own.load_state_dict  # type: ignore[method-assign]
+
+    def scale(self, outputs: Any) -> Any:
+        """Return a loss as it is: the engine's backward pass scales it."""
+        return outputs
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the engine's step unscales."""
+
+    def step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        """Step by the engine, which skips gradients that are not finite and updates the scale."""
+        optimizer.step()
+
+    def update(self, new_scale: Any = None) -> None:
+        """Do nothing: the engine's step has updated the scale."""
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step()`` is a DeepSpeed engine's."""
 
@@ -447,8 +478,9 @@ def deepspeed_configuration(parallel: Parallel, training: Training, ranks: int) 
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,  # never: progress is reported by epoch
     }
-    if training.precision == "bf16":
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    if training.precision in ("bf16", "fp16"):
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}[training.precision]
+        config["torch_autocast"] = {"enabled": True, "dtype": dtype}
     return config | more
 
 

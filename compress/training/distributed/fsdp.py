@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from compress.common.errors import StageFailed
 from compress.training.checkpoint import DeferredWeights
+from compress.training.config.parallel import Prefetch
 from compress.training.distributed.base import wait_for_hours_on_cpu
 from compress.training.distributed.ddp import DDPStrategy
 from compress.training.distributed.gradient_compression import CommCounter, shaped_like
@@ -279,9 +280,52 @@ def shard_(
         if block not in norms:
             fully_shard(block, mp_policy=inner, **policy)
     fully_shard(module, mp_policy=outer, **policy)
+    if parallel.buffer_dtype:
+        for part in module.modules():
+            if not isinstance(part, NORMS):
+                RoundedBuffers.register_(part, PRECISION[parallel.buffer_dtype])
     if parallel.prefetch:
-        chosen = set(blocks)
-        prefetch_([part for part in module.modules() if part in chosen], parallel.prefetch)
+        chosen, ahead = set(blocks), parallel.prefetch
+        ahead = Prefetch(forward=ahead, backward=ahead) if isinstance(ahead, int) else ahead
+        prefetch_([part for part in module.modules() if part in chosen], ahead)
+
+
+class RoundedBuffers:
+    """Hooks by which a module computes with float buffers of another type.
+
+    As FSDP1's `buffer_dtype`, which FSDP2 has not; but between calls they are as they were stored.
+    """
+
+    def __init__(self, names: Sequence[str], dtype: torch.dtype) -> None:
+        self.names, self.dtype = names, dtype
+        self.buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @classmethod
+    def register_(cls, module: nn.Module, dtype: torch.dtype) -> None:
+        """Register the hooks of a module that has such buffers of its own."""
+        own = [(name, x) for name, x in module._buffers.items() if x is not None]
+        names = [name for name, x in own if x.is_floating_point() and x.dtype != dtype]
+        if names:
+            hooks = cls(names, dtype)
+            module.register_forward_pre_hook(hooks.round_)
+            module.register_forward_hook(hooks.restore_, always_call=True)
+
+    @torch.compiler.disable
+    def round_(self, module: nn.Module, _: Any) -> None:
+        """Put rounded copies in the place of the buffers."""
+        for name in self.names:
+            stored: Any = module._buffers[name]
+            self.buffers[name] = stored, stored.to(self.dtype)
+            module._buffers[name] = self.buffers[name][1]
+
+    @torch.compiler.disable
+    def restore_(self, module: nn.Module, *_: Any) -> None:
+        """Put the buffers back, with what the module has written into a copy, or in its place."""
+        for name, (stored, rounded) in self.buffers.items():
+            value: Any = module._buffers[name]
+            if value is not rounded or rounded._version:
+                stored.copy_(value)
+            module._buffers[name] = stored
 
 
 class CountedAllGather(DefaultAllGather):
@@ -357,13 +401,15 @@ def blocks_to_wrap(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
     return named_blocks(module, parallel.wrap, "parallel.wrap")
 
 
-def prefetch_(blocks: Sequence[Any], count: int) -> None:
+def prefetch_(blocks: Sequence[Any], ahead: Prefetch) -> None:
     """Let each sharded block gather the weights of the next ones while it computes."""
     # Results are right for any order in which the model calls its blocks; this one saves time.
     for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])
-        before = blocks[max(0, index - count) : index]
-        block.set_modules_to_backward_prefetch(before[::-1])
+        if ahead.forward:
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead.forward])
+        if ahead.backward:
+            before = blocks[max(0, index - ahead.backward) : index]
+            block.set_modules_to_backward_prefetch(before[::-1])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

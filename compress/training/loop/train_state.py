@@ -192,9 +192,7 @@ class TrainState:
         """What forward passes call: the module, or DDP or DeepSpeed around it."""
         # After wrapping: the optimizer and the average refer to the shards.
         self.optimizer = strategy.optimizer(module, training)
-        device_type = torch.device(device).type
-        # At other precisions it passes everything through.
-        self.scaler = torch.amp.GradScaler(device_type, enabled=training.precision == "fp16")
+        self.scaler = strategy.loss_scaler(training, device)
         self.loss_scale = 1.0  # by which the loss of the last step was multiplied
         self.ema = EMA(module, training.ema_decay) if training.ema_decay else None
         self.gradient_norm: torch.Tensor | None = None
