@@ -82,8 +82,9 @@ class PackedTable(nn.Module):
         rows, scale, zeros = (x[ids] for x in (self.rows, self.scale, self.zeros))
         if self.rows.dim() == 2:
             return (rows.float() - zeros.float()) * scale
-        grouped = rows.unflatten(-1, (-1, self.group_size)).float() - zeros.float()[..., None]
-        return (grouped * scale[..., None]).flatten(-2)
+        centred = rows.view(*scale.shape, -1).float() - zeros.float()[..., None]
+        dequantized: torch.Tensor = (centred * scale[..., None]).flatten(-2)
+        return dequantized
 
     __getitem__ = forward  # as transformers reads the parameter of experts that it stands for
 

@@ -376,7 +376,7 @@ class ParallelScheduler:
                 continue
             if len(self.running) >= self.engine.places:
                 continue
-            if undisturbed(planned.stage) and self.running:
+            if undisturbed(planned.stage, self.engine.runs_apart) and self.running:
                 continue
             # Another branch may be running the same stage: then its artifact will be in the store.
             path = state.store.entry(stage_key_parts(state, planned)).path
@@ -390,7 +390,7 @@ class ParallelScheduler:
         lookup = executor.lookup(name, stage_key_parts(executor.state, planned))
         if lookup.cached:
             self.finished[name] = lookup
-        elif undisturbed(planned.stage):
+        elif undisturbed(planned.stage, self.engine.runs_apart):
             task = executor.task_for(planned, lookup)
             self.finished[name] = executor.commit(lookup, *task(executor.state.progress))
         else:

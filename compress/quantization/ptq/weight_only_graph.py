@@ -122,10 +122,8 @@ class WeightQuantizer:
             sizes = (self.bits, self.group_size)
             if self.method == "gptq" and moment_II is not None:
                 quantized = gptq(weight_OI, *sizes, moment_II, symmetric=self.symmetric)
-            elif self.method == "hqq":
-                quantized = in_parts(hqq, weight_OI, *sizes)
             else:  # AWQ's scales are in the weight already
-                quantized = in_parts(round_to_nearest, weight_OI, *sizes, symmetric=self.symmetric)
+                quantized = self._rounded_alone(weight_OI, sizes)
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
@@ -137,6 +135,12 @@ class WeightQuantizer:
                     self._rounded[features] = _round_activations(graph, features, self.group_size)
             node.replace_input_with(features, self._rounded[features])
         self.quantized["linear"] = self.quantized.get("linear", 0) + 1
+
+    def _rounded_alone(self, weight_OI: torch.Tensor, sizes: tuple[int, int]) -> QuantizedWeight:
+        """Round a weight by its own values, without the data's."""
+        if self.method == "hqq":
+            return in_parts(hqq, weight_OI, *sizes)
+        return in_parts(round_to_nearest, weight_OI, *sizes, symmetric=self.symmetric)
 
     def _quantize_embedding_(self, graph: fx.GraphModule, node: fx.Node) -> None:
         """Hold a table in few bits."""
@@ -156,7 +160,7 @@ class WeightQuantizer:
                 )
         sizes = (self.embedding_bits, group_size)
         quantized = in_parts(round_to_nearest, table_VD, *sizes, symmetric=self.symmetric)
-        _look_up_(graph, node, f"{table.target}_rows", quantized, grouped=self.embedding_bits == 4)
+        _look_up_(graph, node, f"{table.target}_rows", quantized, self.embedding_bits == 4)
         self.quantized["embedding"] = self.quantized.get("embedding", 0) + 1
 
     def _quantize_experts_(self, graph: fx.GraphModule, node: fx.Node) -> None:
@@ -164,7 +168,8 @@ class WeightQuantizer:
 
         By rounding or `hqq`: an expert's few inputs give no second moments for the other methods.
         """
-        weight, indices = node.args[:2]
+        weight: Any = node.args[0]
+        indices: Any = node.args[1]
         if not is_float(weight) or weight.meta["val"].dim() != 3 or len(indices) != 1:
             return
         weight_EOI = value_of(graph, weight)
@@ -174,17 +179,12 @@ class WeightQuantizer:
             self.left_float[str(weight.target)] = reason
             return
         sizes = (self.bits, self.group_size)
-        if self.method == "hqq":
-            quantized = in_parts(hqq, weight_EOI.flatten(0, 1), *sizes)
-        else:
-            symmetric = self.symmetric
-            rows = weight_EOI.flatten(0, 1)
-            quantized = in_parts(round_to_nearest, rows, *sizes, symmetric=symmetric)
-        experts = (
-            part.unflatten(0, weight_EOI.shape[:2])
-            for part in (quantized.integers_OI, quantized.scale_OG, quantized.zero_OG)
+        flat, experts = self._rounded_alone(weight_EOI.flatten(0, 1), sizes), weight_EOI.shape[:2]
+        integers, scale, zero = (
+            part.view(*experts, -1) for part in (flat.integers_OI, flat.scale_OG, flat.zero_OG)
         )
-        _look_up_(graph, node, str(weight.target), QuantizedWeight(*experts, self.bits))
+        quantized = QuantizedWeight(integers, scale, zero, self.bits)
+        _look_up_(graph, node, str(weight.target), quantized)
         self.quantized["experts"] = self.quantized.get("experts", 0) + 1
 
 
@@ -255,7 +255,6 @@ def _look_up_(
     node: fx.Node,
     name: str,
     weight: QuantizedWeight,
-    *,
     grouped: bool = True,
 ) -> None:
     """Look up integers, scales and zero points in place of a node's rows; dequantize these alone.

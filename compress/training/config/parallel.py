@@ -433,3 +433,10 @@ class Parallel(Settings):
     def communication_group(self) -> int:
         """Processes of a group in `hierarchical`."""
         return self.group_processes or self.processes
+
+
+def nodes_of(settings: Settings) -> tuple[int, int]:
+    """Return the fewest and the most machines that the trainings of a stage need."""
+    parts = [part for _, part in settings.nested() if isinstance(part, Parallel)]
+    fewest = max((part.min_nodes or part.nodes for part in parts), default=1)
+    return fewest, max((part.nodes for part in parts), default=1)

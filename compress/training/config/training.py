@@ -103,8 +103,8 @@ class Callbacks(Settings):
     `learning_rate`, `samples_per_second` and more."""
 
 
-# Those of torch.optim but LBFGS (wants a closure) and SparseAdam (wants sparse gradients). The rates
-# are torch's own defaults, except those of sgd, adamw and muon, which are 0.001 there.
+# Those of torch.optim but LBFGS (wants a closure) and SparseAdam (wants sparse gradients). The
+# rates are torch's own defaults, except those of sgd, adamw and muon, which are 0.001 there.
 DEFAULT_LEARNING_RATE = {
     "adadelta": 1.0,
     "adafactor": 1e-2,
@@ -240,8 +240,8 @@ class Training(Settings):
     optimizer_arguments: dict[str, JsonValue] = {}
     """Further arguments of the optimizer, such as `betas` or `eps`."""
     learning_rate: Positive | None = None
-    """Highest learning rate; by default 0.1 for `sgd`, 0.002 for `adamw` and `muon`, and torch's own for the
-    others."""
+    """Highest learning rate; by default 0.1 for `sgd`, 0.002 for `adamw` and `muon`, torch's own
+    for the others."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Momentum of `sgd`, by default 0.9. `onecycle` lowers the momentum (`betas[0]` of the Adam
     family) from 0.95 to 0.85 while the rate rises, and back, unless it is set here or in

@@ -310,7 +310,7 @@ class RoundedBuffers:
             module.register_forward_pre_hook(hooks.round_)
             module.register_forward_hook(hooks.restore_, always_call=True)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def round_(self, module: nn.Module, _: Any) -> None:
         """Put rounded copies in the place of the buffers."""
         for name in self.names:
@@ -318,7 +318,7 @@ class RoundedBuffers:
             self.buffers[name] = stored, stored.to(self.dtype)
             module._buffers[name] = self.buffers[name][1]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def restore_(self, module: nn.Module, *_: Any) -> None:
         """Put the buffers back, with what the module has written into a copy, or in its place."""
         for name, (stored, rounded) in self.buffers.items():

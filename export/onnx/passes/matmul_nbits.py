@@ -32,7 +32,7 @@ ROUNDING = (
 
 
 def use_packed_weights(program: ExportedProgram, signature: Signature) -> ExportedProgram:
-    """Return a program whose linear layers, 4-bit tables and experts are read by onnxruntime's operators."""
+    """Return a program whose packed layers, tables and experts onnxruntime's operators read."""
     # Otherwise the exporter folds the dequantization of the weights, and writes them as floats.
     if not any(name.endswith(PACKED) for name in program.state_dict):
         return program
