@@ -227,7 +227,12 @@ def _run_on_nodes(
             waiting = [*runs]
             while runs[0] in waiting:
                 (ended,), waiting = ray.wait(waiting)
-                result = ray.get(ended)
+                try:
+                    result = ray.get(ended)
+                except ray.exceptions.RayTaskError:
+                    if ended == runs[0]:
+                        raise
+                    # It has lost rank 0, whose own end says why.
             if result[1] is not None:
                 ray.get(waiting, timeout=SECONDS_TO_NOTICE)  # a lost node is the cause
             return result

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import Artifact
 from compress.common.dependency_recorder import Recording, recording
-from compress.common.errors import CompressError
+from compress.common.errors import CompressError, first_line
 from compress.common.malloc import release_freed_memory
 from compress.common.requirements import undisturbed
 from compress.core.context import ExportCache
@@ -126,10 +126,12 @@ class PipelineExecutor:
             runtime = BASELINES[ExportOnnx.runtime.name]
             file = BaselineArtifact(runtime, source, replace(context, is_quick=True)).written()
             cache.seconds += time.monotonic() - began
-        except Exception:
+        except Exception as error:
             # Whatever the user's own code raises here, it raises again where the model is called.
             if signals.exit_code():  # the error is a consequence of it
                 raise
+            why = f"{type(error).__name__}: {first_line(error)}"
+            state.emit("message", None, f"{SOURCE}: no ONNX file answers for the model ({why})")
         else:
             state.baseline_file = file
 

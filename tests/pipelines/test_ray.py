@@ -250,7 +250,11 @@ def data():
 def test_one_training_goes_over_two_nodes_and_resumes_where_one_of_them_is_lost(
     tmp_path, nodes
 ) -> None:
+    import ray
+
     (cluster, added), folder = nodes, tmp_path
+    added.append(cluster.add_node(num_cpus=1))  # takes the place of the lost one
+    lost: list[str] = []
     (folder / "clusters.py").write_text(CLUSTERS.replace("FOLDER", str(folder)))
     (folder / "wait").touch()
 
@@ -262,17 +266,18 @@ def test_one_training_goes_over_two_nodes_and_resumes_where_one_of_them_is_lost(
         return load_file(folder / name / "artifacts" / "trained" / "weights.safetensors")
 
     def lose_a_node() -> None:
-        # Within the second epoch or later, so that a checkpoint is there.
         while not any((folder / "spread" / ".store").rglob("step-*")):
-            time.sleep(0.05)
-        cluster.remove_node(added[1], allow_graceful=False)
-        cluster.add_node(num_cpus=1)
+            time.sleep(0.05)  # until there is a checkpoint
+        (table,) = ray.util.placement_group_table().values()
+        lost.append(table["bundles_to_node_id"][1])
+        cluster.remove_node(next(n for n in added if n.node_id == lost[0]), allow_graceful=False)
         (folder / "wait").unlink()
 
     loses = threading.Thread(target=lose_a_node, daemon=True)
     loses.start()
     spread = run("spread", "{nodes: 2}", "ray")
-    loses.join()
+    loses.join(60)
+    assert lost
     here, alone = run("here", "{processes: 2}"), run("alone", "{}")
     for name, weight in alone.items():
         assert torch.equal(spread[name], here[name])
