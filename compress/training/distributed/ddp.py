@@ -356,11 +356,16 @@ class DeepSpeedStrategy(DDPStrategy):
         return EngineOptimizer(self.engine)
 
     def loss_scaler(self, training: Training, device: str) -> torch.amp.GradScaler:
-        """Return the engine's own, which `backward` and `step` of the engine apply."""
+        """Return one that leaves the loss to the engine, and saves and restores its scale."""
         if training.precision != "fp16":
             return super().loss_scaler(training, device)
-        own = self.engine.torch_autocast_z0_gradscaler  # of stage 0
-        return EngineScaler(own or self.engine.optimizer.torch_autocast_gradscaler)
+        # The engine scales in `backward` and unscales in `step`; its checkpoints lack the scale.
+        scaler = torch.amp.GradScaler(torch.device(device).type, enabled=False)
+        of_stage_0 = self.engine.torch_autocast_z0_gradscaler
+        own: Any = of_stage_0 or self.engine.optimizer.torch_autocast_gradscaler
+        for name in ("get_scale", "state_dict", "load_state_dict"):
+            setattr(scaler, name, getattr(own, name))
+        return scaler
 
     def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Mark the last micro-batch, after which the engine reduces gradients."""
@@ -412,30 +417,6 @@ class DeepSpeedStrategy(DDPStrategy):
     def save_local(self, checkpoint: Path) -> None:
         """Write the engine's shards into a checkpoint."""
         self.engine.save_checkpoint(str(checkpoint / SHARDS), tag=TAG, save_latest=False)
-
-
-class EngineScaler(torch.amp.GradScaler):
-    """The loss scale of a DeepSpeed engine, which its checkpoints leave out."""
-
-    def __init__(self, own: torch.amp.GradScaler) -> None:
-        super().__init__(own._device)
-        self._own = own
-        self.get_scale, self.state_dict = own.get_scale, own.state_dict  # type: ignore[method-assign]
-        self.load_state_dict = own.load_state_dict  # type: ignore[method-assign]
-
-    def scale(self, outputs: Any) -> Any:
-        """Return a loss as it is: the engine's backward pass scales it."""
-        return outputs
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the engine's step unscales."""
-
-    def step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-        """Step by the engine, which skips gradients that are not finite and updates the scale."""
-        optimizer.step()
-
-    def update(self, new_scale: Any = None) -> None:
-        """Do nothing: the engine's step has updated the scale."""
 
 
 class EngineOptimizer(torch.optim.Optimizer):

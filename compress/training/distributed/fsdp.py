@@ -283,49 +283,40 @@ def shard_(
     if parallel.buffer_dtype:
         for part in module.modules():
             if not isinstance(part, NORMS):
-                RoundedBuffers.register_(part, PRECISION[parallel.buffer_dtype])
+                round_buffers_(part, PRECISION[parallel.buffer_dtype])
     if parallel.prefetch:
         chosen, ahead = set(blocks), parallel.prefetch
         ahead = Prefetch(forward=ahead, backward=ahead) if isinstance(ahead, int) else ahead
         prefetch_([part for part in module.modules() if part in chosen], ahead)
 
 
-class RoundedBuffers:
-    """Hooks by which a module computes with float buffers of another type.
+def round_buffers_(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let a module compute with float buffers of another type; between calls they are as stored.
 
-    As FSDP1's `buffer_dtype`, which FSDP2 has not; but between calls they are as they were stored.
+    As FSDP1's `buffer_dtype`, which FSDP2 has not.
     """
-
-    def __init__(self, names: Sequence[str], dtype: torch.dtype) -> None:
-        self.names, self.dtype = names, dtype
-        self.buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @classmethod
-    def register_(cls, module: nn.Module, dtype: torch.dtype) -> None:
-        """Register the hooks of a module that has such buffers of its own."""
-        own = [(name, x) for name, x in module._buffers.items() if x is not None]
-        names = [name for name, x in own if x.is_floating_point() and x.dtype != dtype]
-        if names:
-            hooks = cls(names, dtype)
-            module.register_forward_pre_hook(hooks.round_)
-            module.register_forward_hook(hooks.restore_, always_call=True)
+    own = [(name, x) for name, x in module._buffers.items() if x is not None]
+    names = [name for name, x in own if x.is_floating_point() and x.dtype != dtype]
+    replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def round_(self, module: nn.Module, _: Any) -> None:
-        """Put rounded copies in the place of the buffers."""
-        for name in self.names:
+    def replace(*_: Any) -> None:
+        for name in names:
             stored: Any = module._buffers[name]
-            self.buffers[name] = stored, stored.to(self.dtype)
-            module._buffers[name] = self.buffers[name][1]
+            module._buffers[name] = rounded = stored.to(dtype)
+            replaced[name] = stored, rounded
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def restore_(self, module: nn.Module, *_: Any) -> None:
-        """Put the buffers back, with what the module has written into a copy, or in its place."""
-        for name, (stored, rounded) in self.buffers.items():
+    def restore(*_: Any) -> None:
+        for name, (stored, rounded) in replaced.items():
             value: Any = module._buffers[name]
-            if value is not rounded or rounded._version:
+            if value is not rounded or rounded._version:  # the call has written it
                 stored.copy_(value)
             module._buffers[name] = stored
+
+    if names:
+        module.register_forward_pre_hook(replace)
+        module.register_forward_hook(restore, always_call=True)
 
 
 class CountedAllGather(DefaultAllGather):

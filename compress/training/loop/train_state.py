@@ -208,7 +208,7 @@ class TrainState:
         it lowers the loss scale. Steps are counted from 0 over the whole training.
         ``measure_norm`` computes the gradient norm even where `clip_norm` does not need it.
         """
-        training, strategy, scales = self.training, self.strategy, self.scaler.is_enabled()
+        training, strategy, scales = self.training, self.strategy, self.training.precision == "fp16"
         self.gradient_norm = None
         skips = training.on_nan == "skip"
         buffers = [buffer.clone() for buffer in self.module.buffers()] if skips or scales else []

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from compress.training.config.parallel import Parallel, Prefetch
-from compress.training.distributed.fsdp import RoundedBuffers, prefetch_
+from compress.training.distributed.fsdp import prefetch_, round_buffers_
 from tests.compress.training.builders import import_net
 from tests.compress.training.nets import ignored
 
@@ -312,7 +312,7 @@ def test_buffers_are_rounded_for_a_call_and_what_it_writes_is_kept():
 
     module = Shifted()
     stored = module.table
-    RoundedBuffers.register_(module, torch.bfloat16)
+    round_buffers_(module, torch.bfloat16)
     assert module(torch.zeros(2)).tolist() == [1.0, 2.0]
     assert module.seen == (torch.bfloat16, torch.int64)
     assert module.table is stored and stored[0] == torch.tensor(1.001)
