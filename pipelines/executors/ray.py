@@ -89,6 +89,7 @@ class RayTasks:
         """Run a stage in whichever process is free; on several nodes if it trains on these."""
         arguments = (stage_task.name, pickled(stage_task), self.environment)
         level, nodes = logging.getLogger().level, nodes_of(stage_task.stage)
+        remote: Any  # tasks of two kinds
         if nodes == (1, 1):
             remote = ray.remote(_run_on_node).options(num_cpus=self.threads, max_retries=RETRIES)
             running = remote.remote(*arguments, level)
@@ -177,7 +178,8 @@ class _Node:
         """Return this node's address, and a port that is free on it."""
         with socket.socket() as free:
             free.bind(("", 0))
-            return ray.util.get_node_ip_address(), str(free.getsockname()[1])
+            host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            return host, str(free.getsockname()[1])
 
     def run(self, rank: int, nodes: int, server: tuple[str, str], *arguments: Any) -> Any:
         """Run the stage as rank 0; as another one take part in its trainings, and return None."""
@@ -214,7 +216,7 @@ def _run_on_nodes(
         try:
             ray.get(places.ready())
             start = ray.remote(_Node).options
-            actors = [
+            actors: list[Any] = [
                 start(
                     num_cpus=threads,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(places, bundle),
@@ -233,8 +235,10 @@ def _run_on_nodes(
                     if ended == runs[0]:
                         raise
                     # It has lost rank 0, whose own end says why.
-            if result[1] is not None:
-                ray.get(waiting, timeout=SECONDS_TO_NOTICE)  # a lost node is the cause
+            # Where a node is lost, that is the cause of the error.
+            with suppress(ray.exceptions.RayTaskError, ray.exceptions.GetTimeoutError):
+                if result[1] is not None:
+                    ray.get(waiting, timeout=SECONDS_TO_NOTICE)
             return result
         except ray.exceptions.RayActorError:
             if not tries_left:
