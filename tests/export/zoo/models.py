@@ -21,7 +21,7 @@ WAVE = (spec("input_values", 400),)
 MORE: dict[str, tuple[TensorSpec, ...]] = {
     **dict.fromkeys(("xlm_roberta", "squeezebert", "convbert", "modernbert"), WORDS),
     **dict.fromkeys(("fnet", "xlnet"), words("input_ids", length=8)),
-    **dict.fromkeys(("gpt_neo", "gemma2", "phi3", "olmo", "mixtral", "qwen3_moe"), IDS),
+    **dict.fromkeys(("gpt_neo", "gemma2", "phi3", "olmo", "mixtral"), IDS),
     "marian": words("input_ids", "attention_mask", "decoder_input_ids"),
     **dict.fromkeys(("dinov2", "siglip", "yolos", "dpt", "efficientnet", "regnet"), IMAGE),
     "poolformer": IMAGE,

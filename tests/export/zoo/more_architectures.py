@@ -58,14 +58,6 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MixtralForCausalLM",
         {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        {
-            **{**GROUPED, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
-            "moe_intermediate_size": 32,
-        },
-    ),
     "marian": ("MarianConfig", "MarianMTModel", {**known.SEQ2SEQ, **known.WORDS}),
     "dinov2": ("Dinov2Config", "Dinov2Model", VISION),
     "siglip": ("SiglipVisionConfig", "SiglipVisionModel", VISION),
