@@ -143,16 +143,14 @@ def input_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torc
 
     For a convolution these are the patches of its input under the kernel, of the given sizes.
     """
-    patches = input_patches(layer, values, kernel).movedim(1, 1 + len(kernel))
+    if kernel:  # channels last, as all those of a pixel are chosen together
+        values = values.movedim(1, -1).contiguous().movedim(-1, 1)
+    patches = input_patches(layer, values, kernel).movedim(1, -1)
     places = patches.shape[: 1 + len(kernel)]
-    count = math.prod(places)
-    if count > ROWS_PER_BATCH:
-        # Chosen before they are gathered: of 3x3 kernels all of them take nine times the input.
-        chosen_N = sample_rows(torch.arange(count), ROWS_PER_BATCH)
-        patches = patches[torch.unravel_index(chosen_N, places)]
-        count = ROWS_PER_BATCH
-    # A copy, where all are used, takes a fraction of what gathering them by indices does.
-    return patches.reshape(count, groups_of(layer), -1).transpose(0, 1)
+    # Chosen before they are gathered: of 3x3 kernels all of them take nine times the input.
+    chosen_N = sample_rows(torch.arange(math.prod(places)), ROWS_PER_BATCH)
+    rows = patches[torch.unravel_index(chosen_N, places)].movedim(-1, 1)
+    return rows.reshape(len(rows), groups_of(layer), -1).transpose(0, 1)
 
 
 def sum_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> tuple[torch.Tensor, int]:
