@@ -1,6 +1,7 @@
 """The toolkit from a wheel as README shows it, and beside users' files of its folders' names."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.served_here import serving
+from tests.serve.served_here import TOKEN, serving
 
 ROOT = Path(__file__).parents[1]
 USER_CODE = {
@@ -137,8 +138,9 @@ def test_the_readmes_way_without_a_clone(installed: Path, tmp_path: Path) -> Non
         )
         assert done.returncode == 0, done.stdout + done.stderr
     with serving(tmp_path / artifact, command=entry) as server:
-        asked = shlex.split(server.curl)
-        answer = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
+        environment = {**os.environ, "COMPRESS_SERVE_TOKEN": TOKEN}
+        asked = ["sh", "-c", server.curl]
+        answer = json.loads(subprocess.check_output(asked, env=environment, timeout=60))
     (output,) = answer["outputs"]
     assert (output["shape"], output["datatype"]) == ([1, 2], "FP32")
     # What is missing is named as it can be added here.
