@@ -81,6 +81,8 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     ):
         # LSTM and GRU have a second list of their weights, which tracing swaps and restores.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
+        # torch 2.15 calls it in its own form of LSTM layers.
+        warnings.filterwarnings("ignore", "_check_is_size will be removed", FutureWarning)
         try:
             return trace(with_flat_outputs(module, inputs), inputs, signature)
         except Exception as error:

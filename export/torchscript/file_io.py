@@ -326,7 +326,5 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=r"The TorchScript type system doesn't support")
         # Tensors of quint8 and qint8 are to leave torch after TorchScript.
         warnings.filterwarnings("ignore", message=r"torch\.quantize_per_tensor, .* are deprecated")
-        warnings.filterwarnings(
-            "ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning
-        )
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated")
         yield

@@ -20,7 +20,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from compress.common.errors import CompressError, cause_lines, exits_refused
+from compress.common.errors import CompressError, Unavailable, cause_lines, exits_refused
 from compress.common.printable import escape_warnings, printable
 from compress.common.process import gc_disabled
 from compress.core.progress import Progress, progress_bars
@@ -182,7 +182,7 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
         try:
             with use_mode(mode):
                 try:
-                    with exits_refused():
+                    with exits_refused(), _required_packages():
                         function(*args, **kwargs)
                 except BaseException as error:
                     if as_json and not mode.json_printed:
@@ -204,6 +204,16 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
     signed: Any = wrapped
     signed.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
     return wrapped
+
+
+@contextmanager
+def _required_packages() -> Iterator[None]:
+    # What stages need besides, they refuse by themselves.
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        advice = "which is not installed; compress doctor says what is missing"
+        raise Unavailable(f"needs {error.name}, {advice}") from error
 
 
 def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
