@@ -7,8 +7,8 @@ import logging
 import math
 import shlex
 import sys
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,29 +16,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress.artifacts.artifact import MANIFEST, Artifact
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from compress.export.imported.exported_files import opened_artifact
 from compress.serve.http import multiprocess, uvicorn_server
-from compress.serve.http.options import Options
+from compress.serve.http.loaded_model import ServedModel, open_model
 from compress.serve.packaging.request_forms import forms_of
-from compress.serve.torchserve.artifact import (
-    TorchServeArchive,
-    check_bare_mar,
-    refuse_wrong_artifact_hash,
-)
+from compress.serve.torchserve.artifact import refuse_wrong_artifact_hash
+from compress.serve.torchserve.mar_file import model_name_of
+from compress.serve.torchserve.served_archive import check_archive, is_archive, open_archive
 from compress.serve.worker.wire import DATATYPES
 
 if TYPE_CHECKING:
     import socket
 
+    from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature, TensorSpec
+    from compress.serve.http.options import Options
 
     OnReady = Callable[["ServedAt"], None]
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-POLL_SECONDS = 0.2
 NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
@@ -53,109 +51,107 @@ class ServedAt:
 
     artifact: str
     url: str
-    """URL of the model; for TorchServe, of its inference API; for a decoder, OpenAI's base URL."""
-    server: str
-    """`built-in` or `torchserve`."""
+    """URL of the model: of TorchServe's predictions for a ``.mar``, OpenAI's base URL for a
+    decoder."""
     curl: str
     warnings: tuple[str, ...] = ()
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the terminal."""
-        by = "" if self.server == "built-in" else "by TorchServe "
-        where = f"{self.artifact}: served {by}at {self.url} (Ctrl-C stops)"
+        where = f"{self.artifact}: served at {self.url} (Ctrl-C stops)"
         return (*self.warnings, where, self.curl)
 
 
 def serve_artifact(
     path: Path, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
-    """Serve an artifact's directory, its file in it, or a bare ``.mar`` until a signal.
+    """Serve an artifact's directory, its file in it, a ``.mar`` or an exported file until a signal.
 
     Then finish the requests in progress, and raise the signal again. The token is that of the file,
-    else of the environment, else a new one. TorchServe is killed at once, as it would drop the
-    requests in progress in any case.
+    else of the environment, else a new one.
     """
-    if path.is_file() and not (path.parent / MANIFEST).is_file():
-        _, origin = check_bare_mar(path, options.sha256, "serve")
-        if origin.artifact.kind == "aot" and options.sha256 is None:
-            raise ArtifactInvalid(
-                f"{path}: its model is native code, which cannot be inspected: give the archive's "
-                "sha256, from a source that you trust, with --sha256"
-            )
-        _serve_torchserve(path, origin.signature, options, token_file, on_ready)
-        return
-    artifact = Artifact.from_directory(path.parent if path.is_file() else path)
-    if path.is_file() and path.name != artifact.payload_name:
-        raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
-    refuse_wrong_artifact_hash(artifact, options.sha256)
-    if isinstance(artifact, TorchServeArchive):
-        artifact.check()
-        _serve_torchserve(artifact.payload_path, artifact.signature, options, token_file, on_ready)
-    else:
-        _serve_built_in(artifact, options, token_file, on_ready)
-
-
-def _serve_built_in(
-    artifact: Artifact, options: Options, token_file: Path | None, on_ready: OnReady
-) -> None:
     uvicorn_server.refuse_missing()
-    is_decoder = artifact.kind == "genai"
-    if is_decoder:  # its modules take most of a second to import
-        from compress.serve.openai.decoder import refuse_for_decoders
+    serve_model: Callable[..., None] = _serve_model
+    with ExitStack() as stack:
+        if is_archive(path):
+            mar, members, origin = check_archive(path, options.sha256)
+            options, kind = replace(options, name=model_name_of(mar)), "torchserve"
+            serve_model = partial(_serve_model, partial(open_archive, mar, members, origin))
+            example = partial(torchserve_line, name=options.name, signature=origin.signature)
+        else:
+            artifact = stack.enter_context(opened_artifact(path))
+            refuse_wrong_artifact_hash(artifact, options.sha256, path)
+            kind = artifact.kind
+            if kind == "genai":  # its modules take most of a second to import
+                from compress.serve.openai.decoder import refuse_for_decoders
 
-        refuse_for_decoders(artifact, options)
+                refuse_for_decoders(artifact, options)
+                serve_model = partial(_serve_decoder, artifact)
+                example = partial(_completion_line, name=options.name)
+            else:
+                opener = partial(open_model, artifact, options.name, report=options.report)
+                serve_model = partial(_serve_model, opener)
+                example = partial(open_inference_line, name=options.name, artifact=artifact)
+        _serve(path, kind, serve_model, example, options, token_file, on_ready)
+
+
+def _serve(
+    path: Path,
+    kind: str,
+    serve_model: Callable[..., None],
+    example: Callable[..., str],
+    options: Options,
+    token_file: Path | None,
+    on_ready: OnReady,
+) -> None:
     token, is_new = uvicorn_server.token_from(token_file)
     options = replace(options, token=token)
     with uvicorn_server.listening(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         header = bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
-        if is_decoder:
-            body = json.dumps({"model": options.name, "prompt": "The ", "max_tokens": 32})
-            curl = _post_json(header, body, f"{url}/v1/completions")
-        elif forms_of(artifact).text:
-            post = f"curl -sS {header} -H 'Content-Type: text/plain' -d 'A short text.'"
-            curl = f"{post} {url}/v2/models/{options.name}/infer"
-        else:
-            curl = open_inference_line(url, options.name, artifact.signature, header)
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
-        model = f"{url}/v1" if is_decoder else f"{url}/v2/models/{options.name}"
+        place = {"genai": "v1", "torchserve": f"predictions/{options.name}"}
+        model = f"{url}/{place.get(kind, f'v2/models/{options.name}')}"
 
         def ready() -> None:
-            on_ready(ServedAt(str(artifact.path), model, "built-in", curl, warnings))
+            curl = example(url=url, authorization=header)
+            on_ready(ServedAt(str(path), model, curl, warnings))
             sys.stdout.flush()  # a pipe is buffered, and its reader waits for the address
             if options.processes > 1:
                 listener.close()  # the children hold it open; it closes when they end
 
-        serve_model = partial(
-            _serve_decoder if is_decoder else _serve_model, artifact, listener, options
-        )
+        serve_here = partial(serve_model, listener, options)
         if options.processes == 1:
-            serve_model(ready)
+            serve_here(ready)
         else:
-            multiprocess.run(options.processes, serve_model, ready, options.stop_seconds)
+            multiprocess.run(options.processes, serve_here, ready, options.stop_seconds)
 
 
 def _serve_model(
-    artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
+    opener: Callable[..., AbstractContextManager[ServedModel]],
+    listener: socket.socket,
+    options: Options,
+    ready: Callable[[], None],
 ) -> None:
     from compress.serve.http.asgi_app import Application
     from compress.serve.http.dynamic_batcher import Batcher
-    from compress.serve.http.loaded_model import open_model
 
-    with open_model(artifact, options.name, options.threads or 1, options.report) as model:
+    with opener(threads=options.threads) as model:
         for note in model.notes:
             logger.error("note: %s", note)  # the command shows errors only
+        rows = min(options.limits.rows, model.max_rows or options.limits.rows)
+        limits = replace(options.limits, rows=rows)
 
         def create_application() -> Application:
             batcher = Batcher(
                 model.call,
                 workers=options.width,
-                max_rows=options.limits.rows,
+                max_rows=limits.rows,
                 joins_rows=not model.not_joined,
                 delay_seconds=options.delay_seconds,
             )
-            return Application(model, batcher, options.limits, options.token)
+            return Application(model, batcher, limits, options.token)
 
         uvicorn_server.serve(create_application, listener, options, ready)
 
@@ -178,26 +174,6 @@ def _serve_decoder(
     uvicorn_server.serve(create_application, listener, options, ready)
 
 
-def _serve_torchserve(
-    mar: Path, signature: Signature, options: Options, token_file: Path | None, on_ready: OnReady
-) -> None:
-    from compress.serve.torchserve import process
-
-    supported = Options(options.host, options.port, threads=options.threads, sha256=options.sha256)
-    if options != supported or options.host not in LOOPBACK or token_file is not None:
-        raise PipelineInvalid(
-            f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
-            "and limits of its own: leave all options but --port, --threads and --sha256 out"
-        )
-    with process.TorchServe(mar, threads=options.threads, port=options.port) as server:
-        curl = torchserve_line(server.url, server.model_name, signature, server.token)
-        on_ready(ServedAt(str(mar), server.url, "torchserve", curl))
-        sys.stdout.flush()
-        while not server.has_ended():
-            time.sleep(POLL_SECONDS)
-    raise StageFailed(f"{mar}: TorchServe has ended by itself")
-
-
 def bearer(token: str, made: bool, file: Path | None, variable: str) -> str:
     """Return curl's option for the token, quoted for a shell."""
     if made:
@@ -207,8 +183,12 @@ def bearer(token: str, made: bool, file: Path | None, variable: str) -> str:
     return f'-H "Authorization: Bearer {source}"'
 
 
-def open_inference_line(url: str, name: str, signature: Signature, authorization: str) -> str:
+def open_inference_line(url: str, name: str, artifact: Artifact, authorization: str) -> str:
     """Return a command with an Open Inference Protocol request: zeros, and ones for integers."""
+    target, signature = f"{url}/v2/models/{name}/infer", artifact.signature
+    if forms_of(artifact).text:
+        post = f"curl -sS {authorization} -H 'Content-Type: text/plain' -d 'A short text.'"
+        return f"{post} {target}"
     tensors: list[dict[str, Any]] = []
     sizes = [_example_sizes(spec, signature) for spec in signature.inputs]
     counts = [math.prod(size) for size in sizes]
@@ -221,7 +201,6 @@ def open_inference_line(url: str, name: str, signature: Signature, authorization
         else:
             tensors.append({**tensor, "data": [_example_value(spec)] * count})
     body = json.dumps({"inputs": tensors}, separators=(",", ":"))
-    target = f"{url}/v2/models/{name}/infer"
     if not as_bytes:
         return _post_json(authorization, body, target)
     zeros = sum(tensor["parameters"]["binary_data_size"] for tensor in tensors)
@@ -230,9 +209,8 @@ def open_inference_line(url: str, name: str, signature: Signature, authorization
     return f"{sent} | curl -sS {authorization} {length} --data-binary @- {target}"
 
 
-def torchserve_line(url: str, name: str, signature: Signature, token: str) -> str:
-    """Return a command with a request to TorchServe: zeros, and ones for integers."""
-    authorization = bearer(token, True, None, "")
+def torchserve_line(url: str, name: str, signature: Signature, authorization: str) -> str:
+    """Return a command with a request of TorchServe's clients: zeros, and ones for integers."""
     target = f"{url}/predictions/{name}"
     sizes = [_example_sizes(spec, signature) for spec in signature.inputs]
     counts = [math.prod(size) for size in sizes]
@@ -248,6 +226,11 @@ def torchserve_line(url: str, name: str, signature: Signature, token: str) -> st
     }
     body = json.dumps({"inputs": inputs}, separators=(",", ":"))
     return _post_json(authorization, body, target)
+
+
+def _completion_line(url: str, name: str, authorization: str) -> str:
+    body = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
+    return _post_json(authorization, body, f"{url}/v1/completions")
 
 
 def _post_json(authorization: str, body: str, target: str) -> str:

@@ -345,8 +345,7 @@ class Inference(SharedState):
         self._example = seeded_rows(model.signature, 1)
         # The protocol's answer holds what the metadata names, and labels if they are requested.
         labels = LABELS if model.classes else ()
-        specs = model.signature.input_descriptions(model.facts)
-        self.decoder = messages.RequestDecoder(specs, self.outputs, labels, limits.rows)
+        self.decoder = messages.RequestDecoder(model.specs, self.outputs, labels, limits.rows)
         self._helper = None
         if model.forms:
             self._helper = HelperProcess(

@@ -29,7 +29,7 @@ from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import JAVA, pip_install
 from compress.serve.client.client import Client
 from compress.serve.torchserve import handler_runner_main
-from compress.serve.torchserve.mar_file import model_name_of
+from compress.serve.torchserve.mar_file import model_name_of, unpacked
 from compress.serve.worker.loaders import THREADS_VARIABLE
 from compress.serve.worker.wire import from_npz, to_npz
 
@@ -91,16 +91,14 @@ class TorchServe:
         *,
         threads: int | None = None,
         startup_seconds: float = 120.0,
-        port: int = 0,
     ) -> None:
         """Configure the server of an archive, which is code: verify it before it is served.
 
-        `threads` are those of each worker's model, by default as the archive says; port 0 is any.
+        `threads` are those of each worker's model, by default as the archive says.
         """
         self.mar = mar.resolve()
         self.model_name = model_name_of(mar)
         self.startup_seconds = startup_seconds
-        self.port = port
         self.token = ""
         self.url = self._management_url = ""
         self._environment = {} if threads is None else {THREADS_VARIABLE: str(threads)}
@@ -131,10 +129,6 @@ class TorchServe:
         """PID of the server."""
         return self._process.pid
 
-    def has_ended(self) -> bool:
-        """Return whether the server has ended by itself."""
-        return has_ended(self.pid)
-
     def client(self, signature: Signature, max_rows: int) -> Client:
         """Return a client of the served model."""
         return Client(self.url, self.model_name, signature, token=self.token, max_rows=max_rows)
@@ -153,7 +147,6 @@ class TorchServe:
 
     def _start(self, java: str, packages: Path) -> None:
         folder, ports = self.folder, free_ports(5)
-        ports[0] = self.port or ports[0]
         (folder / "tmp").mkdir()
         (folder / "log4j2.xml").write_text(LOGGING.format(folder=folder))
         (folder / "config.properties").write_text(configuration(self.mar, ports))
@@ -183,9 +176,7 @@ class TorchServe:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.startup_seconds
         while not self._is_ready():
-            if "Address already in use" in (output := self._read("output.log")):
-                if self.port and f"127.0.0.1:{self.port}\n" in output:
-                    raise StageFailed(f"{self.mar}: port {self.port} is taken; set another --port")
+            if "Address already in use" in self._read("output.log"):
                 raise PortTaken(f"{self.mar}: TorchServe found its ports taken")
             if has_ended(self._process.pid):
                 raise StageFailed(self._failure("TorchServe ended while starting"))
@@ -331,16 +322,11 @@ class HandlerProcess:
     def __enter__(self) -> Self:
         """Unpack the archive, start the process and load the model; StageFailed where it fails."""
         with self._stack:
-            self._folder = Path(tempfile.mkdtemp(prefix="handler-"))
-            self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            for name, content in self._members.items():
-                file = self._folder / "model" / name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(content)
-            script, model = str(handler_runner_main.__file__), str(self._folder / "model")
+            model = self._stack.enter_context(unpacked(self._members))
+            self._folder, script = model.parent, str(handler_runner_main.__file__)
             with (self._folder / "log").open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-I", script, model],
+                    [sys.executable, "-I", script, str(model)],
                     cwd=self._folder,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

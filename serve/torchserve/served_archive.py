@@ -1,0 +1,106 @@
+"""Opens a ``.mar`` of this toolkit for the built-in server, without running its code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from compress.artifacts.artifact import MANIFEST, Artifact
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
+from compress.serve.http.loaded_model import ServedModel
+from compress.serve.packaging.model_interface import infer_interface
+from compress.serve.packaging.request_forms import ImageInput, TextInput
+from compress.serve.torchserve.artifact import (
+    PROBE,
+    TorchServeArchive,
+    check_bare_mar,
+    refuse_wrong_artifact_hash,
+)
+from compress.serve.torchserve.mar_file import CONFIG, model_name_of, unpacked
+from compress.serve.worker.loaders import LOADERS, replay
+from compress.serve.worker.wire import from_npz
+
+if TYPE_CHECKING:
+    from compress.serve.packaging.provenance import Provenance
+
+FORMS: dict[str, type[ImageInput | TextInput]] = {"image": ImageInput, "text": TextInput}
+NOT_SHOWN = (
+    "the run that packed it did not show that the rows of a batch do not influence each other"
+)
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether a path is a ``.mar``, or the directory of a `torchserve` artifact."""
+    if path.suffix == ".mar" and path.is_file():
+        return True
+    if not (path / MANIFEST).is_file():
+        return False
+    return isinstance(Artifact.read_manifest(path), TorchServeArchive)
+
+
+def check_archive(path: Path, sha256: str | None) -> tuple[Path, dict[str, bytes], Provenance]:
+    """Return the ``.mar`` of a path that :func:`is_archive` found, its members and provenance.
+
+    ArtifactInvalid where a member is not the one that was packed, another handler than this
+    version's is in it, it has another SHA-256, or none was given for native code of a bare file.
+    """
+    if path.is_dir() or (path.parent / MANIFEST).is_file():
+        archive = TorchServeArchive.from_directory(path if path.is_dir() else path.parent)
+        refuse_wrong_artifact_hash(archive, sha256)
+        if path not in (archive.path, archive.payload_path):
+            raise ArtifactInvalid(f"{path}: expected the directory, or its {archive.payload_name}")
+        return archive.payload_path, *archive.check()
+    members, origin = check_bare_mar(path, sha256, "serve")
+    if origin.artifact.kind == "aot" and sha256 is None:
+        raise ArtifactInvalid(
+            f"{path}: its model is native code, which cannot be inspected: give the archive's "
+            "sha256, from a source that you trust, with --sha256"
+        )
+    return path, members, origin
+
+
+@contextmanager
+def open_archive(
+    mar: Path, members: Mapping[str, bytes], origin: Provenance, threads: int | None
+) -> Iterator[ServedModel]:
+    """Load a checked archive's model, and replay its probe.
+
+    Bodies are read as its handler reads them, by its own settings. `threads` are by default those
+    that it records. StageFailed where the model does not answer the probe as packaged; Unavailable
+    where a library that reads texts or images is missing.
+    """
+    settings: dict[str, Any] = yaml.safe_load(members[CONFIG])["handler"]
+    forms = {name: settings[name] for name in FORMS if settings.get(name)}
+    missing = [r for name in forms for r in FORMS[name].requirements if r.missing()]
+    if missing:
+        raise Unavailable(f"{mar}: serving it needs {missing[0].what}: {missing[0].install}")
+    signature, probe = origin.signature, from_npz(members[PROBE])
+    with unpacked(members) as folder:
+        try:
+            run = LOADERS[settings["kind"]](
+                folder / origin.artifact.payload, settings, threads or int(settings["threads"])
+            )
+            inputs = [probe[spec.name] for spec in signature.inputs]
+            outputs = [probe[output.name] for output in signature.outputs]
+            replay(run, inputs, outputs, float(settings["probe_atol"]))
+            interface = infer_interface(lambda *arrays: run(arrays), signature)
+        except Exception as error:
+            raise StageFailed(f"{mar}: the model was not loaded: {first_line(error)}") from error
+        yield ServedModel(
+            name=model_name_of(mar),
+            kind=origin.artifact.kind,
+            signature=signature,
+            interface=replace(interface, rows_stay_first=bool(settings["rows_stay_first"])),
+            call=lambda *arrays: run(arrays),
+            not_joined="" if settings["joins_rows"] else NOT_SHOWN,
+            forms=forms,
+            folder=folder,
+            classes=settings["classes"],
+            specs=settings["inputs"],
+            max_rows=int(settings["max_rows"]),
+        )
