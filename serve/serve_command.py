@@ -20,7 +20,6 @@ from compress.export.imported.exported_files import opened_artifact
 from compress.serve.http import multiprocess, uvicorn_server
 from compress.serve.http.loaded_model import ServedModel, open_model
 from compress.serve.packaging.request_forms import forms_of
-from compress.serve.torchserve.artifact import refuse_wrong_artifact_hash
 from compress.serve.torchserve.mar_file import model_name_of
 from compress.serve.torchserve.served_archive import check_archive, is_archive, open_archive
 from compress.serve.worker.wire import DATATYPES
@@ -79,8 +78,7 @@ def serve_artifact(
             serve_model = partial(_serve_model, partial(open_archive, mar, members, origin))
             example = partial(torchserve_line, name=options.name, signature=origin.signature)
         else:
-            artifact = stack.enter_context(opened_artifact(path))
-            refuse_wrong_artifact_hash(artifact, options.sha256, path)
+            artifact = stack.enter_context(opened_artifact(path, options.sha256))
             kind = artifact.kind
             if kind == "genai":  # its modules take most of a second to import
                 from compress.serve.openai.decoder import refuse_for_decoders

@@ -14,12 +14,12 @@ from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, Unavailable
+from compress.export.imported.exported_files import refuse_wrong_artifact_hash
 from compress.serve.packaging.provenance import PROVENANCE, Provenance
 from compress.serve.torchserve.artifact import (
     PROBE,
     TorchServeArchive,
     check_bare_mar,
-    refuse_wrong_artifact_hash,
 )
 from compress.serve.torchserve.mar_file import CONFIG
 from compress.serve.worker.wire import from_npz

@@ -39,25 +39,33 @@ MAX_ONNX_BYTES = 2 * 2**30  # bytes of one ONNX file: protobuf's limit
 
 
 @contextmanager
-def opened_artifact(path: Path) -> Iterator[Artifact]:
+def opened_artifact(path: Path, sha256: str | None = None) -> Iterator[Artifact]:
     """Yield the artifact of a directory, or of its deployed file, or of an exported file alone.
 
     The last has no manifest: it is imported into a temporary folder, with the signature that it
-    tells. ArtifactInvalid for other files, and for TorchScript, which tells none.
+    tells. ArtifactInvalid for other files, for TorchScript, which tells none, and where neither
+    the deployed file nor the artifact's digest has the expected SHA-256.
     """
     folder = path.parent if path.is_file() else path
-    if path.is_dir() or path.suffix not in KINDS or (folder / MANIFEST).is_file():
+    if path.is_dir() or (folder / MANIFEST).is_file():
         artifact = Artifact.from_directory(folder)
         if path.is_file() and path.name != artifact.payload_name:
             raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
+        refuse_wrong_artifact_hash(artifact, sha256)
         yield artifact
         return
+    if path.suffix not in KINDS:
+        raise ArtifactInvalid(
+            f"{path}: expected an artifact's directory, or a file that ends in {', '.join(KINDS)}"
+        )
     signature = signature_of(KINDS[path.suffix], path)
     if signature is None:
         raise ArtifactInvalid(
             f"{path}: a TorchScript file does not tell what its inputs are: `compress init {path}` "
             "writes a pipeline file, whose run makes an artifact of it"
         )
+    if sha256 is not None and (found := sha256_while_unchanged(path)) != sha256.lower():
+        raise ArtifactInvalid(f"{path}: sha256 is {found}, expected {sha256}")
     # The commands show errors only.
     logger.error(
         "note: %s is a file alone: its inputs and outputs are those that it tells, nothing was "
@@ -68,6 +76,19 @@ def opened_artifact(path: Path) -> Iterator[Artifact]:
         # The folder has the file's name, by which `bench` shows the model.
         imported = Path(temporary) / "artifacts" / path.name
         yield import_file(KINDS[path.suffix], path, signature, imported)
+
+
+def refuse_wrong_artifact_hash(artifact: Artifact, sha256: str | None) -> None:
+    """Raise ArtifactInvalid if neither the digest nor the deployed file has the expected SHA-256.
+
+    The file's hash is read from the manifest: verify the files separately.
+    """
+    found = artifact.manifest.files[artifact.payload_name].sha256
+    if sha256 is not None and sha256.lower() not in (found, artifact.digest):
+        raise ArtifactInvalid(
+            f"{artifact.payload_path}: sha256 is {found}, expected {sha256}, which is not the "
+            f"artifact's digest {artifact.digest} either"
+        )
 
 
 def signature_of(kind: Kind, file: Path) -> Signature | None:

@@ -35,24 +35,6 @@ HANDLER_SETTINGS = {
 """Entries of its section `handler`."""
 
 
-def refuse_wrong_artifact_hash(
-    artifact: Artifact, sha256: str | None, file: Path | None = None
-) -> None:
-    """Raise ArtifactInvalid if neither the digest nor the deployed file has the expected SHA-256.
-
-    The file's hash is read from the manifest: verify the files separately. A `file` that was
-    imported as the artifact is the deployed one, and hashed here.
-    """
-    found = artifact.manifest.files[artifact.payload_name].sha256
-    if sha256 is not None and file is not None and artifact.path not in (file, file.parent):
-        found = sha256_of(file)
-    if sha256 is not None and sha256.lower() not in (found, artifact.digest):
-        raise ArtifactInvalid(
-            f"{artifact.payload_path}: sha256 is {found}, expected {sha256}, which is not the "
-            f"artifact's digest {artifact.digest} either"
-        )
-
-
 class TorchServeArchive(Artifact):
     """A ``.mar`` with the model, our handler, and a probe that a worker replays before it is ready.
 

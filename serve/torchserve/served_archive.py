@@ -12,6 +12,7 @@ import yaml
 
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
+from compress.export.imported.exported_files import refuse_wrong_artifact_hash
 from compress.serve.http.loaded_model import ServedModel
 from compress.serve.packaging.model_interface import infer_interface
 from compress.serve.packaging.request_forms import ImageInput, TextInput
@@ -19,7 +20,6 @@ from compress.serve.torchserve.artifact import (
     PROBE,
     TorchServeArchive,
     check_bare_mar,
-    refuse_wrong_artifact_hash,
 )
 from compress.serve.torchserve.mar_file import CONFIG, model_name_of, unpacked
 from compress.serve.worker.loaders import LOADERS, replay
