@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,12 @@ from compress.serve.torchserve.artifact import (
 from compress.serve.worker.wire import DATATYPES
 
 if TYPE_CHECKING:
-    import socket
-
     from compress.common.signature import Signature, TensorSpec
+    from compress.serve.http.asgi_app import Application
+    from compress.serve.http.shared_state import Served, SharedState
 
     OnReady = Callable[["ServedAt"], None]
+    Key = tuple[str, str]  # name and version
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,9 @@ NO_TLS = (
     "TLS before it"
 )
 MAX_JSON_VALUES = 1024  # more are sent as raw bytes, to keep the command short enough to read
+GIVEN = re.compile(
+    r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?:@([1-9][0-9]{0,8}))?=(.+)"
+)  # NAME@VERSION=path
 EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 
@@ -58,124 +63,210 @@ class ServedAt:
     """`built-in` or `torchserve`."""
     curl: str
     warnings: tuple[str, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Of further artifacts, or of all models by gRPC: what is served → where."""
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the terminal."""
         by = "" if self.server == "built-in" else "by TorchServe "
         where = f"{self.artifact}: served {by}at {self.url} (Ctrl-C stops)"
-        return (*self.warnings, where, self.curl)
+        others = [f"{what}: served at {url}" for what, url in self.others.items()]
+        return (*self.warnings, where, *others, self.curl)
 
 
-def serve_artifact(
-    path: Path, options: Options, token_file: Path | None, on_ready: OnReady
+def serve_artifacts(
+    given: Sequence[str | Path], options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
-    """Serve an artifact's directory, its file in it, or a bare ``.mar`` until a signal.
+    """Serve artifacts until a signal: directories, files in them, or one ``.mar`` alone.
 
+    Each is a path, `NAME=path` or `NAME@VERSION=path`; without them it is version 1 of `model`.
     Then finish the requests in progress, and raise the signal again. The token is that of the file,
     else of the environment, else a new one. TorchServe is killed at once, as it would drop the
     requests in progress in any case.
     """
-    if path.is_file() and not (path.parent / MANIFEST).is_file():
-        _, origin = check_bare_mar(path, options.sha256, "serve")
-        if origin.artifact.kind == "aot" and options.sha256 is None:
-            raise ArtifactInvalid(
-                f"{path}: its model is native code, which cannot be inspected: give the archive's "
-                "sha256, from a source that you trust, with --sha256"
-            )
-        _serve_torchserve(path, origin.signature, options, token_file, on_ready)
+    paths = named_paths(given)
+    _refuse_unclear(paths, options)
+    artifacts: dict[Key, Artifact] = {}
+    for key, path in paths.items():
+        is_bare = path.is_file() and not (path.parent / MANIFEST).is_file()
+        artifact = None if is_bare else artifact_at(path, options.sha256)
+        if artifact is not None and not isinstance(artifact, TorchServeArchive):
+            artifacts[key] = artifact
+            continue
+        if len(paths) > 1 or options.watch is not None:
+            raise PipelineInvalid(f"{path}: a .mar is served by TorchServe: serve it alone")
+        if artifact is not None:
+            artifact.check()
+            path, signature = artifact.payload_path, artifact.signature
+        else:
+            _, origin = check_bare_mar(path, options.sha256, "serve")
+            if origin.artifact.kind == "aot" and options.sha256 is None:
+                raise ArtifactInvalid(
+                    f"{path}: its model is native code, which cannot be inspected: give the "
+                    "archive's sha256, from a source that you trust, with --sha256"
+                )
+            signature = origin.signature
+        _serve_torchserve(path, signature, options, token_file, on_ready)
         return
+    _serve_built_in(artifacts, options, token_file, on_ready)
+
+
+def artifact_at(path: Path, sha256: str | None) -> Artifact:
+    """Return the artifact of a directory, or of its file in it, with the expected hash."""
     artifact = Artifact.from_directory(path.parent if path.is_file() else path)
     if path.is_file() and path.name != artifact.payload_name:
         raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
-    refuse_wrong_artifact_hash(artifact, options.sha256)
-    if isinstance(artifact, TorchServeArchive):
-        artifact.check()
-        _serve_torchserve(artifact.payload_path, artifact.signature, options, token_file, on_ready)
-    else:
-        _serve_built_in(artifact, options, token_file, on_ready)
+    refuse_wrong_artifact_hash(artifact, sha256)
+    return artifact
+
+
+def named_paths(given: Sequence[str | Path]) -> dict[Key, Path]:
+    """Return name and version → path; PipelineInvalid where one is given twice."""
+    paths: dict[Key, Path] = {}
+    for each in map(str, given):
+        named = GIVEN.fullmatch(each)
+        name, version, path = named.groups() if named else ("model", None, each)
+        key = name, version or "1"
+        if key in paths:
+            raise PipelineInvalid(
+                f"{each}: version {key[1]} of {name} is {paths[key]}; give each model a name or "
+                "version of its own: NAME=DIR, NAME@2=DIR"
+            )
+        paths[key] = Path(path)
+    return paths
+
+
+def canary_shares(given: Sequence[str]) -> dict[str, tuple[str, float]]:
+    """Return name → version and share of `NAME@VERSION=PERCENT%`; PipelineInvalid for others."""
+    shares: dict[str, tuple[str, float]] = {}
+    for each in given:
+        named = GIVEN.fullmatch(each)
+        percent = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", named[3]) if named else None
+        if named is None or named[2] is None or percent is None or float(percent[1]) > 100:
+            raise PipelineInvalid(
+                f"--canary {each}: expected NAME@VERSION=PERCENT%, as in net@2=5%"
+            )
+        shares[named[1]] = named[2], float(percent[1]) / 100
+    return shares
+
+
+def _refuse_unclear(paths: Mapping[Key, Path], options: Options) -> None:
+    """Raise PipelineInvalid for options that would not do what they say."""
+    if not paths and options.watch is None:
+        raise PipelineInvalid("nothing to serve: give an artifact's directory, or --watch DIR")
+    if options.watch is not None and not options.watch.is_dir():
+        raise PipelineInvalid(f"--watch {options.watch}: no such directory")
+    if (len(paths) != 1 or options.watch) and (options.sha256 or options.report):
+        raise PipelineInvalid("--sha256 and --report are of one artifact: serve it alone")
+    if options.processes > 1 and (options.repository_api or options.grpc_port == 0):
+        raise PipelineInvalid(
+            "--repository-api would change one of the --processes, and --grpc-port 0 take a port "
+            "for each: replace models by --watch or SIGHUP, which reach all, and name a port"
+        )
+    for name, (version, _) in options.canaries.items():
+        if options.watch is None and ((name, version) not in paths or len(paths) < 2):
+            served = ", ".join("@".join(key) for key in paths)
+            raise PipelineInvalid(
+                f"--canary {name}@{version}: expected a version that is served beside another; "
+                f"found {served}"
+            )
 
 
 def _serve_built_in(
-    artifact: Artifact, options: Options, token_file: Path | None, on_ready: OnReady
+    artifacts: Mapping[Key, Artifact], options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
     uvicorn_server.refuse_missing()
-    is_decoder = artifact.kind == "genai"
-    if is_decoder:  # its modules take most of a second to import
-        from compress.serve.openai.decoder import refuse_for_decoders
+    for artifact in artifacts.values():
+        if artifact.kind == "genai":
+            from compress.serve.openai.decoder import refuse_for_decoders
 
-        refuse_for_decoders(artifact, options)
+            refuse_for_decoders(artifact, options)
     token, is_new = uvicorn_server.token_from(token_file)
     options = replace(options, token=token)
     with uvicorn_server.listening(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         header = bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
-        if is_decoder:
-            body = json.dumps({"model": options.name, "prompt": "The ", "max_tokens": 32})
-            curl = _post_json(header, body, f"{url}/v1/completions")
-        elif forms_of(artifact).text:
-            post = f"curl -sS {header} -H 'Content-Type: text/plain' -d 'A short text.'"
-            curl = f"{post} {url}/v2/models/{options.name}/infer"
-        else:
-            curl = open_inference_line(url, options.name, artifact.signature, header)
+        places: dict[str, str] = {}
+        lines = [f"curl -sS {header} -X POST {url}/v2/repository/index"]
+        for (name, version), artifact in artifacts.items():
+            place = f"{url}/v2/models/{name}"
+            if sum(name == other for other, _ in artifacts) > 1:
+                place += f"/versions/{version}"
+            if artifact.kind == "genai":
+                place = f"{url}/v1"
+                body = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
+                lines.append(_post_json(header, body, f"{place}/completions"))
+            elif forms_of(artifact).text:
+                post = f"curl -sS {header} -H 'Content-Type: text/plain' -d 'A short text.'"
+                lines.append(f"{post} {place}/infer")
+            else:
+                lines.append(open_inference_line(place, artifact.signature, header))
+            places[str(artifact.path)] = place
+        if options.watch is not None:
+            places[str(options.watch)] = f"{url}/v2/repository/index"
+        if options.grpc_port is not None:
+            places["gRPC"] = f"{host}:{options.grpc_port}"
+        (first, place), *others = places.items()
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
-        model = f"{url}/v1" if is_decoder else f"{url}/v2/models/{options.name}"
+        served = ServedAt(first, place, "built-in", lines[:2][-1], warnings, dict(others))
 
         def ready() -> None:
-            on_ready(ServedAt(str(artifact.path), model, "built-in", curl, warnings))
+            on_ready(served)
             sys.stdout.flush()  # a pipe is buffered, and its reader waits for the address
             if options.processes > 1:
                 listener.close()  # the children hold it open; it closes when they end
 
-        serve_model = partial(
-            _serve_decoder if is_decoder else _serve_model, artifact, listener, options
-        )
+        folders: dict[str, dict[str, Path]] = {}
+        for (name, version), artifact in artifacts.items():
+            folders.setdefault(name, {})[version] = artifact.path
+        create = partial(create_application, folders, options)
         if options.processes == 1:
-            serve_model(ready)
+            uvicorn_server.serve(create, listener, options, ready)
         else:
-            multiprocess.run(options.processes, serve_model, ready, options.stop_seconds)
+            child = partial(uvicorn_server.serve, create, listener, options)
+            multiprocess.run(options.processes, child, ready, options.stop_seconds)
 
 
-def _serve_model(
-    artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
-) -> None:
+async def create_application(
+    folders: Mapping[str, Mapping[str, Path]], options: Options
+) -> Application:
+    """Load models by name and version, and those of a watched folder, in the event loop.
+
+    Raises what loading the former does; a model of the watched folder may fail.
+    """
     from compress.serve.http.asgi_app import Application
-    from compress.serve.http.dynamic_batcher import Batcher
-    from compress.serve.http.loaded_model import open_model
+    from compress.serve.http.model_repository import ModelRepository
+    from compress.serve.http.shared_state import SharedState
 
-    with open_model(artifact, options.name, options.threads or 1, options.report) as model:
-        for note in model.notes:
-            logger.error("note: %s", note)  # the command shows errors only
-
-        def create_application() -> Application:
-            batcher = Batcher(
-                model.call,
-                workers=options.width,
-                max_rows=options.limits.rows,
-                joins_rows=not model.not_joined,
-                delay_seconds=options.delay_seconds,
-            )
-            return Application(model, batcher, options.limits, options.token)
-
-        uvicorn_server.serve(create_application, listener, options, ready)
+    shared = SharedState(options.limits, options.token)
+    load = partial(load_served, options, shared)
+    repository = ModelRepository(load, folders, options.watch, options.canaries)
+    failures = await repository.refresh()
+    for (name, _), error in failures.items():
+        if name in folders:
+            raise error
+    repository.log_failures(failures)
+    return Application(shared, repository, takes_changes=options.repository_api)
 
 
-def _serve_decoder(
-    artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
-) -> None:
-    from compress.serve.openai.app import OpenAIApplication
-    from compress.serve.openai.decoder import GenerationThreads, open_decoder
+def load_served(
+    options: Options, shared: SharedState, folder: Path, name: str, version: str
+) -> Callable[[], Served]:
+    """Load an artifact's model, in a thread; return what starts to answer, in the event loop."""
+    artifact = Artifact.from_directory(folder)
+    if artifact.kind == "genai":  # its modules take most of a second to import
+        from compress.serve.openai.app import load_decoder
+        from compress.serve.openai.decoder import refuse_for_decoders
 
-    decoder = open_decoder(artifact, options.name, options.threads or 1)
+        refuse_for_decoders(artifact, options)
+        return load_decoder(artifact, name, version, options, shared)
+    from compress.serve.http.inference import load_inference
 
-    def create_application() -> OpenAIApplication:
-        threads = GenerationThreads(decoder, options.width)
-        limits = replace(
-            options.limits, body_bytes=min(options.limits.body_bytes, decoder.longest_body)
-        )
-        return OpenAIApplication(decoder, threads, limits, options.token)
-
-    uvicorn_server.serve(create_application, listener, options, ready)
+    report = folder.with_name(f"{version}.report.json")  # beside a version of a watched folder
+    if options.watch in folder.parents and report.is_file():
+        options = replace(options, report=report)
+    return load_inference(artifact, name, version, options, shared)
 
 
 def _serve_torchserve(
@@ -207,7 +298,7 @@ def bearer(token: str, made: bool, file: Path | None, variable: str) -> str:
     return f'-H "Authorization: Bearer {source}"'
 
 
-def open_inference_line(url: str, name: str, signature: Signature, authorization: str) -> str:
+def open_inference_line(url: str, signature: Signature, authorization: str) -> str:
     """Return a command with an Open Inference Protocol request: zeros, and ones for integers."""
     tensors: list[dict[str, Any]] = []
     sizes = [_example_sizes(spec, signature) for spec in signature.inputs]
@@ -221,7 +312,7 @@ def open_inference_line(url: str, name: str, signature: Signature, authorization
         else:
             tensors.append({**tensor, "data": [_example_value(spec)] * count})
     body = json.dumps({"inputs": tensors}, separators=(",", ":"))
-    target = f"{url}/v2/models/{name}/infer"
+    target = f"{url}/infer"
     if not as_bytes:
         return _post_json(authorization, body, target)
     zeros = sum(tensor["parameters"]["binary_data_size"] for tensor in tensors)
