@@ -46,24 +46,14 @@ def opened_artifact(path: Path, sha256: str | None = None) -> Iterator[Artifact]
     tells. ArtifactInvalid for other files, for TorchScript, which tells none, and where neither
     the deployed file nor the artifact's digest has the expected SHA-256.
     """
-    folder = path.parent if path.is_file() else path
-    if path.is_dir() or (folder / MANIFEST).is_file():
-        artifact = Artifact.from_directory(folder)
+    signature = signature_of_file(path)
+    if signature is None:
+        artifact = Artifact.from_directory(path.parent if path.is_file() else path)
         if path.is_file() and path.name != artifact.payload_name:
             raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
         refuse_wrong_artifact_hash(artifact, sha256)
         yield artifact
         return
-    if path.suffix not in KINDS:
-        raise ArtifactInvalid(
-            f"{path}: expected an artifact's directory, or a file that ends in {', '.join(KINDS)}"
-        )
-    signature = signature_of(KINDS[path.suffix], path)
-    if signature is None:
-        raise ArtifactInvalid(
-            f"{path}: a TorchScript file does not tell what its inputs are: `compress init {path}` "
-            "writes a pipeline file, whose run makes an artifact of it"
-        )
     if sha256 is not None and (found := sha256_while_unchanged(path)) != sha256.lower():
         raise ArtifactInvalid(f"{path}: sha256 is {found}, expected {sha256}")
     # The commands show errors only.
@@ -76,6 +66,26 @@ def opened_artifact(path: Path, sha256: str | None = None) -> Iterator[Artifact]
         # The folder has the file's name, by which `bench` shows the model.
         imported = Path(temporary) / "artifacts" / path.name
         yield import_file(KINDS[path.suffix], path, signature, imported)
+
+
+def signature_of_file(path: Path) -> Signature | None:
+    """Read the signature of an exported file alone; None for an artifact, or a file of one.
+
+    ArtifactInvalid as :func:`opened_artifact`.
+    """
+    if path.is_dir() or (path.parent / MANIFEST).is_file():
+        return None
+    if path.suffix not in KINDS:
+        raise ArtifactInvalid(
+            f"{path}: expected an artifact's directory, or a file that ends in {', '.join(KINDS)}"
+        )
+    signature = signature_of(KINDS[path.suffix], path)
+    if signature is None:
+        raise ArtifactInvalid(
+            f"{path}: a TorchScript file does not tell what its inputs are: `compress init {path}` "
+            "writes a pipeline file, whose run makes an artifact of it"
+        )
+    return signature
 
 
 def refuse_wrong_artifact_hash(artifact: Artifact, sha256: str | None) -> None:

@@ -7,8 +7,9 @@ import gc
 import logging
 import os
 import secrets
+import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from compress.common.errors import PipelineInvalid
 from compress.common.requirements import Requirement, pip_install, require_all
 
 if TYPE_CHECKING:
-    from compress.serve.http.asgi_app import BaseApplication
+    from compress.serve.http.asgi_app import Application
     from compress.serve.http.options import Options
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def serve(
-    create_application: Callable[[], BaseApplication],
+    create_application: Callable[[], Awaitable[Application]],
     listener: socket.socket,
     options: Options,
     ready: Callable[[], None],
@@ -83,6 +84,7 @@ def serve(
     """Serve until SIGINT or SIGTERM; finish the requests in progress, then raise the signal again.
 
     The application is created in the event loop. `ready` is called once requests are answered.
+    SIGHUP loads the models that have changed.
     """
     import uvloop
 
@@ -91,7 +93,7 @@ def serve(
 
 
 async def _serve(
-    create_application: Callable[[], BaseApplication],
+    create_application: Callable[[], Awaitable[Application]],
     listener: socket.socket,
     options: Options,
     ready: Callable[[], None],
@@ -100,13 +102,14 @@ async def _serve(
 
     from compress.serve.http.bounded_protocol import BufferedHttpProtocol, WaitingConnections
 
-    application: Any = create_application()
+    application = await create_application()
     # What is here stays: a collection that visited it would hold up the requests meanwhile.
     gc.collect()
     gc.freeze()
     protocol: Any = partial(BufferedHttpProtocol, waiting=WaitingConnections())
+    asgi: Any = application
     config = uvicorn.Config(
-        application,
+        asgi,
         http=protocol,
         ws="none",
         lifespan="off",
@@ -126,7 +129,11 @@ async def _serve(
             await asyncio.sleep(0.01)
         ready()
 
-    notifying = asyncio.get_running_loop().create_task(notify_when_ready())
+    loop, repository = asyncio.get_running_loop(), application.repository
+    loop.add_signal_handler(signal.SIGHUP, lambda: repository.spawn(repository.reload()))
+    if options.watch is not None:
+        repository.spawn(repository.watch())
+    notifying = loop.create_task(notify_when_ready())
     try:
         await server.serve(sockets=[listener])
     finally:

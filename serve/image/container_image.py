@@ -159,7 +159,7 @@ class ImageFiles:
     """Digest of an OCI image's manifest; empty for a folder with a Dockerfile."""
 
     def lines(self) -> tuple[str, ...]:
-        """Return the lines for the terminal, with a token: that of the environment, or a new one."""
+        """Return the lines for the terminal; their token is the environment's, or a new one."""
         size = f"{self.bytes / 2**20:.1f} MiB"
         is_set = TOKEN_VARIABLE in os.environ
         variable = TOKEN_VARIABLE if is_set else f"{TOKEN_VARIABLE}={token_from(None)[0]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -64,16 +64,24 @@ def check_archive(path: Path, sha256: str | None) -> tuple[Path, dict[str, bytes
     return path, members, origin
 
 
+def default_name(path: Path) -> str:
+    """Return the name under which a path is served that is given without one."""
+    if not is_archive(path):
+        return "model"
+    return model_name_of(path / TorchServeArchive.payload if path.is_dir() else path)
+
+
 @contextmanager
 def open_archive(
-    mar: Path, members: Mapping[str, bytes], origin: Provenance, threads: int | None
+    path: Path, name: str, threads: int | None, sha256: str | None
 ) -> Iterator[ServedModel]:
-    """Load a checked archive's model, and replay its probe.
+    """Load an archive's model, which is checked before, and replay its probe.
 
     Bodies are read as its handler reads them, by its own settings. `threads` are by default those
-    that it records. StageFailed where the model does not answer the probe as packaged; Unavailable
-    where a library that reads texts or images is missing.
+    that it records. Raises what :func:`check_archive` does; StageFailed where the model does not
+    answer the probe as packaged; Unavailable where a library that reads texts or images is missing.
     """
+    mar, members, origin = check_archive(path, sha256)
     settings: dict[str, Any] = yaml.safe_load(members[CONFIG])["handler"]
     forms = {name: settings[name] for name in FORMS if settings.get(name)}
     missing = [r for name in forms for r in FORMS[name].requirements if r.missing()]
@@ -92,7 +100,7 @@ def open_archive(
         except Exception as error:
             raise StageFailed(f"{mar}: the model was not loaded: {first_line(error)}") from error
         yield ServedModel(
-            name=model_name_of(mar),
+            name=name,
             kind=origin.artifact.kind,
             signature=signature,
             interface=replace(interface, rows_stay_first=bool(settings["rows_stay_first"])),

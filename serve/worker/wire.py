@@ -192,7 +192,7 @@ def requested_outputs(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
 
 
 def to_protocol(
-    named: Named, wanted: Named, model_name: str, labels: list[list[dict[str, Any]]]
+    named: Named, wanted: Named, model: str, labels: list[list[dict[str, Any]]], version: str = ""
 ) -> tuple[bytes, dict[str, str]]:
     """Return the body and headers of a response to what :func:`requested_outputs` found.
 
@@ -217,8 +217,9 @@ def to_protocol(
             value = f'"data": {flat_json(array)}'
         tensors.append(f"{{{head}, {value}}}")
     request_id = f', "id": {json.dumps(str(wanted["id"]))}' if wanted["id"] is not None else ""
-    answer = f'"model_name": {quoted(model_name)}{request_id}, "outputs": [{", ".join(tensors)}]'
-    body = f"{{{answer}}}".encode()
+    named_version = f', "model_version": "{version}"' if version else ""
+    answer = f'"model_name": {quoted(model)}{named_version}{request_id}'
+    body = f'{{{answer}, "outputs": [{", ".join(tensors)}]}}'.encode()
     if not raw:
         return body, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(body))}
@@ -351,7 +352,12 @@ def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
 
 
 def encode(
-    named: dict[str, Array], accept: str, wanted: Named, model_name: str, classes: Named | None
+    named: dict[str, Array],
+    accept: str,
+    wanted: Named,
+    model_name: str,
+    classes: Named | None,
+    version: str = "",
 ) -> tuple[bytes, dict[str, str]]:
     """Encode outputs, none of which holds NaN; return the response's body and headers.
 
@@ -362,7 +368,7 @@ def encode(
         return to_npz(named), {"content-type": NPZ}
     labels = top_classes(next(iter(named.values())), classes) if classes else []
     if wanted:
-        return to_protocol(named, wanted, model_name, labels)
+        return to_protocol(named, wanted, model_name, labels, version)
     if RAW in accept:
         (output, *others) = named.values()
         if others:

@@ -85,7 +85,7 @@ def write_base(folder: Path) -> None:
         for name in (program.name, "python3"):
             archive.add(program, f"usr/bin/{name}")
         archive.add(STDLIB, f"usr/lib/{STDLIB.name}", filter=of_image)
-        for library in system:
+        for library in {each.name: each for each in system}.values():
             place = Path("lib64") if library.name.startswith("ld-linux") else LIBRARIES
             archive.add(library, f"{place}/{library.name}")
         for name in ("tmp", "proc", "sys", "dev", "etc", "run", "var/tmp"):

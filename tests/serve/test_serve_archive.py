@@ -12,7 +12,7 @@ import pytest
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
 from compress.serve.http.options import Limits, Options
-from compress.serve.serve_command import serve_artifact
+from compress.serve.serve_command import serve_artifacts
 from compress.serve.torchserve.stage import PackageTorchServe
 from tests.serve.served_here import COMPRESS, ROOT, sealed
 
@@ -43,6 +43,6 @@ def test_options_that_torchserve_does_not_take_are_refused(tmp_path: Path) -> No
     archive = PackageTorchServe(gates=()).run(model, Context(root=tmp_path / "mar"))
     for options in (Options(host="0.0.0.0"), Options(workers=2), Options(limits=Limits(queue=3))):
         with pytest.raises(PipelineInvalid, match="options but --port, --threads and --sha256 out"):
-            serve_artifact(archive.path, options, None, print)
+            serve_artifacts([archive.path], options, None, print)
     with pytest.raises(PipelineInvalid, match="leave all options"):
-        serve_artifact(archive.path, Options(), tmp_path / "token", print)
+        serve_artifacts([archive.path], Options(), tmp_path / "token", print)

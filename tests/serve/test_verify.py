@@ -30,7 +30,7 @@ from compress.serve.packaging.provenance import (
     model_card,
     refuse_broken_chain,
 )
-from compress.serve.serve_command import serve_artifact
+from compress.serve.serve_command import serve_artifacts
 from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.torchserve.mar_file import read_mar, write_mar
 from compress.serve.torchserve.stage import PackageTorchServe
@@ -147,7 +147,7 @@ def test_native_code_of_unknown_origin_is_not_run(
     with pytest.raises(
         ArtifactInvalid, match="native code, which cannot be inspected: give the archive's"
     ):
-        serve_artifact(tmp_path / "x.mar", Options(), None, print)
+        serve_artifacts([tmp_path / "x.mar"], Options(), None, print)
     folder = tmp_path / "forged"
     folder.mkdir()
     write_mar(folder / "model.mar", members | changed)
@@ -171,11 +171,11 @@ def test_files_that_cannot_be_served_or_verified_name_the_right_command(
     with pytest.raises(ArtifactInvalid, match=f"{takes}: run compress verify {archive.path}"):
         verify(named)
     with pytest.raises(ArtifactInvalid, match=f"compress serve {no_manifest}"):
-        serve_artifact(alone, Options(), None, print)
+        serve_artifacts([alone], Options(), None, print)
     with pytest.raises(ArtifactInvalid, match=r"expected the directory, or its model\.mar"):
-        serve_artifact(named, Options(), None, print)
+        serve_artifacts([named], Options(), None, print)
     with pytest.raises(ArtifactInvalid, match=r"sha256 is \w+, expected 00ff"):
-        serve_artifact(archive.path, Options(sha256="00ff"), None, print)
+        serve_artifacts([archive.path], Options(sha256="00ff"), None, print)
 
 
 @pytest.mark.usefixtures("never_started")
@@ -226,8 +226,8 @@ def test_a_foreign_handler_under_a_forged_manifest_is_started_by_no_command(
     forged.verify()  # every file is the one that the forged manifest names
     starting: list[Any] = [
         lambda: verify(folder),
-        lambda: serve_artifact(folder, Options(), None, print),
-        lambda: serve_artifact(folder / "model.mar", Options(), None, print),
+        lambda: serve_artifacts([folder], Options(), None, print),
+        lambda: serve_artifacts([folder / "model.mar"], Options(), None, print),
         lambda: forged.open().__enter__(),
     ]
     for start in starting:
