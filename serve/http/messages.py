@@ -213,7 +213,7 @@ def form_field(content_type: str, body: bytes | bytearray) -> tuple[str, bytes |
         found = message_from_bytes(bytes(fields))
         if found.get_param("name", header="content-disposition") in ("data", "body"):
             return found.get("content-type", wire.RAW).partition(";")[0].strip().lower(), content
-    raise HttpError(UNREADABLE, "the form has no field data")
+    raise HttpError(UNREADABLE, wire.NO_BODY)
 
 
 def most_numbers(specs: Specs, rows: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zipfile
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,22 +11,29 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from compress.artifacts.artifact import MANIFEST, Artifact
-from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, raised_as
 from compress.export.imported.exported_files import refuse_wrong_artifact_hash
-from compress.serve.http.loaded_model import ServedModel
+from compress.serve.http.loaded_model import WARM_CALLS, ServedModel
 from compress.serve.packaging.model_interface import infer_interface
+from compress.serve.packaging.provenance import PROVENANCE, Provenance
 from compress.serve.packaging.request_forms import ImageInput, TextInput
 from compress.serve.torchserve.artifact import (
     PROBE,
     TorchServeArchive,
     check_bare_mar,
 )
-from compress.serve.torchserve.mar_file import CONFIG, model_name_of, unpacked
+from compress.serve.torchserve.mar_file import (
+    CONFIG,
+    HANDLER,
+    handler_text,
+    model_name_of,
+    unpacked,
+)
 from compress.serve.worker.loaders import LOADERS, replay
 from compress.serve.worker.wire import from_npz
 
 if TYPE_CHECKING:
-    from compress.serve.packaging.provenance import Provenance
+    from collections.abc import Iterator
 
 FORMS: dict[str, type[ImageInput | TextInput]] = {"image": ImageInput, "text": TextInput}
 NOT_SHOWN = (
@@ -35,8 +42,16 @@ NOT_SHOWN = (
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a path is a ``.mar``, or the directory of a `torchserve` artifact."""
+    """Return whether a path is a ``.mar``, or the directory of a `torchserve` artifact.
+
+    ArtifactInvalid for a ``.mar`` that others wrote.
+    """
     if path.suffix == ".mar" and path.is_file():
+        if zipfile.is_zipfile(path) and PROVENANCE not in zipfile.ZipFile(path).namelist():
+            raise ArtifactInvalid(
+                f"{path}: has no {PROVENANCE}, so package_torchserve did not write it: its handler "
+                "is code of others, which is not run here; serve it with TorchServe itself"
+            )
         return True
     if not (path / MANIFEST).is_file():
         return False
@@ -46,16 +61,16 @@ def is_archive(path: Path) -> bool:
 def check_archive(path: Path, sha256: str | None) -> tuple[Path, dict[str, bytes], Provenance]:
     """Return the ``.mar`` of a path that :func:`is_archive` found, its members and provenance.
 
-    ArtifactInvalid where a member is not the one that was packed, another handler than this
-    version's is in it, it has another SHA-256, or none was given for native code of a bare file.
+    Its handler may be another version's: it is not run. ArtifactInvalid where a member is not the
+    one that was packed, it has another SHA-256, or none was given for native code of a bare file.
     """
     if path.is_dir() or (path.parent / MANIFEST).is_file():
         archive = TorchServeArchive.from_directory(path if path.is_dir() else path.parent)
         refuse_wrong_artifact_hash(archive, sha256)
         if path not in (archive.path, archive.payload_path):
             raise ArtifactInvalid(f"{path}: expected the directory, or its {archive.payload_name}")
-        return archive.payload_path, *archive.check()
-    members, origin = check_bare_mar(path, sha256, "serve")
+        return archive.payload_path, *archive.check(runs_handler=False)
+    members, origin = check_bare_mar(path, sha256, runs_handler=False)
     if origin.artifact.kind == "aot" and sha256 is None:
         raise ArtifactInvalid(
             f"{path}: its model is native code, which cannot be inspected: give the archive's "
@@ -89,26 +104,30 @@ def open_archive(
         raise Unavailable(f"{mar}: serving it needs {missing[0].what}: {missing[0].install}")
     signature, probe = origin.signature, from_npz(members[PROBE])
     with unpacked(members) as folder:
-        try:
+        with raised_as(StageFailed, f"{mar}: the model was not loaded"):
             run = LOADERS[settings["kind"]](
                 folder / origin.artifact.payload, settings, threads or int(settings["threads"])
             )
             inputs = [probe[spec.name] for spec in signature.inputs]
             outputs = [probe[output.name] for output in signature.outputs]
-            replay(run, inputs, outputs, float(settings["probe_atol"]))
+            for _ in range(WARM_CALLS):
+                replay(run, inputs, outputs, float(settings["probe_atol"]))
             interface = infer_interface(lambda *arrays: run(arrays), signature)
-        except Exception as error:
-            raise StageFailed(f"{mar}: the model was not loaded: {first_line(error)}") from error
-        yield ServedModel(
-            name=name,
-            kind=origin.artifact.kind,
-            signature=signature,
-            interface=replace(interface, rows_stay_first=bool(settings["rows_stay_first"])),
-            call=lambda *arrays: run(arrays),
-            not_joined="" if settings["joins_rows"] else NOT_SHOWN,
-            forms=forms,
-            folder=folder,
-            classes=settings["classes"],
-            specs=settings["inputs"],
-            max_rows=int(settings["max_rows"]),
-        )
+            notes = [] if settings["joins_rows"] else [f"requests are not joined: {NOT_SHOWN}"]
+            if members[HANDLER] != handler_text():
+                notes.append(f"{mar}: its handler is another version's, and is not run")
+            model = ServedModel(
+                name=name,
+                kind=origin.artifact.kind,
+                signature=signature,
+                interface=replace(interface, rows_stay_first=bool(settings["rows_stay_first"])),
+                call=lambda *arrays: run(arrays),
+                not_joined="" if settings["joins_rows"] else NOT_SHOWN,
+                forms=forms,
+                folder=folder,
+                classes=settings["classes"],
+                specs=settings["inputs"],
+                max_rows=int(settings["max_rows"]),
+                notes=tuple(notes),
+            )
+        yield model

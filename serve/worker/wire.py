@@ -74,6 +74,7 @@ JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
 MEMBER_BYTES = 512  # per array in a zip's directory: 46 bytes, its name and extra fields
 END_OF_ZIP = struct.Struct("<4s4H2LH")
 RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "image/jpeg")
+NO_BODY = f"the request has no body; send one as {JSON} or {NPZ}"
 TENSORS = (NPY, NPZ, RAW)  # bodies of bytes that hold nothing but tensors
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_PIXELS = 64_000_000  # largest decoded image: a small file can decompress to any size
