@@ -87,8 +87,9 @@ def request_decoder(model: ServedModel, limits: Limits) -> messages.RequestDecod
     """Return what reads the bodies of requests to a model."""
     # The protocol's answer holds what the metadata names, and labels if they are requested.
     labels = LABELS if model.classes else ()
+    specs = model.specs or model.signature.input_descriptions()
     outputs = [output.name for output in model.signature.outputs]
-    return messages.RequestDecoder(model.specs, outputs, labels, limits.rows)
+    return messages.RequestDecoder(specs, outputs, labels, limits.rows)
 
 
 class Inference(Served):

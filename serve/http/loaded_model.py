@@ -51,12 +51,12 @@ class ServedModel:
     call: Call
     not_joined: str
     """Why requests must not be batched; empty if they may."""
-    specs: Specs
-    """The inputs as requests are checked against them."""
     forms: Named = field(default_factory=dict)
     folder: Path = Path()
     """The artifact's, with the tokenizer."""
     classes: Named | None = None
+    specs: Specs = ()
+    """The inputs as requests are checked against them; by default the signature's."""
     max_rows: int | None = None
     """Most rows of one request, where the file records it."""
     notes: tuple[str, ...] = ()
