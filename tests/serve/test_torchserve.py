@@ -173,10 +173,7 @@ def test_the_built_in_server_answers_torchserves_clients_with_the_same_bytes(
         (rows.tobytes(), {}),
         (png, {"Content-Type": "image/png"}),
         (protocol.encode(), json_type),
-        (
-            in_bytes.encode() + rows.tobytes(),
-            {"Inference-Header-Content-Length": f"{len(in_bytes)}"},
-        ),
+        (in_bytes.encode() + rows.tobytes(), length),
         in_form(png, "image/png"),
         in_form(as_json, "application/json"),
         in_form(as_json, "application/json", "other"),
@@ -193,6 +190,8 @@ def test_the_built_in_server_answers_torchserves_clients_with_the_same_bytes(
             expected = send(server, body, headers | token)
             given = {"Content-Type": ""} | headers
             status, _, answer = ours.ask(body, given, "/predictions/model")
+            # In the protocol's answers, the built-in server names the version, too.
+            answer = answer.replace(b' "model_version": "1",', b"")
             assert (status, answer) == expected, headers
         assert ours.ask(as_json, json_type, "/predictions/model/1.0")[0] == 200
         assert ours.ask(as_json, json_type, "/predictions/model", "PUT")[0] == 200

@@ -153,7 +153,7 @@ def test_any_artifact_is_anchored_by_a_hash_that_was_given(
     with pytest.raises(ArtifactInvalid, match="--sha256 names neither its digest"):
         verify_command(alone, VerifierInputs(before))
     with pytest.raises(ArtifactInvalid, match=f"expected {before}, which is not the artifact's"):
-        serve_artifacts([alone], Options(sha256=before), None, print)
+        serve_artifacts([alone], Options(port=0, sha256=before), None, print)
 
 
 def test_a_signed_attestation_anchors_what_it_names_and_nothing_else(
