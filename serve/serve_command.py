@@ -27,7 +27,7 @@ from compress.serve.torchserve.served_archive import (
     check_archive,
     default_name,
     is_archive,
-    open_archive,
+    load_archive,
 )
 from compress.serve.worker.wire import DATATYPES
 
@@ -250,7 +250,7 @@ def open_path(path: Path, name: str, options: Options) -> Iterator[ServedModel]:
     """Load the model of an artifact, a ``.mar`` or an exported file; all are checked before."""
     threads = options.threads
     if is_archive(path):
-        with open_archive(path, name, threads, options.sha256) as model:
+        with load_archive(*check_archive(path, options.sha256), name, threads) as model:
             yield model
         return
     with (

@@ -13,7 +13,6 @@ from compress.serve.worker.wire import JSON, RAW
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from compress.serve.http.asgi_app import Application
     from compress.serve.http.messages import Headers, Message
     from compress.serve.http.shared_state import Served
 
@@ -53,7 +52,7 @@ def respond(send: Callable[[Response], None], response: Response) -> None:
     send(as_torchserve(response))
 
 
-async def answer(application: Application, scope: Message, headers: Headers) -> Response:
+async def answer(application: Any, scope: Message, headers: Headers) -> Response:
     """Answer a request for health or management, or for a model that is not loaded."""
     try:
         status, content = await _answer(application, scope, headers)
@@ -63,7 +62,7 @@ async def answer(application: Application, scope: Message, headers: Headers) -> 
 
 
 async def _answer(
-    application: Application, scope: Message, headers: Headers
+    application: Any, scope: Message, headers: Headers
 ) -> tuple[int, dict[str, Any] | list[dict[str, Any]]]:
     path, method, repository = scope["path"], scope["method"], application.repository
     if path == "/ping":

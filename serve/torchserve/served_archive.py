@@ -33,7 +33,7 @@ from compress.serve.worker.loaders import LOADERS, replay
 from compress.serve.worker.wire import from_npz
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 FORMS: dict[str, type[ImageInput | TextInput]] = {"image": ImageInput, "text": TextInput}
 NOT_SHOWN = (
@@ -87,16 +87,19 @@ def default_name(path: Path) -> str:
 
 
 @contextmanager
-def open_archive(
-    path: Path, name: str, threads: int | None, sha256: str | None
+def load_archive(
+    mar: Path,
+    members: Mapping[str, bytes],
+    origin: Provenance,
+    name: str,
+    threads: int | None = None,
 ) -> Iterator[ServedModel]:
-    """Load an archive's model, which is checked before, and replay its probe.
+    """Load the model of a checked archive, and replay its probe.
 
     Bodies are read as its handler reads them, by its own settings. `threads` are by default those
-    that it records. Raises what :func:`check_archive` does; StageFailed where the model does not
-    answer the probe as packaged; Unavailable where a library that reads texts or images is missing.
+    that it records. StageFailed where the model does not answer the probe as packaged; Unavailable
+    where a library that reads texts or images is missing.
     """
-    mar, members, origin = check_archive(path, sha256)
     settings: dict[str, Any] = yaml.safe_load(members[CONFIG])["handler"]
     forms = {name: settings[name] for name in FORMS if settings.get(name)}
     missing = [r for name in forms for r in FORMS[name].requirements if r.missing()]
