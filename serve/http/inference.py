@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.profiling.batch_dependence import seeded_rows
@@ -162,8 +161,9 @@ class Inference(Served):
         self, path: str, headers: Headers, respond: Callable[[Response], None]
     ) -> WholeRequest | None:
         """Return a small inference request that may begin once its body is received, else None."""
+        send = respond
         if torchserve_api.prepare_(path, headers):
-            respond = partial(torchserve_api.respond, respond)
+            respond = lambda response: send(torchserve_api.as_torchserve(response))  # noqa: E731
         if (
             not 0
             < int(headers.get("content-length", 0))

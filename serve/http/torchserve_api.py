@@ -11,8 +11,6 @@ from compress.serve.http.messages import HttpError, Response, error_response
 from compress.serve.worker.wire import JSON, RAW
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from compress.serve.http.messages import Headers, Message
     from compress.serve.http.shared_state import Served
 
@@ -45,11 +43,6 @@ def as_torchserve(response: Response) -> Response:
     content = {"code": response.status, **({"type": kind} if kind else {}), "message": error}
     response.body = _as_json(content) if kind else json.dumps(content).encode()
     return response
-
-
-def respond(send: Callable[[Response], None], response: Response) -> None:
-    """Send a response in TorchServe's form."""
-    send(as_torchserve(response))
 
 
 async def answer(application: Any, scope: Message, headers: Headers) -> Response:

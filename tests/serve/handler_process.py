@@ -1,4 +1,4 @@
-"""The handler of an archive, run as TorchServe's worker does, in a process that has nothing of ours."""
+"""An archive's handler, run as TorchServe's worker does, in a process without this toolkit."""
 
 import json
 import select
