@@ -53,10 +53,7 @@ class Application:
                 served.in_progress -= 1
             return
         try:
-            if path.startswith(REPOSITORY):
-                response = await self._manage(scope, headers, receive)
-            else:
-                response = await self._get(scope, headers)
+            response = await self._manage_or_get(scope["method"], path, headers, receive)
         except Exception as error:  # noqa: BLE001 - a bug must not leave the client without one
             response = self.error_response(error, path)
         await messages.send_response(scope, send, response)
@@ -82,9 +79,23 @@ class Application:
         self.repository.close()
         self.shared.close()
 
-    async def _get(self, scope: Message, headers: Headers) -> Response:
-        """Answer health, metadata and metrics requests."""
-        path, method = scope["path"], scope["method"]
+    async def respond(self, method: str, path: str, headers: Headers, receive: Receive) -> Response:
+        """Return the response to a request of another protocol than HTTP, or raise its error."""
+        if (route := self.repository.routes.get(path)) is None:
+            return await self._manage_or_get(method, path, headers, receive)
+        served = route.choose()
+        served.in_progress += 1
+        try:
+            return await served.respond_to(method, headers, receive)
+        finally:
+            served.in_progress -= 1
+
+    async def _manage_or_get(
+        self, method: str, path: str, headers: Headers, receive: Receive
+    ) -> Response:
+        """Answer health, metadata and metrics requests, and those of the repository API."""
+        if path.startswith(REPOSITORY):
+            return await self._manage(method, path, headers, receive)
         if (health := HEALTH.get(path)) is not None:
             return json_response(health, hangs="ready" in health and not self.is_ready())
         self.shared.check_token(headers)
@@ -103,15 +114,15 @@ class Application:
         hangs = "ready" in content and served is not None and served.hangs()
         return json_response(content, hangs=hangs)
 
-    async def _manage(self, scope: Message, headers: Headers, receive: Receive) -> Response:
+    async def _manage(self, method: str, path: str, headers: Headers, receive: Receive) -> Response:
         """Answer a request of Triton's repository API."""
         self.shared.check_token(headers)
-        parts = scope["path"].removeprefix(REPOSITORY).split("/")
+        parts = path.removeprefix(REPOSITORY).split("/")
         is_change = len(parts) == 3 and parts[0] == "models" and parts[2] in ("load", "unload")
         if parts != ["index"] and not is_change:
-            message = f"{scope['path'][:200]}: not here; expected {REPOSITORY}index"
+            message = f"{path[:200]}: not here; expected {REPOSITORY}index"
             raise HttpError(404, message, **close_if_continue_expected(headers))
-        require_method(scope["method"], headers, "POST")
+        require_method(method, headers, "POST")
         if is_change and not self._takes_changes:
             message = "this server takes no changes; start it with --repository-api"
             raise HttpError(403, message, **close_if_continue_expected(headers))

@@ -142,16 +142,19 @@ class Inference(Served):
 
     async def answer(self, scope: Message, headers: Headers, receive: Receive, send: Send) -> None:
         """Answer an inference request."""
-        start, count = time.perf_counter(), self.metrics.count
-        response = None
+        response = await self.respond_to(scope["method"], headers, receive)
+        await messages.send_response(scope, send, response)
+
+    async def respond_to(self, method: str, headers: Headers, receive: Receive) -> Response:
+        """Return the response to a request, and count it."""
+        start = time.perf_counter()
         try:
-            response = await messages.response_of(self.infer(scope["method"], headers, receive))
-            count(response.status, response.rows, time.perf_counter() - start)
-            await messages.send_response(scope, send, response)
+            response = await messages.response_of(self.infer(method, headers, receive))
         except asyncio.CancelledError:
-            if response is None:  # else it is counted, and its client left while it was sent
-                count(CLIENT_CLOSED, 0, time.perf_counter() - start)
+            self.record(headers, CLIENT_CLOSED, 0, start)
             raise
+        self.record(headers, response.status, response.rows, start)
+        return response
 
     def accept_whole(
         self, headers: Headers, respond: Callable[[Response], None]
@@ -320,8 +323,7 @@ class WholeRequest:
     def _count(self, status: int, rows: int) -> None:
         self._finished = True
         self._inference.in_progress -= 1
-        seconds = time.perf_counter() - self._start
-        self._inference.metrics.count(status, rows, seconds)
+        self._inference.record(self._headers, status, rows, self._start)
 
 
 def is_small(outputs: Sequence[Array]) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import secrets
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from compress.serve.http.dynamic_batcher import WorkerThreads
     from compress.serve.http.messages import Headers, Message, Receive, Response, Send
     from compress.serve.http.options import Limits
+    from compress.serve.http.tracing import Tracing
     from compress.serve.worker.tensors import Named
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -114,8 +116,8 @@ class ModelMetrics:
 class SharedState:
     """What all requests to a server process share: limits, token, metrics, and memory of bodies."""
 
-    def __init__(self, limits: Limits, token: str) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, token: str, tracing: Tracing | None = None) -> None:
+        self.tracing = tracing
         self.metrics = Metrics()
         self._token = token.encode()
         # Python switches back to the event loop every few milliseconds while this thread computes.
@@ -123,8 +125,10 @@ class SharedState:
         self._large_bodies = ByteSemaphore(LARGE_BODIES * limits.body_bytes)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and send the last traces."""
         self._thread.shutdown(cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
     def check_token(self, headers: Headers) -> None:
         """Raise HttpError unless a request has the server's token."""
@@ -177,6 +181,10 @@ class Served:
         """Answer a request to one of the addresses."""
         raise NotImplementedError
 
+    async def respond_to(self, method: str, headers: Headers, receive: Receive) -> Response:
+        """Return the response to a request of another protocol, to one of the addresses."""
+        raise NotImplementedError
+
     def accept_whole(self, headers: Headers, respond: Callable[[Response], None]) -> Any:
         """Return a `WholeRequest` where no task is needed once its body is received, or None."""
         del headers, respond
@@ -201,6 +209,13 @@ class Served:
         if max(self.workers.depth, others) >= most:
             message = f"{most} requests wait, the most that may; try again"
             raise HttpError(503, message, retry_after="1", **closing)
+
+    def record(self, headers: Headers, status: int, rows: int, start: float) -> None:
+        """Count a request that began at `start`, of `time.perf_counter`, and trace it."""
+        seconds = time.perf_counter() - start
+        self.metrics.count(status, rows, seconds)
+        if self.shared.tracing is not None:
+            self.shared.tracing.record(self.name, self.version, headers, status, seconds)
 
     def late_error(self, late: tuple[int, str]) -> HttpError:
         """Return the error of a request that took too long, for one of the constants above."""

@@ -177,7 +177,7 @@ class DecoderService(Served):
         try:
             status = await self._complete(scope, headers, receive, send)
         finally:
-            self.metrics.count(status, 1, time.perf_counter() - start)
+            self.record(headers, status, 1, start)
 
     async def _complete(
         self, scope: Message, headers: Headers, receive: Receive, send: Send
