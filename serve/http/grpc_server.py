@@ -229,7 +229,7 @@ def infer_body(request: Any) -> tuple[bytes, list[bytes]]:
             ((_, values),) = tensor.contents.ListFields() or [(None, [])]
             each["data"] = [v.decode() if isinstance(v, bytes) else v for v in values]
         inputs.append(each)
-    head: Named = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+    head: dict[str, Any] = {"inputs": inputs, "parameters": {"binary_data_output": True}}
     if request.id:
         head["id"] = request.id
     if request.outputs:
