@@ -53,7 +53,10 @@ class Application:
                 served.in_progress -= 1
             return
         try:
-            response = await self._manage_or_get(scope["method"], path, headers, receive)
+            if path.startswith(REPOSITORY):
+                response = await self._manage(scope["method"], path, headers, receive)
+            else:
+                response = await self._get(scope["method"], path, headers)
         except Exception as error:  # noqa: BLE001 - a bug must not leave the client without one
             response = self.error_response(error, path)
         await messages.send_response(scope, send, response)
@@ -79,23 +82,8 @@ class Application:
         self.repository.close()
         self.shared.close()
 
-    async def respond(self, method: str, path: str, headers: Headers, receive: Receive) -> Response:
-        """Return the response to a request of another protocol than HTTP, or raise its error."""
-        if (route := self.repository.routes.get(path)) is None:
-            return await self._manage_or_get(method, path, headers, receive)
-        served = route.choose()
-        served.in_progress += 1
-        try:
-            return await served.respond_to(method, headers, receive)
-        finally:
-            served.in_progress -= 1
-
-    async def _manage_or_get(
-        self, method: str, path: str, headers: Headers, receive: Receive
-    ) -> Response:
-        """Answer health, metadata and metrics requests, and those of the repository API."""
-        if path.startswith(REPOSITORY):
-            return await self._manage(method, path, headers, receive)
+    async def _get(self, method: str, path: str, headers: Headers) -> Response:
+        """Answer health, metadata and metrics requests."""
         if (health := HEALTH.get(path)) is not None:
             return json_response(health, hangs="ready" in health and not self.is_ready())
         self.shared.check_token(headers)

@@ -142,19 +142,15 @@ class Inference(Served):
 
     async def answer(self, scope: Message, headers: Headers, receive: Receive, send: Send) -> None:
         """Answer an inference request."""
-        response = await self.respond_to(scope["method"], headers, receive)
-        await messages.send_response(scope, send, response)
-
-    async def respond_to(self, method: str, headers: Headers, receive: Receive) -> Response:
-        """Return the response to a request, and count it."""
-        start = time.perf_counter()
+        start, response = time.perf_counter(), None
         try:
-            response = await messages.response_of(self.infer(method, headers, receive))
+            response = await messages.response_of(self.infer(scope["method"], headers, receive))
+            self.record(headers, response.status, response.rows, start)
+            await messages.send_response(scope, send, response)
         except asyncio.CancelledError:
-            self.record(headers, CLIENT_CLOSED, 0, start)
+            if response is None:  # else it is counted, and its client left while it was sent
+                self.record(headers, CLIENT_CLOSED, 0, start)
             raise
-        self.record(headers, response.status, response.rows, start)
-        return response
 
     def accept_whole(
         self, headers: Headers, respond: Callable[[Response], None]

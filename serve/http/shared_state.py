@@ -83,36 +83,6 @@ class Metrics:
         return metrics_text(self._registry)
 
 
-class ModelMetrics:
-    """The counters of one version of a model."""
-
-    def __init__(self, metrics: Metrics, name: str, version: str, workers: WorkerThreads) -> None:
-        self._all, self._labels, self._workers = metrics, (name, version), workers
-        self._by_status: dict[int, Counter] = {}
-        self._latency = metrics.latency.labels(*self._labels)
-        self._rows = metrics.rows.labels(*self._labels)
-        self._queue = metrics.queue.labels(*self._labels)
-        if not metrics.all_processes:
-            alive = weakref.ref(workers)  # the metrics outlive a version that is unloaded
-            self._queue.set_function(lambda: found.depth if (found := alive()) else 0)
-
-    def count(self, status: int, rows: int, seconds: float) -> None:
-        """Count an inference request."""
-        if status not in self._by_status:  # looking up a label takes longer than counting
-            self._by_status[status] = self._all.requests.labels(*self._labels, str(status))
-        self._by_status[status].inc()
-        self._latency.observe(seconds)
-        if status == 200:
-            self._rows.inc(rows)
-        if self._all.all_processes:
-            self._queue.set(self._workers.depth)
-
-    def count_tokens(self, prompt: int, answer: int) -> None:
-        """Count the tokens of an answered request."""
-        self._all.tokens.labels(*self._labels, "prompt").inc(prompt)
-        self._all.tokens.labels(*self._labels, "answer").inc(answer)
-
-
 class SharedState:
     """What all requests to a server process share: limits, token, metrics, and memory of bodies."""
 
@@ -164,7 +134,13 @@ class Served:
     ) -> None:
         self.name, self.version = name, version
         self.workers, self.limits, self.shared = workers, limits, shared
-        self.metrics = ModelMetrics(shared.metrics, name, version, workers)
+        labels, metrics = (name, version), shared.metrics
+        self._latency, self._rows = metrics.latency.labels(*labels), metrics.rows.labels(*labels)
+        self._queue = metrics.queue.labels(*labels)
+        self._by_status: dict[int, Counter] = {}
+        if not metrics.all_processes:
+            alive = weakref.ref(workers)  # the metrics outlive a version that is unloaded
+            self._queue.set_function(lambda: found.depth if (found := alive()) else 0)
         self.in_progress = 0  # requests, from reading the body to sending the response
         self.resources = ExitStack()
         """What is closed behind the last request: threads, processes, the model."""
@@ -179,10 +155,6 @@ class Served:
 
     async def answer(self, scope: Message, headers: Headers, receive: Receive, send: Send) -> None:
         """Answer a request to one of the addresses."""
-        raise NotImplementedError
-
-    async def respond_to(self, method: str, headers: Headers, receive: Receive) -> Response:
-        """Return the response to a request of another protocol, to one of the addresses."""
         raise NotImplementedError
 
     def accept_whole(self, headers: Headers, respond: Callable[[Response], None]) -> Any:
@@ -212,8 +184,16 @@ class Served:
 
     def record(self, headers: Headers, status: int, rows: int, start: float) -> None:
         """Count a request that began at `start`, of `time.perf_counter`, and trace it."""
-        seconds = time.perf_counter() - start
-        self.metrics.count(status, rows, seconds)
+        seconds, metrics = time.perf_counter() - start, self.shared.metrics
+        if status not in self._by_status:  # looking up a label takes longer than counting
+            labels = self.name, self.version, str(status)
+            self._by_status[status] = metrics.requests.labels(*labels)
+        self._by_status[status].inc()
+        self._latency.observe(seconds)
+        if status == 200:
+            self._rows.inc(rows)
+        if metrics.all_processes:
+            self._queue.set(self.workers.depth)
         if self.shared.tracing is not None:
             self.shared.tracing.record(self.name, self.version, headers, status, seconds)
 
