@@ -195,7 +195,7 @@ def infer_body(request: Any) -> bytes:
         if sizes:
             inputs[i]["parameters"] = {"binary_data_size": sizes[i] if i < len(sizes) else 0}
             continue
-        values = next((values for _, values in tensor.contents.ListFields()), [])
+        values: Any = next((values for _, values in tensor.contents.ListFields()), [])
         inputs[i]["data"] = [
             v.decode("utf-8", "replace") if isinstance(v, bytes) else v for v in values
         ]
