@@ -5,6 +5,7 @@ It is plain ASGI: a web framework around these few paths took longer than a smal
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from compress.serve.worker.tensors import Named
 
 REPOSITORY = "/v2/repository/"
+BODY_SECONDS = 10.0  # time limit of the body of a request to it
 HEALTH = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
 
 
@@ -115,7 +117,11 @@ class Application:
             message = "this server takes no changes; start it with --repository-api"
             raise HttpError(403, message, **close_if_continue_expected(headers))
         shared_state.body_size(headers, shared_state.SMALL_BYTES)
-        body = await shared_state.read_body(receive, shared_state.SMALL_BYTES)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await shared_state.read_body(receive, shared_state.SMALL_BYTES)
+        except TimeoutError:
+            raise HttpError(408, "the body was not received", connection="close") from None
         try:
             asked = json.loads(body or b"{}")
             parameters = {**asked.get("parameters", {})}
