@@ -72,8 +72,9 @@ class Application:
 
     def error_response(self, error: Exception, path: str = "") -> Response:
         """Return the response to an error, as clients of this path expect it."""
-        found = self.repository.error_response(error, path)
-        return messages.error_response(error) if found is None else found
+        models = self.repository.loaded()
+        fitting = [each for each in models if path.startswith(each.prefix)] or models
+        return fitting[0].error_response(error) if fitting else messages.error_response(error)
 
     def is_ready(self) -> bool:
         """Return whether no model hangs."""
