@@ -411,6 +411,10 @@ def serve(
     repository_api: Annotated[
         bool, typer.Option("--repository-api", help="Let clients load and unload models.")
     ] = False,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Answer over gRPC there, too.")
+    ] = None,
+    traces: Annotated[str, typer.Option(help="URL of an OTLP collector for traces.")] = "",
 ) -> None:
     """Serve models over HTTP."""
     with console.fast_imports():
@@ -418,7 +422,7 @@ def serve(
         from compress.serve.serve_command import canary_shares, serve_artifacts
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
     sizes |= {"sha256": sha256, "watch": watch, "canaries": canary_shares(canary or [])}
-    sizes["repository_api"] = repository_api
+    sizes |= {"repository_api": repository_api, "grpc_port": grpc_port, "traces": traces}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
     serve_artifacts(
         artifacts or [],

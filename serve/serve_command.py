@@ -84,7 +84,7 @@ def serve_artifacts(
     of the name that a ``.mar`` has. Then finish the requests in progress, and raise the signal
     again. The token is that of the file, else of the environment, else a new one.
     """
-    uvicorn_server.refuse_missing()
+    uvicorn_server.refuse_missing(options)
     paths = named_paths(given)
     _refuse_unclear(paths, options)
     token, is_new = uvicorn_server.token_from(token_file)
@@ -189,10 +189,10 @@ def _refuse_unclear(paths: Mapping[Key, Path], options: Options) -> None:
         raise PipelineInvalid(f"--watch {options.watch}: no such directory")
     if (len(paths) != 1 or options.watch) and (options.sha256 or options.report):
         raise PipelineInvalid("--sha256 and --report are of one artifact: serve it alone")
-    if options.processes > 1 and (options.repository_api or options.grpc_port == 0):
+    if options.processes > 1 and options.repository_api:
         raise PipelineInvalid(
-            "--repository-api would change one of the --processes, and --grpc-port 0 take a port "
-            "for each: replace models by --watch or SIGHUP, which reach all, and name a port"
+            "--repository-api would change one of the --processes: replace models by --watch or "
+            "SIGHUP, which reach all"
         )
     for name, (version, _) in options.canaries.items():
         if options.watch is None and ((name, version) not in paths or len(paths) < 2):
@@ -214,7 +214,12 @@ async def create_application(
     from compress.serve.http.model_repository import ModelRepository
     from compress.serve.http.shared_state import SharedState
 
-    shared = SharedState(options.limits, options.token)
+    tracing = None
+    if options.traces:
+        from compress.serve.http.tracing import Tracing
+
+        tracing = Tracing(options.traces)
+    shared = SharedState(options.limits, options.token, tracing)
     load = partial(load_served, options, shared)
     repository = ModelRepository(load, folders, options.watch, options.canaries)
     failures = await repository.refresh()

@@ -5,6 +5,7 @@ It is plain ASGI: a web framework around these few paths took longer than a smal
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from compress.serve.worker.tensors import Named
 
 REPOSITORY = "/v2/repository/"
+BODY_SECONDS = 10.0  # time limit of the body of a request to it
 HEALTH = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
 
 
@@ -56,9 +58,9 @@ class Application:
             if path.startswith(torchserve_api.PATHS):
                 response = await torchserve_api.answer(self, scope, headers)
             elif path.startswith(REPOSITORY):
-                response = await self._manage(scope, headers, receive)
+                response = await self._manage(scope["method"], path, headers, receive)
             else:
-                response = await self._get(scope, headers)
+                response = await self._get(scope["method"], path, headers)
         except Exception as error:  # noqa: BLE001 - a bug must not leave the client without one
             response = self.error_response(error, path)
         await messages.send_response(scope, send, response)
@@ -72,8 +74,9 @@ class Application:
 
     def error_response(self, error: Exception, path: str = "") -> Response:
         """Return the response to an error, as clients of this path expect it."""
-        found = self.repository.error_response(error, path)
-        return messages.error_response(error) if found is None else found
+        models = self.repository.loaded()
+        fitting = [each for each in models if path.startswith(each.prefix)] or models
+        return fitting[0].error_response(error) if fitting else messages.error_response(error)
 
     def is_ready(self) -> bool:
         """Return whether no model hangs."""
@@ -84,9 +87,8 @@ class Application:
         self.repository.close()
         self.shared.close()
 
-    async def _get(self, scope: Message, headers: Headers) -> Response:
+    async def _get(self, method: str, path: str, headers: Headers) -> Response:
         """Answer health, metadata and metrics requests."""
-        path, method = scope["path"], scope["method"]
         if (health := HEALTH.get(path)) is not None:
             return json_response(health, hangs="ready" in health and not self.is_ready())
         self.shared.check_token(headers)
@@ -105,19 +107,23 @@ class Application:
         hangs = "ready" in content and served is not None and served.hangs()
         return json_response(content, hangs=hangs)
 
-    async def _manage(self, scope: Message, headers: Headers, receive: Receive) -> Response:
+    async def _manage(self, method: str, path: str, headers: Headers, receive: Receive) -> Response:
         """Answer a request of Triton's repository API."""
         self.shared.check_token(headers)
-        parts = scope["path"].removeprefix(REPOSITORY).split("/")
+        parts = path.removeprefix(REPOSITORY).split("/")
         is_change = len(parts) == 3 and parts[0] == "models" and parts[2] in ("load", "unload")
         if parts != ["index"] and not is_change:
-            message = f"{scope['path'][:200]}: not here; expected {REPOSITORY}index"
+            message = f"{path[:200]}: not here; expected {REPOSITORY}index"
             raise HttpError(404, message, **close_if_continue_expected(headers))
-        require_method(scope["method"], headers, "POST")
+        require_method(method, headers, "POST")
         if is_change:
             self.require_changes(headers)
         shared_state.body_size(headers, shared_state.SMALL_BYTES)
-        body = await shared_state.read_body(receive, shared_state.SMALL_BYTES)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await shared_state.read_body(receive, shared_state.SMALL_BYTES)
+        except TimeoutError:
+            raise HttpError(408, "the body was not received", connection="close") from None
         try:
             asked = json.loads(body or b"{}")
             parameters = {**asked.get("parameters", {})}

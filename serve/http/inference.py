@@ -142,19 +142,18 @@ class Inference(Served):
 
     async def answer(self, scope: Message, headers: Headers, receive: Receive, send: Send) -> None:
         """Answer an inference request."""
-        start, count = time.perf_counter(), self.metrics.count
-        response = None
+        start, response = time.perf_counter(), None
         is_torchserve = torchserve_api.prepare_(scope["path"], headers)
         method = "POST" if is_torchserve and scope["method"] == "PUT" else scope["method"]
         try:
             response = await messages.response_of(self.infer(method, headers, receive))
             if is_torchserve:
                 response = torchserve_api.as_torchserve(response)
-            count(response.status, response.rows, time.perf_counter() - start)
+            self.record(headers, response.status, response.rows, start)
             await messages.send_response(scope, send, response)
         except asyncio.CancelledError:
             if response is None:  # else it is counted, and its client left while it was sent
-                count(CLIENT_CLOSED, 0, time.perf_counter() - start)
+                self.record(headers, CLIENT_CLOSED, 0, start)
             raise
 
     def accept_whole(
@@ -327,8 +326,7 @@ class WholeRequest:
     def _count(self, status: int, rows: int) -> None:
         self._finished = True
         self._inference.in_progress -= 1
-        seconds = time.perf_counter() - self._start
-        self._inference.metrics.count(status, rows, seconds)
+        self._inference.record(self._headers, status, rows, self._start)
 
 
 def is_small(outputs: Sequence[Array]) -> bool:

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import CompressError, PipelineInvalid, cause_lines
+from compress.common.errors import PipelineInvalid, cause_lines
 
 if TYPE_CHECKING:
-    from compress.serve.http.messages import Response
     from compress.serve.http.shared_state import Served
     from compress.serve.worker.tensors import Named
 
@@ -89,8 +88,10 @@ class ModelRepository:
 
     def loaded(self, name: str | None = None) -> list[Served]:
         """Return all loaded versions, or those of one model."""
-        every = [each.served for each in self._known.values() if each.served is not None]
-        return [each for each in every if name in (None, each.name)]
+        return [each for each in self._served().values() if name in (None, each.name)]
+
+    def _served(self) -> dict[Key, Served]:
+        return {key: e.served for key, e in self._known.items() if e.served is not None}
 
     def index(self) -> list[dict[str, str]]:
         """Return name, version, state and reason of all versions, as Triton's repository API."""
@@ -100,22 +101,13 @@ class ModelRepository:
             for state in ["READY" if each.served is not None else "UNAVAILABLE"]
         ]
 
-    def error_response(self, error: Exception, path: str = "") -> Response | None:
-        """Return the response to an error as clients of a path expect it, None without models."""
-        models = self.loaded()
-        fitting = [each for each in models if path.startswith(each.prefix)] or models
-        return fitting[0].error_response(error) if fitting else None
-
     def add(self, served: Served, files: Any = None) -> None:
         """Let a version answer from now on, and drain the one that it replaces."""
-        of_others = {
-            address
-            for other in self.loaded()
-            if other.name != served.name
-            for address in other.addresses(of_version=False)
-        }
-        if clash := of_others.intersection(served.addresses(of_version=False)):
-            raise PipelineInvalid(f"{served.name}: another model answers {min(clash)} already")
+        for address in served.addresses(of_version=False):
+            route = self.routes.get(address)
+            if route is not None and route.served.name != served.name:
+                self._retire(served)
+                raise PipelineInvalid(f"{address} is answered by {route.served.name} already")
         before = self._known.get((served.name, served.version))
         self._known[served.name, served.version] = ModelVersion(files, served)
         self._publish()
@@ -123,17 +115,16 @@ class ModelRepository:
             self._retire(before.served)
 
     async def load_model(self, name: str, versions: Collection[str] = ()) -> None:
-        """Load a model anew, only these of its versions if given, and wait until it answers.
+        """Load what has changed of a model, only these versions if given, until it answers.
 
         PipelineInvalid where there is none of that name and these versions; else what loading
         raises, while what answered before goes on.
         """
         present = await asyncio.to_thread(self._scan)
-        missing = [each for each in versions or [""] if not self._has(present, name, each)]
-        if missing:
-            found = sorted({key[0] for key in present})
-            what = f"version {missing[0]} of {name}" if versions else f"model {name}"
-            raise PipelineInvalid(f"{what[:200]} is not in the repository; found {found}")
+        found = [each for key, each in present if key == name]
+        if not found or not set(versions).issubset(found):
+            what = f"{name[:200]}: version {', '.join(versions) or 'any'}"
+            raise PipelineInvalid(f"{what} is not in the repository; found {found or [*present]}")
         self._pinned.pop(name, None)
         if versions:
             self._pinned[name] = set(versions)
@@ -174,13 +165,7 @@ class ModelRepository:
                     continue
                 try:
                     start = await asyncio.to_thread(self.load, folder, name, version)
-                    served = start()
-                    try:
-                        self.add(served, files)
-                    except CompressError:
-                        self._retire(served)
-                        raise
-                    logger.info("%s version %s answers", name, version)
+                    self.add(start(), files)
                 except Exception as error:  # noqa: BLE001 - what answers now goes on
                     failures[name, version] = error
                     known = self._known.setdefault((name, version), ModelVersion(files))
@@ -244,8 +229,9 @@ class ModelRepository:
         wanted: dict[Key, Path] = {}
         for name in sorted({name for name, _ in present}):
             versions = sorted((v for n, v in present if n == name), key=int)
-            if name in self._pinned:
-                versions = [each for each in versions if each in self._pinned[name]]
+            pinned = self._pinned.get(name)
+            if pinned is not None and (not pinned or pinned.intersection(versions)):
+                versions = [each for each in versions if each in pinned]
             elif name not in self.folders:
                 canary, _ = self.canaries.get(name, ("", 0.0))
                 stable = [each for each in versions if each != canary]
@@ -253,34 +239,28 @@ class ModelRepository:
             wanted |= {(name, version): present[name, version] for version in versions}
         return wanted
 
-    @staticmethod
-    def _has(present: Mapping[Key, Path], name: str, version: str) -> bool:
-        return any(key == (name, version or key[1]) for key in present)
-
     def _unload(
         self,
         present: Mapping[Key, Path],
         wanted: Mapping[Key, Path],
         names: Collection[str] | None,
     ) -> None:
-        if self.watched is not None and not present:
-            return  # a folder that is not mounted looks empty, too
-        for (name, version), known in [*self._known.items()]:
-            if (name, version) in wanted or (names is not None and name not in names):
+        # A watched folder that is not mounted looks empty, too.
+        is_empty = self.watched is not None and all(name in self.folders for name, _ in present)
+        for key, known in [*self._known.items()]:
+            kept = is_empty and key[0] not in {*self.folders, *self._pinned}
+            if kept or key in wanted or (names is not None and key[0] not in names):
                 continue
-            ready = [bool(self._is_ready(key)) for key in wanted if key[0] == name]
+            ready = [other in self._served() for other in wanted if other[0] == key[0]]
             # A version that is still there is kept until all others answer; others, until one does.
-            if ready and not (all(ready) if (name, version) in present else any(ready)):
+            if ready and not (all(ready) if key in present else any(ready)):
                 continue
+            self._known[key] = ModelVersion(None, None, "unloaded")
+            if key not in present:
+                del self._known[key]
             if known.served is not None:
-                self._known[name, version] = ModelVersion(None, None, "unloaded")
                 self._publish()
                 self._retire(known.served)
-            if (name, version) not in present:
-                self._known.pop((name, version))
-
-    def _is_ready(self, key: Key) -> bool:
-        return key in self._known and self._known[key].served is not None
 
     def _publish(self) -> None:
         """Replace the tables of addresses."""
@@ -296,11 +276,9 @@ class ModelRepository:
             on_trial = next((e for e in some if is_divided and e.version == canary), None)
             newest = [each for each in some if each is not on_trial][-1]
             versions = [each.version for each in some]
-            of_versions = [(each, Route(each), True) for each in some]
-            for each, route, of_version in [
-                (newest, Route(newest, on_trial, share), False),
-                *of_versions,
-            ]:
+            answering = [(newest, Route(newest, on_trial, share), False)]
+            answering += [(each, Route(each), True) for each in some]
+            for each, route, of_version in answering:
                 routes |= dict.fromkeys(each.addresses(of_version=of_version), route)
                 described = each.pages(versions, of_version=of_version)
                 pages |= {path: (content, each) for path, content in described.items()}

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import secrets
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from compress.serve.http.dynamic_batcher import WorkerThreads
     from compress.serve.http.messages import Headers, Message, Receive, Response, Send
     from compress.serve.http.options import Limits
+    from compress.serve.http.tracing import Tracing
     from compress.serve.worker.tensors import Named
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -81,41 +83,11 @@ class Metrics:
         return metrics_text(self._registry)
 
 
-class ModelMetrics:
-    """The counters of one version of a model."""
-
-    def __init__(self, metrics: Metrics, name: str, version: str, workers: WorkerThreads) -> None:
-        self._all, self._labels, self._workers = metrics, (name, version), workers
-        self._by_status: dict[int, Counter] = {}
-        self._latency = metrics.latency.labels(*self._labels)
-        self._rows = metrics.rows.labels(*self._labels)
-        self._queue = metrics.queue.labels(*self._labels)
-        if not metrics.all_processes:
-            alive = weakref.ref(workers)  # the metrics outlive a version that is unloaded
-            self._queue.set_function(lambda: found.depth if (found := alive()) else 0)
-
-    def count(self, status: int, rows: int, seconds: float) -> None:
-        """Count an inference request."""
-        if status not in self._by_status:  # looking up a label takes longer than counting
-            self._by_status[status] = self._all.requests.labels(*self._labels, str(status))
-        self._by_status[status].inc()
-        self._latency.observe(seconds)
-        if status == 200:
-            self._rows.inc(rows)
-        if self._all.all_processes:
-            self._queue.set(self._workers.depth)
-
-    def count_tokens(self, prompt: int, answer: int) -> None:
-        """Count the tokens of an answered request."""
-        self._all.tokens.labels(*self._labels, "prompt").inc(prompt)
-        self._all.tokens.labels(*self._labels, "answer").inc(answer)
-
-
 class SharedState:
     """What all requests to a server process share: limits, token, metrics, and memory of bodies."""
 
-    def __init__(self, limits: Limits, token: str) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, token: str, tracing: Tracing | None = None) -> None:
+        self.tracing = tracing
         self.metrics = Metrics()
         self._token = token.encode()
         # Python switches back to the event loop every few milliseconds while this thread computes.
@@ -123,8 +95,10 @@ class SharedState:
         self._large_bodies = ByteSemaphore(LARGE_BODIES * limits.body_bytes)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and send the last traces."""
         self._thread.shutdown(cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
     def check_token(self, headers: Headers) -> None:
         """Raise HttpError unless a request has the server's token."""
@@ -160,7 +134,13 @@ class Served:
     ) -> None:
         self.name, self.version = name, version
         self.workers, self.limits, self.shared = workers, limits, shared
-        self.metrics = ModelMetrics(shared.metrics, name, version, workers)
+        labels, metrics = (name, version), shared.metrics
+        self._latency, self._rows = metrics.latency.labels(*labels), metrics.rows.labels(*labels)
+        self._queue = metrics.queue.labels(*labels)
+        self._by_status: dict[int, Counter] = {}
+        if not metrics.all_processes:
+            alive = weakref.ref(workers)  # the metrics outlive a version that is unloaded
+            self._queue.set_function(lambda: found.depth if (found := alive()) else 0)
         self.in_progress = 0  # requests, from reading the body to sending the response
         self.resources = ExitStack()
         """What is closed behind the last request: threads, processes, the model."""
@@ -201,6 +181,21 @@ class Served:
         if max(self.workers.depth, others) >= most:
             message = f"{most} requests wait, the most that may; try again"
             raise HttpError(503, message, retry_after="1", **closing)
+
+    def record(self, headers: Headers, status: int, rows: int, start: float) -> None:
+        """Count a request that began at `start`, of `time.perf_counter`, and trace it."""
+        seconds, metrics = time.perf_counter() - start, self.shared.metrics
+        if status not in self._by_status:  # looking up a label takes longer than counting
+            labels = self.name, self.version, str(status)
+            self._by_status[status] = metrics.requests.labels(*labels)
+        self._by_status[status].inc()
+        self._latency.observe(seconds)
+        if status == 200:
+            self._rows.inc(rows)
+        if metrics.all_processes:
+            self._queue.set(self.workers.depth)
+        if self.shared.tracing is not None:
+            self.shared.tracing.record(self.name, self.version, headers, status, seconds)
 
     def late_error(self, late: tuple[int, str]) -> HttpError:
         """Return the error of a request that took too long, for one of the constants above."""

@@ -29,6 +29,7 @@ REQUIREMENTS = tuple(
     for what in ("uvicorn", "httptools", "uvloop", "prometheus_client")
 )
 
+GRPC = ("tritonclient", "grpc")
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
 SILENT_SECONDS = 10  # how long the kernel keeps new connections on which nothing was sent
@@ -37,9 +38,14 @@ CANCEL_SECONDS = 1  # time limit of the requests that a stopping server has canc
 BACKLOG = 4096  # most connections that wait in the kernel to be accepted
 
 
-def refuse_missing() -> None:
-    """Raise Unavailable if a library of the `server` extra is missing."""
-    require_all(REQUIREMENTS, "compress serve")
+def refuse_missing(options: Options | None = None) -> None:
+    """Raise Unavailable if a library of an extra that the options need is missing."""
+    needed = [*REQUIREMENTS]
+    if options is not None and options.grpc_port is not None:
+        needed += [Requirement(what=w, install=pip_install("grpc")) for w in GRPC]
+    if options is not None and options.traces:
+        needed.append(Requirement(what="opentelemetry", install=pip_install("otel")))
+    require_all(needed, "compress serve")
 
 
 def token_from(file: Path | None) -> tuple[str, bool]:
@@ -133,11 +139,17 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, lambda: repository.spawn(repository.reload()))
     if options.watch is not None:
         repository.spawn(repository.watch())
-    notifying = loop.create_task(notify_when_ready())
+    notifying, grpc_server = loop.create_task(notify_when_ready()), None
     try:
+        if options.grpc_port is not None:
+            from compress.serve.http.grpc_server import start_grpc
+
+            grpc_server = await start_grpc(application, options)
         await server.serve(sockets=[listener])
     finally:
         notifying.cancel()
         if unfinished := server.server_state.tasks:  # cancelled now: they may tell their clients
             await asyncio.wait(unfinished, timeout=CANCEL_SECONDS)
+        if grpc_server is not None:
+            await grpc_server.stop(options.stop_seconds)
         application.close()

@@ -177,7 +177,7 @@ class DecoderService(Served):
         try:
             status = await self._complete(scope, headers, receive, send)
         finally:
-            self.metrics.count(status, 1, time.perf_counter() - start)
+            self.record(headers, status, 1, start)
 
     async def _complete(
         self, scope: Message, headers: Headers, receive: Receive, send: Send
@@ -277,7 +277,8 @@ class DecoderService(Served):
 
     def _usage(self, job: GenerationJob, last: Part) -> dict[str, int]:
         prompt, answer = len(job.prompt), last.tokens
-        self.metrics.count_tokens(prompt, answer)
+        for part, count in (("prompt", prompt), ("answer", answer)):
+            self.shared.metrics.tokens.labels(self.name, self.version, part).inc(count)
         usage = {"prompt_tokens": prompt, "completion_tokens": answer}
         return usage | {"total_tokens": prompt + answer}
 
