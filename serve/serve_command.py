@@ -135,9 +135,9 @@ def _example(
     if is_archive(path):
         _, _, origin = check_archive(path, options.sha256)
         place = f"{url}/predictions/{name}" + (f"/{version}" if version else "")
-        return place, torchserve_line(place, origin.signature, header)
+        return place, open_inference_line(place, origin.signature, header)
     if (signature := signature_of_file(path)) is not None:
-        return place, open_inference_line(place, signature, header)
+        return place, open_inference_line(f"{place}/infer", signature, header)
     with opened_artifact(path, options.sha256) as artifact:
         if artifact.kind == "genai":
             from compress.serve.openai.decoder import refuse_for_decoders
@@ -148,7 +148,7 @@ def _example(
         if forms_of(artifact).text:
             post = f"curl -sS {header} -H 'Content-Type: text/plain' -d 'A short text.'"
             return place, f"{post} {place}/infer"
-        return place, open_inference_line(place, artifact.signature, header)
+        return place, open_inference_line(f"{place}/infer", artifact.signature, header)
 
 
 def named_paths(given: Sequence[str | Path]) -> dict[Key, Path]:
@@ -274,7 +274,7 @@ def bearer(token: str, made: bool, file: Path | None, variable: str) -> str:
     return f'-H "Authorization: Bearer {source}"'
 
 
-def open_inference_line(url: str, signature: Signature, authorization: str) -> str:
+def open_inference_line(target: str, signature: Signature, authorization: str) -> str:
     """Return a command with an Open Inference Protocol request: zeros, and ones for integers."""
     tensors: list[dict[str, Any]] = []
     sizes = [_example_sizes(spec, signature) for spec in signature.inputs]
@@ -288,31 +288,12 @@ def open_inference_line(url: str, signature: Signature, authorization: str) -> s
         else:
             tensors.append({**tensor, "data": [_example_value(spec)] * count})
     body = json.dumps({"inputs": tensors}, separators=(",", ":"))
-    target = f"{url}/infer"
     if not as_bytes:
         return _post_json(authorization, body, target)
     zeros = sum(tensor["parameters"]["binary_data_size"] for tensor in tensors)
     length = f"-H 'Inference-Header-Content-Length: {len(body)}'"
     sent = f"(printf %s {shlex.quote(body)}; head -c {zeros} /dev/zero)"
     return f"{sent} | curl -sS {authorization} {length} --data-binary @- {target}"
-
-
-def torchserve_line(target: str, signature: Signature, authorization: str) -> str:
-    """Return a command with a request of TorchServe's clients: zeros, and ones for integers."""
-    sizes = [_example_sizes(spec, signature) for spec in signature.inputs]
-    counts = [math.prod(size) for size in sizes]
-    if len(sizes) == 1 and counts[0] > MAX_JSON_VALUES:
-        zeros = counts[0] * np.dtype(signature.inputs[0].dtype).itemsize
-        shape = ",".join(map(str, sizes[0]))
-        headers = f"-H 'Content-Type: application/octet-stream' -H 'X-Shape: {shape}'"
-        post = f"curl -sS {authorization} {headers} --data-binary @- {target}"
-        return f"head -c {zeros} /dev/zero | {post}"
-    inputs = {
-        spec.name: np.full(size, _example_value(spec)).tolist()
-        for spec, size in zip(signature.inputs, sizes, strict=True)
-    }
-    body = json.dumps({"inputs": inputs}, separators=(",", ":"))
-    return _post_json(authorization, body, target)
 
 
 def _post_json(authorization: str, body: str, target: str) -> str:

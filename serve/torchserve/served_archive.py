@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,7 @@ from compress.serve.http.loaded_model import WARM_CALLS, ServedModel
 from compress.serve.packaging.model_interface import infer_interface
 from compress.serve.packaging.provenance import PROVENANCE, Provenance
 from compress.serve.packaging.request_forms import ImageInput, TextInput
-from compress.serve.torchserve.artifact import (
-    PROBE,
-    TorchServeArchive,
-    check_bare_mar,
-)
+from compress.serve.torchserve.artifact import PROBE, TorchServeArchive, check_bare_mar
 from compress.serve.torchserve.mar_file import (
     CONFIG,
     HANDLER,
@@ -47,7 +43,10 @@ def is_archive(path: Path) -> bool:
     ArtifactInvalid for a ``.mar`` that others wrote.
     """
     if path.suffix == ".mar" and path.is_file():
-        if zipfile.is_zipfile(path) and PROVENANCE not in zipfile.ZipFile(path).namelist():
+        names = [PROVENANCE]
+        with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+            names = archive.namelist()  # of another file, `check_archive` says what is wrong
+        if PROVENANCE not in names:
             raise ArtifactInvalid(
                 f"{path}: has no {PROVENANCE}, so package_torchserve did not write it: its handler "
                 "is code of others, which is not run here; serve it with TorchServe itself"
@@ -116,7 +115,8 @@ def load_archive(
             for _ in range(WARM_CALLS):
                 replay(run, inputs, outputs, float(settings["probe_atol"]))
             interface = infer_interface(lambda *arrays: run(arrays), signature)
-            notes = [] if settings["joins_rows"] else [f"requests are not joined: {NOT_SHOWN}"]
+            not_joined = "" if settings["joins_rows"] else NOT_SHOWN
+            notes = [f"requests are not joined: {NOT_SHOWN}"] if not_joined else []
             if members[HANDLER] != handler_text():
                 notes.append(f"{mar}: its handler is another version's, and is not run")
             model = ServedModel(
@@ -125,7 +125,7 @@ def load_archive(
                 signature=signature,
                 interface=replace(interface, rows_stay_first=bool(settings["rows_stay_first"])),
                 call=lambda *arrays: run(arrays),
-                not_joined="" if settings["joins_rows"] else NOT_SHOWN,
+                not_joined=not_joined,
                 forms=forms,
                 folder=folder,
                 classes=settings["classes"],
