@@ -64,13 +64,13 @@ class ServedAt:
     curl: str
     warnings: tuple[str, ...] = ()
     others: Mapping[str, str] = field(default_factory=dict)
-    """Of further artifacts, or of all models by gRPC: what is served → where."""
+    """URL → what further is served there."""
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the terminal."""
         by = "" if self.server == "built-in" else "by TorchServe "
         where = f"{self.artifact}: served {by}at {self.url} (Ctrl-C stops)"
-        others = [f"{what}: served at {url}" for what, url in self.others.items()]
+        others = [f"{what}: served at {url}" for url, what in self.others.items()]
         return (*self.warnings, where, *others, self.curl)
 
 
@@ -202,12 +202,12 @@ def _serve_built_in(
                 lines.append(f"{post} {place}/infer")
             else:
                 lines.append(open_inference_line(place, artifact.signature, header))
-            places[str(artifact.path)] = place
+            places[place] = str(artifact.path)
         if options.watch is not None:
-            places[str(options.watch)] = f"{url}/v2/repository/index"
+            places[f"{url}/v2/repository/index"] = str(options.watch)
         if options.grpc_port is not None:
-            places["gRPC"] = f"{host}:{options.grpc_port}"
-        (first, place), *others = places.items()
+            places[f"grpc://{host}:{options.grpc_port}"] = "all models"
+        (place, first), *others = places.items()
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
         served = ServedAt(first, place, "built-in", lines[:2][-1], warnings, dict(others))
 
@@ -259,7 +259,7 @@ def load_served(
     options: Options, shared: SharedState, folder: Path, name: str, version: str
 ) -> Callable[[], Served]:
     """Load an artifact's model, in a thread; return what starts to answer, in the event loop."""
-    artifact = Artifact.from_directory(folder)
+    artifact = artifact_at(folder, options.sha256)
     if artifact.kind == "genai":  # its modules take most of a second to import
         from compress.serve.openai.app import load_decoder
         from compress.serve.openai.decoder import refuse_for_decoders
