@@ -19,7 +19,11 @@ import numpy as np
 
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import PipelineInvalid
-from compress.export.imported.exported_files import opened_artifact, signature_of_file
+from compress.export.imported.exported_files import (
+    opened_artifact,
+    refuse_wrong_artifact_hash,
+    signature_of_file,
+)
 from compress.serve.http import multiprocess, uvicorn_server
 from compress.serve.http.loaded_model import open_model
 from compress.serve.packaging.request_forms import forms_of
@@ -66,12 +70,12 @@ class ServedAt:
     curl: str
     warnings: tuple[str, ...] = ()
     others: Mapping[str, str] = field(default_factory=dict)
-    """Of further artifacts, or of all models by gRPC: what is served → where."""
+    """URL → what further is served there."""
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the terminal."""
         where = f"{self.artifact}: served at {self.url} (Ctrl-C stops)"
-        others = [f"{what}: served at {url}" for what, url in self.others.items()]
+        others = [f"{what}: served at {url}" for url, what in self.others.items()]
         return (*self.warnings, where, *others, self.curl)
 
 
@@ -98,13 +102,13 @@ def serve_artifacts(
         for (name, version), path in paths.items():
             is_one = sum(name == other for other, _ in paths) == 1
             place, line = _example(path, name, "" if is_one else version, url, header, options)
-            places[str(path)] = place
+            places[place] = str(path)
             lines.append(line)
         if options.watch is not None:
-            places[str(options.watch)] = f"{url}/v2/repository/index"
+            places[f"{url}/v2/repository/index"] = str(options.watch)
         if options.grpc_port is not None:
-            places["gRPC"] = f"{host}:{options.grpc_port}"
-        (first, place), *others = places.items()
+            places[f"grpc://{host}:{options.grpc_port}"] = "all models"
+        (place, first), *others = places.items()
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
         served = ServedAt(first, place, lines[:2][-1], warnings, dict(others))
 
@@ -245,6 +249,7 @@ def load_served(
             from compress.serve.openai.app import load_decoder
             from compress.serve.openai.decoder import refuse_for_decoders
 
+            refuse_wrong_artifact_hash(artifact, options.sha256)
             refuse_for_decoders(artifact, options)
             return load_decoder(artifact, name, version, options, shared)
     return load_inference(open_path(path, name, options), version, options, shared)
