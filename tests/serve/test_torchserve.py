@@ -198,7 +198,7 @@ def test_the_built_in_server_answers_torchserves_clients_with_the_same_bytes(
             status, _, answer = ours.ask(body, given, "/predictions/model")
             # In the protocol's answers, the built-in server names the version, too.
             answer = answer.replace(b' "model_version": "1",', b"")
-            if "json" in str(headers) and status == 200:  # of which the last digit may differ
+            if status == 200 and answer.startswith(b"{"):  # of which the last digit may differ
                 assert rounded(answer) == rounded(expected[1])
             else:
                 assert (status, answer) == expected, headers
