@@ -4,7 +4,6 @@ import http.client
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -143,11 +142,6 @@ def test_many_rows_are_split_and_answered_as_in_the_process(
     assert np.array_equal(by_name, expected)
 
 
-def rounded(answer: bytes) -> str:
-    """Return JSON with five decimals of each number."""
-    return re.sub(r"-?\d+\.\d+(e-?\d+)?", lambda found: f"{float(found[0]):.5f}", answer.decode())
-
-
 def in_form(body: bytes, content_type: str, name: str = "data") -> tuple[bytes, dict[str, str]]:
     """Return a form with a file, as curl -F and the `requests` package send one."""
     head = f'--7f\r\nContent-Disposition: form-data; name="{name}"; filename="a"\r\n'
@@ -166,8 +160,11 @@ def test_the_built_in_server_answers_torchserves_clients_with_the_same_bytes(
     np.save(npy, rows)
     as_json = json.dumps({"inputs": {"image": rows.tolist()}}).encode()
     tensor = {"name": "image", "shape": [3, 1, 8, 8], "datatype": "FP32"}
-    protocol = json.dumps({"id": "7", "inputs": [{**tensor, "data": rows.ravel().tolist()}]})
-    in_bytes = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": rows.nbytes}}]})
+    # TorchServe's answers of the protocol hold labels unasked, as its handler has always done.
+    asked = {"id": "7", "outputs": [{"name": "logits"}]}
+    protocol = json.dumps({**asked, "inputs": [{**tensor, "data": rows.ravel().tolist()}]})
+    described = {**tensor, "parameters": {"binary_data_size": rows.nbytes}}
+    in_bytes = json.dumps({**asked, "inputs": [described]})
     json_type = {"Content-Type": "application/json"}
     length = {"Inference-Header-Content-Length": f"{len(in_bytes)}"}
     cases: list[tuple[bytes, dict[str, str]]] = [
@@ -198,10 +195,7 @@ def test_the_built_in_server_answers_torchserves_clients_with_the_same_bytes(
             status, _, answer = ours.ask(body, given, "/predictions/model")
             # In the protocol's answers, the built-in server names the version, too.
             answer = answer.replace(b' "model_version": "1",', b"")
-            if status == 200 and answer.startswith(b"{"):  # of which the last digit may differ
-                assert rounded(answer) == rounded(expected[1])
-            else:
-                assert (status, answer) == expected, headers
+            assert (status, answer) == expected, headers
         assert ours.ask(as_json, json_type, "/predictions/model/1.0")[0] == 200
         assert ours.ask(as_json, json_type, "/predictions/model", "PUT")[0] == 200
         missing = ours.ask(as_json, json_type, "/predictions/other")
