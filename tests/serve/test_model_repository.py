@@ -1,5 +1,6 @@
 """Several models in one server: names, versions, replacement, canaries, gRPC and traces."""
 
+import asyncio
 import http.server
 import json
 import os
@@ -23,9 +24,14 @@ from onnx import TensorProto, helper
 from compress.common.errors import PipelineInvalid
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.export.onnx.stage import OnnxModel
-from compress.serve.http.options import Options
+from compress.serve.http.dynamic_batcher import Batcher
+from compress.serve.http.inference import Inference
+from compress.serve.http.loaded_model import ServedModel
+from compress.serve.http.options import Limits, Options
+from compress.serve.http.shared_state import SharedState
+from compress.serve.packaging.model_interface import Interface, Tensor
 from compress.serve.serve_command import canary_shares, named_paths, serve_artifacts
-from tests.serve.served_here import TOKEN, Served, serving
+from tests.serve.served_here import TOKEN, Served, application_of, serving
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="y"),)
@@ -260,6 +266,62 @@ def test_a_watched_folder_is_followed_and_bad_versions_are_not(tmp_path: Path) -
         model(watched / "net" / "9", 7)
         until(lambda: answer(server, "net") == (7, "9"))
         assert server.ask(path="/v2/models/..%2f..%2fnet/infer")[0] == 404
+
+
+def test_a_request_in_progress_is_answered_by_the_version_that_took_it() -> None:
+    entered, released = threading.Event(), threading.Event()
+
+    def slow(x: np.ndarray) -> list[np.ndarray]:
+        entered.set()
+        released.wait(DEADLINE)
+        return [x]
+
+    async def replaced() -> None:
+        shared, closed = SharedState(Limits(), "t"), []
+
+        def version(call: Callable[..., list[np.ndarray]]) -> Inference:
+            tensor = Tensor("x", "float32", (-1, 4))
+            interface = Interface((tensor,), (tensor,), rows_stay_first=True)
+            served = ServedModel("m", "onnx", SIGNATURE, interface, call, "")
+            return Inference(served, Batcher(call), Limits(), shared)
+
+        before, after = version(slow), version(lambda x: [x * 2])
+        before.resources.callback(closed.append, before)
+        application = application_of(before)
+
+        async def ask() -> float:
+            tensor = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+            body, sent = json.dumps({"inputs": [tensor]}).encode(), []
+
+            async def receive() -> dict[str, object]:
+                return {"type": "http.request", "body": body}
+
+            async def send(message: object) -> None:
+                sent.append(message)
+
+            headers = [(b"authorization", b"Bearer t"), (b"content-length", b"%d" % len(body))]
+            scope = {"path": "/v2/models/m/infer", "method": "POST", "headers": headers}
+            await application(scope, receive, send)  # type: ignore[arg-type]
+            return float(json.loads(sent[1]["body"])["outputs"][0]["data"][0])
+
+        first = asyncio.create_task(ask())
+        await asyncio.to_thread(entered.wait, DEADLINE)
+        waiting = asyncio.create_task(ask())
+        async with asyncio.timeout(DEADLINE):
+            while before.workers.depth < 2:
+                await asyncio.sleep(0.01)
+        application.repository.add(after)
+        assert await ask() == 2
+        await asyncio.sleep(0.2)
+        assert not closed, "its last request has not ended"
+        released.set()
+        assert (await first, await waiting) == (1, 1)
+        async with asyncio.timeout(DEADLINE):
+            while not closed:
+                await asyncio.sleep(0.01)
+        application.close()
+
+    asyncio.run(replaced())
 
 
 def test_processes_follow_a_signal(tmp_path: Path) -> None:
