@@ -388,10 +388,17 @@ def verify(
 
 
 @command(
-    "compress serve runs/pipeline/artifacts/export_onnx", "compress serve model.mar --port 8080"
+    "compress serve runs/pipeline/artifacts/export_onnx",
+    "compress serve model.mar --port 8080",
+    "compress serve net.onnx",
+    "compress serve A=runs/a/artifacts/onnx A@2=runs/b/artifacts/onnx --canary A@2=5%",
+    "compress serve --watch models --grpc-port 8001",
 )
 def serve(
-    artifact: ArtifactOrMar,
+    artifacts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME[@VERSION]=]ARTIFACT...", help="Folders, .mar, .onnx."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
@@ -404,16 +411,28 @@ def serve(
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
     report: Annotated[Path | None, typer.Option(help="The run's report.json.")] = None,
+    watch: Annotated[Path | None, typer.Option(help="Folder of NAME/VERSION to follow.")] = None,
+    canary: Annotated[
+        list[str] | None, typer.Option(help="NAME@VERSION=5%: its share of requests.")
+    ] = None,
+    repository_api: Annotated[
+        bool, typer.Option("--repository-api", help="Let clients load and unload models.")
+    ] = False,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Answer over gRPC there, too.")
+    ] = None,
+    traces: Annotated[str, typer.Option(help="URL of an OTLP collector for traces.")] = "",
 ) -> None:
-    """Serve an artifact over HTTP; a .mar by TorchServe."""
+    """Serve models over HTTP."""
     with console.fast_imports():
         from compress.serve.http.options import Limits, Options
-        from compress.serve.serve_command import serve_artifact
+        from compress.serve.serve_command import canary_shares, serve_artifacts
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
-    sizes["sha256"] = sha256
+    sizes |= {"sha256": sha256, "watch": watch, "canaries": canary_shares(canary or [])}
+    sizes |= {"repository_api": repository_api, "grpc_port": grpc_port, "traces": traces}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
-    serve_artifact(
-        artifact,
+    serve_artifacts(
+        artifacts or [],
         options,
         token_file,
         lambda p: console.print_result(asdict(p), p.lines(), indent=None),

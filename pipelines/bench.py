@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Result, Settings
 from compress.common.errors import PipelineInvalid
 from compress.common.printable import ShownInNotebooks
 from compress.core.context import Context
 from compress.export.fastest.stage import BenchCell, BenchRow, Runtime, export_to, measure_fastest
+from compress.export.imported.exported_files import opened_artifact
 from compress.export.web.page import ONNXRUNTIME_WEB, web_page
 from compress.functional.in_memory import Inputs, as_artifact, forward_names, make_splits
 from compress.pipelines.reporting.notebook import NotebookView, view_of
@@ -24,6 +25,9 @@ from compress.pipelines.reporting.terminal_table import NOT_MEASURABLE
 from compress.pipelines.system.machine_info import machine
 from compress.pipelines.system.templates import render_template
 from compress.profiling.benchmark import MEASURED_SECONDS
+
+if TYPE_CHECKING:
+    from compress.artifacts.artifact import Artifact
 
 COLUMNS = ("model", "ms a call", "95 % interval", "rows/s", "faster", "95 % interval")
 
@@ -41,8 +45,8 @@ def bench(
     """Measure models in turn in this process, and name the fastest.
 
     Args:
-        models: artifacts or their folders, or a module in memory; the first one is what the
-            others' speedup is against.
+        models: artifacts, their folders or exported files, or a module in memory; the first one is
+            what the others' speedup is against.
         runtimes: formats that the model, then a single one, is also exported to with default
             settings, checked, and measured in: `onnx`, `torchscript`, `aot`, `openvino`.
         batch: rows of a call.
@@ -73,10 +77,13 @@ def bench(
     for name, numbers in (("batch", batch), ("threads", threads)):
         if not numbers or min(numbers) < 1:
             raise PipelineInvalid(f"{name}: found {list(numbers)}, expected numbers from 1")
-    opened = [Artifact.from_directory(m) if isinstance(m, str | Path) else m for m in models]
-    splits = make_splits(None, parameters=forward_names(opened[0]), val=val)
-    artifacts = _named([as_artifact(model, splits, example_inputs) for model in opened])
-    with TemporaryDirectory(prefix="compress-bench-") as folder:
+    with TemporaryDirectory(prefix="compress-bench-") as folder, ExitStack() as stack:
+        opened = [
+            stack.enter_context(opened_artifact(Path(m))) if isinstance(m, str | Path) else m
+            for m in models
+        ]
+        splits = make_splits(None, parameters=forward_names(opened[0]), val=val)
+        artifacts = _named([as_artifact(model, splits, example_inputs) for model in opened])
         context = Context(root=Path(folder), data=splits)
         (name, source), *_ = artifacts.items()
         wanted = tuple(r for r in get_args(Runtime) if r in runtimes and r != source.kind)

@@ -24,6 +24,7 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import metric_class
 from compress.core.objectives.task import NO_METRIC, TASKS, TaskName, infer_task
+from compress.export.imported.exported_files import KINDS
 from compress.pipelines.config import model_spec
 from compress.pipelines.config.data_spec import DATA_CLASSES
 from compress.pipelines.config.pipeline import PipelineConfig
@@ -56,8 +57,6 @@ QUESTIONS = {
     "inputs": "Which inputs does it take, with spaces between (name=batch,3,224,224)?",
 }
 TIMM_PREFIX = "timm:"
-TORCHSCRIPT_ENDINGS = (".ts", ".torchscript", ".pt", ".pth")
-EXPORTED_ENDINGS = (".onnx", ".pt2", *TORCHSCRIPT_ENDINGS)
 MODEL_FORMS = (
     "a Hugging Face folder, timm:resnet18, an .onnx, .pt2 or .ts file, a .py file, or "
     "module:callable"
@@ -489,13 +488,13 @@ def check_model(text: str) -> str:
 
 def has_weights(model: str) -> bool:
     """Whether a model is a folder or a file that holds its weights."""
-    return Path(model).is_dir() or Path(model).suffix in EXPORTED_ENDINGS
+    return Path(model).is_dir() or Path(model).suffix in KINDS
 
 
 def declares_inputs(model: str) -> bool:
     """Whether a model itself shows its inputs: not a factory, and not TorchScript."""
     known = model.startswith(TIMM_PREFIX) or has_weights(model)
-    return known and Path(model).suffix not in TORCHSCRIPT_ENDINGS
+    return known and KINDS.get(Path(model).suffix) != "torchscript"
 
 
 def parse_reference(text: str, option: str = "") -> str:
@@ -573,7 +572,7 @@ def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], P
                 f"--model: {text} is a folder without config.json; give {MODEL_FORMS}"
             )
         model = {"huggingface": relative_path(folder, path)}
-    elif path.suffix in EXPORTED_ENDINGS:
+    elif path.suffix in KINDS:
         model = {"file": relative_path(folder, path)}
     elif text.endswith(".py") or ".py:" in text:
         file, _, name = text.partition(":")

@@ -13,6 +13,7 @@ from compress.artifacts import hf_folder
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, names_in
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.export.imported.exported_files import class_names_of
 from compress.pipelines.config.data_spec import (
     AudioData,
     FileData,
@@ -22,7 +23,6 @@ from compress.pipelines.config.data_spec import (
 )
 from compress.pipelines.config.model_spec import HuggingFaceModel, ModelFile, TimmModel
 from compress.pipelines.data.samples import Preparation
-from compress.pipelines.models.exported_files import class_names_of
 from compress.serve.packaging.request_forms import (
     RESAMPLE,
     AudioInput,

@@ -38,6 +38,7 @@ from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorS
 from compress.core.context import Context
 from compress.core.objectives.task import TASKS
 from compress.core.progress import silent
+from compress.export.imported.exported_files import digest_of, import_file, signature_of
 from compress.pipelines.config.data_spec import FileData
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
@@ -47,7 +48,6 @@ from compress.pipelines.config.model_spec import (
     ModelFile,
     TimmModel,
 )
-from compress.pipelines.models.exported_files import digest_of, import_file, signature_of
 from compress.pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan, task_of
 from compress.pipelines.store.entry import StoredValue, Surroundings

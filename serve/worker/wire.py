@@ -78,6 +78,7 @@ RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "ima
 SOUNDS = ("audio/wav", "audio/x-wav", "audio/wave", "audio/flac", "audio/x-flac")
 SOUND_FORMATS = ("WAV", "WAVEX", "FLAC")  # of those that libsndfile reads
 MAX_SOUND = 64_000_000  # numbers of a decoded sound, in all channels
+NO_BODY = f"the request has no body; send one as {JSON} or {NPZ}"
 TENSORS = (NPY, NPZ, RAW)  # bodies of bytes that hold nothing but tensors
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_PIXELS = 64_000_000  # largest decoded image: a small file can decompress to any size
@@ -196,7 +197,7 @@ def requested_outputs(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
 
 
 def to_protocol(
-    named: Named, wanted: Named, model_name: str, labels: list[list[dict[str, Any]]]
+    named: Named, wanted: Named, model: str, labels: list[list[dict[str, Any]]], version: str = ""
 ) -> tuple[bytes, dict[str, str]]:
     """Return the body and headers of a response to what :func:`requested_outputs` found.
 
@@ -221,8 +222,9 @@ def to_protocol(
             value = f'"data": {flat_json(array)}'
         tensors.append(f"{{{head}, {value}}}")
     request_id = f', "id": {json.dumps(str(wanted["id"]))}' if wanted["id"] is not None else ""
-    answer = f'"model_name": {quoted(model_name)}{request_id}, "outputs": [{", ".join(tensors)}]'
-    body = f"{{{answer}}}".encode()
+    named_version = f', "model_version": "{version}"' if version else ""
+    answer = f'"model_name": {quoted(model)}{named_version}{request_id}'
+    body = f'{{{answer}, "outputs": [{", ".join(tensors)}]}}'.encode()
     if not raw:
         return body, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(body))}
@@ -355,7 +357,12 @@ def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
 
 
 def encode(
-    named: dict[str, Array], accept: str, wanted: Named, model_name: str, classes: Named | None
+    named: dict[str, Array],
+    accept: str,
+    wanted: Named,
+    model_name: str,
+    classes: Named | None,
+    version: str = "",
 ) -> tuple[bytes, dict[str, str]]:
     """Encode outputs, none of which holds NaN; return the response's body and headers.
 
@@ -366,7 +373,7 @@ def encode(
         return to_npz(named), {"content-type": NPZ}
     labels = top_classes(next(iter(named.values())), classes) if classes else []
     if wanted:
-        return to_protocol(named, wanted, model_name, labels)
+        return to_protocol(named, wanted, model_name, labels, version)
     if RAW in accept:
         (output, *others) = named.values()
         if others:
