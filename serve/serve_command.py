@@ -26,6 +26,7 @@ from compress.export.imported.exported_files import (
 )
 from compress.serve.http import multiprocess, uvicorn_server
 from compress.serve.http.loaded_model import open_model
+from compress.serve.http.model_repository import NAME, VERSION, ModelRepository
 from compress.serve.packaging.request_forms import forms_of
 from compress.serve.torchserve.served_archive import (
     check_archive,
@@ -53,9 +54,7 @@ NO_TLS = (
     "TLS before it"
 )
 MAX_JSON_VALUES = 1024  # more are sent as raw bytes, to keep the command short enough to read
-GIVEN = re.compile(
-    r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?:@([1-9][0-9]{0,8}))?=(.+)"
-)  # NAME@VERSION=path
+GIVEN = re.compile(f"({NAME.pattern})(?:@({VERSION.pattern}))?=(.+)")  # NAME@VERSION=path
 EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 
@@ -161,6 +160,8 @@ def named_paths(given: Sequence[str | Path]) -> dict[Key, Path]:
         named = GIVEN.fullmatch(each)
         name, version, path = named.groups() if named else (None, None, each)
         key = name or default_name(Path(path)), version or "1"
+        if not NAME.fullmatch(key[0]):  # of a `.mar`: it would stand in commands and addresses
+            raise PipelineInvalid(f"{path}: names its model {key[0]!r}; serve it as NAME={path}")
         if key in paths:
             raise PipelineInvalid(
                 f"{each}: version {key[1]} of {key[0]} is {paths[key]}; give each model a name or "
@@ -214,7 +215,6 @@ async def create_application(
     Raises what loading the former does; a model of the watched folder may fail.
     """
     from compress.serve.http.asgi_app import Application
-    from compress.serve.http.model_repository import ModelRepository
     from compress.serve.http.shared_state import SharedState
 
     tracing = None

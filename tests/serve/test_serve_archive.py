@@ -12,15 +12,15 @@ import onnx
 import pytest
 
 from compress.common.atomic_files import sha256_of
-from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.core.context import Context
 from compress.export.imported.exported_files import opened_artifact, signature_of_file
 from compress.pipelines.bench import bench
 from compress.serve.http.options import Options
-from compress.serve.packaging.provenance import Provenance, digest_of
-from compress.serve.serve_command import open_path, serve_artifacts
+from compress.serve.packaging.provenance import PROVENANCE, Provenance, digest_of
+from compress.serve.serve_command import named_paths, open_path, serve_artifacts
 from compress.serve.torchserve.artifact import TorchServeArchive
-from compress.serve.torchserve.mar_file import read_mar, write_mar
+from compress.serve.torchserve.mar_file import MAR_MANIFEST, mar_manifest, read_mar, write_mar
 from compress.serve.torchserve.stage import PackageTorchServe
 from compress.serve.worker.wire import from_npz, to_npz
 from tests.serve.served_here import Served, as_json, sealed, serving
@@ -82,6 +82,18 @@ def test_an_archive_is_managed_as_in_torchserve(server: Served) -> None:
     status = 'Model "rows" Version: 1.0 registered with 1 initial workers'
     assert ask(server, "POST", "/models?url=rows.mar") == (200, {"status": status})
     assert ask(server, "POST", "/predictions/rows", ROW)[0] == 200
+
+
+def test_a_name_in_an_archive_is_no_command(archive: TorchServeArchive, tmp_path: Path) -> None:
+    members = read_mar(archive.payload_path)
+    origin = Provenance.read(members[PROVENANCE], "")
+    members[MAR_MANIFEST] = mar_manifest("x; touch y", origin.artifact.payload)
+    hashes = {**origin.members, MAR_MANIFEST: digest_of(members[MAR_MANIFEST])}
+    members[PROVENANCE] = origin.model_copy(update={"members": hashes}).sealed()
+    write_mar(mar := tmp_path / "net.mar", members)
+    with pytest.raises(PipelineInvalid, match=f"'x; touch y'; serve it as NAME={mar}"):
+        named_paths([mar])
+    assert named_paths([f"net={mar}"]) == {("net", "1"): mar}
 
 
 @pytest.mark.torchserve
