@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from compress import __version__
-from compress.common.errors import CompressError, cause_lines
+from compress.common.errors import cause_lines
 from compress.serve.http import messages, shared_state, torchserve_api
 from compress.serve.http.messages import HttpError, Response, close_if_continue_expected
 from compress.serve.worker.tensors import UNREADABLE
@@ -156,13 +156,13 @@ class Application:
             if key != "config":
                 raise ValueError(f"parameters.{key[:80]}: unknown, expected config")
             specific = json.loads(value)["version_policy"]["specific"]
-            versions = [str(int(each)) for each in specific["versions"]]
+            versions = [str(each) for each in specific["versions"]]
         try:
             if action == "load":
                 await self.repository.load_model(name, versions)
             else:
                 await self.repository.unload_model(name)
-        except CompressError as error:
+        except Exception as error:  # whatever loading a broken file raises
             raise HttpError(UNREADABLE, "; ".join(cause_lines(error))) from error
 
 

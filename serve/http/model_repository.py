@@ -87,8 +87,9 @@ class ModelRepository:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def loaded(self, name: str | None = None) -> list[Served]:
-        """Return all loaded versions, or those of one model."""
-        return [each for each in self._served().values() if name in (None, each.name)]
+        """Return all loaded versions, or those of one model; later ones behind earlier ones."""
+        some = [each for each in self._served().values() if name in (None, each.name)]
+        return sorted(some, key=lambda each: int(each.version))
 
     def _served(self) -> dict[Key, Served]:
         return {key: e.served for key, e in self._known.items() if e.served is not None}
@@ -118,7 +119,7 @@ class ModelRepository:
         """Load what has changed of a model, only these versions if given, until it answers.
 
         PipelineInvalid where there is none of that name and these versions; else what loading
-        raises, while what answered before goes on.
+        raises, while what answered before goes on. A caller that is cancelled does not end it.
         """
         present = await asyncio.to_thread(self._scan)
         found = [each for key, each in present if key == name]
@@ -128,7 +129,7 @@ class ModelRepository:
         self._pinned.pop(name, None)
         if versions:
             self._pinned[name] = set(versions)
-        failures = await self.refresh([name], again=True)
+        failures = await asyncio.shield(self.spawn(self.refresh([name], again=True)))
         for error in failures.values():
             raise error
 
@@ -137,7 +138,7 @@ class ModelRepository:
         if not self.loaded(name):
             raise PipelineInvalid(f"{name[:200]}: no such model is loaded")
         self._pinned[name] = set()
-        await self.refresh([name])
+        await asyncio.shield(self.spawn(self.refresh([name])))
 
     async def refresh(
         self,
@@ -200,11 +201,12 @@ class ModelRepository:
         for (name, version), error in failures.items():
             logger.error("%s version %s: %s", name, version, "; ".join(cause_lines(error)))
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something beside the requests, until the repository is closed."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)  # the loop alone would let it be collected
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def close(self) -> None:
         """Close all versions, also those that are not drained."""
@@ -270,7 +272,6 @@ class ModelRepository:
         for served in self.loaded():
             by_name.setdefault(served.name, []).append(served)
         for name, some in by_name.items():
-            some.sort(key=lambda each: int(each.version))
             canary, share = self.canaries.get(name, ("", 0.0))
             is_divided = name not in self._pinned and len(some) > 1
             on_trial = next((e for e in some if is_divided and e.version == canary), None)
@@ -307,7 +308,7 @@ def file_states(folder: Path) -> Any:
     for path in [folder, *sorted(folder.rglob("*"))]:
         try:
             found = path.stat()
-        except FileNotFoundError:  # it is replaced just now
+        except OSError:  # it is replaced just now, or loading says what is wrong with it
             continue
         states[str(path.relative_to(folder))] = found.st_ino, found.st_size, found.st_mtime_ns
     return states

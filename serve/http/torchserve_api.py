@@ -80,7 +80,7 @@ async def _answer(
     if root != "models" or len(asked) > 2 or not found:
         raise HttpError(404, f"Model not found: {'/'.join(asked)[:200]}")
     if method == "GET":
-        return 200, [_description(each) for each in found]
+        return 200, [_description(each) for each in (found if version else found[-1:])]
     if method != "DELETE" or found != loaded:
         message = f"{method[:20]}: expected GET, or DELETE of all versions"
         raise HttpError(405, message, allow="GET, DELETE")

@@ -24,9 +24,12 @@ from onnx import TensorProto, helper
 from compress.common.errors import PipelineInvalid
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.export.onnx.stage import OnnxModel
+from compress.serve.http.asgi_app import Application
 from compress.serve.http.dynamic_batcher import Batcher
 from compress.serve.http.inference import Inference
 from compress.serve.http.loaded_model import ServedModel
+from compress.serve.http.messages import HttpError
+from compress.serve.http.model_repository import ModelRepository
 from compress.serve.http.options import Limits, Options
 from compress.serve.http.shared_state import SharedState
 from compress.serve.packaging.model_interface import Interface, Tensor
@@ -39,6 +42,7 @@ SIGNATURE = Signature(
 DEADLINE = 60
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 METADATA = {"authorization": f"Bearer {TOKEN}"}
+CONFIG = r'{"parameters": {"config": "{\"version_policy\": {\"specific\": {\"versions\": [%s]}}}"}}'
 ROW = np.array([[1, 2, 3, 4]], np.float32)
 
 
@@ -110,6 +114,9 @@ def test_names_and_versions_are_answered(server: tuple[Served, str]) -> None:
         assert http_server.ask(path=path, method="GET")[0] == 404
     _, _, body = http_server.ask(path="/v2/models/A", method="GET")
     assert json.loads(body)["versions"] == ["1", "2"]
+    for path, versions in (("A", ["2.0"]), ("A/all", ["1.0", "2.0"]), ("A/1.0", ["1.0"])):
+        _, _, body = http_server.ask(path=f"/models/{path}", method="GET")
+        assert [each["modelVersion"] for each in json.loads(body)] == versions
     _, _, body = http_server.ask(path="/metrics", method="GET")
     found = r'inference_requests_total\{model="A",status="200",version="(\d)"\} (\S+)'
     assert dict(re.findall(found, body.decode())) == {"1": "1.0", "2": "2.0"}
@@ -185,6 +192,7 @@ def test_changes_need_the_token(server: tuple[Served, str]) -> None:
         ("models/A/load", "[]", 400),
         ("models/A/load", '{"parameters": {"file:1/model.onnx": "AAAA"}}', 400),
         ("models/A/load", '{"parameters": {"config": "{}"}}', 400),
+        ("models/A/load", CONFIG % "1e999", 400),
         ("models/A/load", "x" * 65_537, 413),
         ("index", '{"ready": ', 400),
     ],
@@ -245,6 +253,8 @@ def test_a_server_takes_no_changes_unless_told_to(folders: list[Path]) -> None:
 def test_a_watched_folder_is_followed_and_bad_versions_are_not(tmp_path: Path) -> None:
     watched = tmp_path / "watched"
     model(watched / "net" / "1", 2)
+    (watched / "loop" / "1").mkdir(parents=True)
+    (watched / "loop" / "1" / "manifest.json").symlink_to("manifest.json")
     with serving(f"--watch={watched}", "--canary", "net@9=100%") as server:
         assert answer(server, "net") == (2, "1")
         model(watched / "net" / "2", 3)
@@ -266,6 +276,34 @@ def test_a_watched_folder_is_followed_and_bad_versions_are_not(tmp_path: Path) -
         model(watched / "net" / "9", 7)
         until(lambda: answer(server, "net") == (7, "9"))
         assert server.ask(path="/v2/models/..%2f..%2fnet/infer")[0] == 404
+
+
+def test_loading_outlives_its_client_and_says_what_fails(tmp_path: Path) -> None:
+    entered, released = threading.Event(), threading.Event()
+
+    def load(folder: Path, name: str, version: str) -> Callable[[], Inference]:
+        entered.set()
+        released.wait(DEADLINE)
+        raise KeyError(name + version)
+
+    async def changed() -> None:
+        shared = SharedState(Limits(), "t")
+        repository = ModelRepository(load, {"m": {"1": tmp_path}})
+        application = Application(shared, repository, takes_changes=True)
+        client = asyncio.create_task(application.change("m", "load", {}))
+        await asyncio.to_thread(entered.wait, DEADLINE)
+        client.cancel()
+        await asyncio.wait([client])
+        released.set()
+        async with asyncio.timeout(DEADLINE):
+            while not repository.index():
+                await asyncio.sleep(0.01)
+        with pytest.raises(HttpError, match="KeyError: 'm1'") as raised:
+            await application.change("m", "load", {})
+        assert raised.value.response.status == 400
+        application.close()
+
+    asyncio.run(changed())
 
 
 def test_a_request_in_progress_is_answered_by_the_version_that_took_it() -> None:
