@@ -22,7 +22,7 @@ from compress.serve.worker.wire import JSON
 if TYPE_CHECKING:
     from compress.serve.http.messages import Headers, Message, Receive, Send
     from compress.serve.http.model_repository import ModelRepository
-    from compress.serve.http.shared_state import Served, SharedState
+    from compress.serve.http.shared_state import SharedState
     from compress.serve.worker.tensors import Named
 
 REPOSITORY = "/v2/repository/"
@@ -39,9 +39,8 @@ class Application:
         """Create it; with `takes_changes` who has the token may load and unload models."""
         self.shared, self.repository = shared, repository
         self._takes_changes = takes_changes
-        self.server: dict[str, Any] = {"name": "compress", "version": __version__}
-        changes = ["model_repository"] if takes_changes else []
-        self.server |= {"extensions": ["binary_tensor_data", *changes]}
+        extensions = ["binary_tensor_data", *(["model_repository"] if takes_changes else [])]
+        self.server = {"name": "compress", "version": __version__, "extensions": extensions}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -92,10 +91,8 @@ class Application:
         if (health := HEALTH.get(path)) is not None:
             return json_response(health, hangs="ready" in health and not self.is_ready())
         self.shared.check_token(headers)
-        content: Named | None = self.server if path in ("/v2", "/v2/") else None
-        served: Served | None = None
-        if path in self.repository.pages:
-            content, served = self.repository.pages[path]
+        server = self.server if path in ("/v2", "/v2/") else None
+        content, served = self.repository.pages.get(path, (server, None))
         if content is None and path != "/metrics":
             expected = next(iter(self.repository.routes), "a model to be loaded")
             message = f"{path[:200]}: not here; expected {expected}"
@@ -128,7 +125,8 @@ class Application:
             asked = json.loads(body or b"{}")
             parameters = {**asked.get("parameters", {})}
             if parts == ["index"]:
-                return json_response(self.index(ready=bool(asked.get("ready", False))))
+                index, only_ready = self.repository.index(), asked.get("ready", False)
+                return json_response([e for e in index if not only_ready or e["state"] == "READY"])
             await self.change(parts[1], parts[2], parameters)
         except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
             message = f"the body is not a request of the repository API: {str(error)[:200]}"
@@ -140,10 +138,6 @@ class Application:
         if not self._takes_changes:
             message = "this server takes no changes; start it with --repository-api"
             raise HttpError(403, message, **close_if_continue_expected(headers))
-
-    def index(self, *, ready: bool) -> list[dict[str, str]]:
-        """Return the repository's versions: all, or those that answer."""
-        return [e for e in self.repository.index() if not ready or e["state"] == "READY"]
 
     async def change(self, name: str, action: str, parameters: Named) -> None:
         """Load or unload a model; `parameters` are those of Triton's repository API.

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import numpy as np
 from google.protobuf.json_format import MessageToDict, ParseDict
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -18,7 +19,7 @@ from compress.common.errors import PipelineInvalid
 from compress.serve.http.asgi_app import REPOSITORY
 from compress.serve.http.messages import HttpError, Response
 from compress.serve.http.shared_state import SMALL_BYTES
-from compress.serve.worker.wire import HEADER_LENGTH
+from compress.serve.worker.wire import DATATYPES, HEADER_LENGTH
 
 if TYPE_CHECKING:
     from compress.serve.http.asgi_app import Application
@@ -36,6 +37,7 @@ CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """By HTTP status; INVALID_ARGUMENT for others."""
+MODELS = f"{REPOSITORY}models/"
 CALLS: dict[str, Callable[[Any], tuple[str, str, Any]]] = {
     "ServerLive": lambda _: ("GET", "/v2/health/live", None),
     "ServerReady": lambda _: ("GET", "/v2/health/ready", None),
@@ -43,14 +45,16 @@ CALLS: dict[str, Callable[[Any], tuple[str, str, Any]]] = {
     "ModelReady": lambda r: ("GET", f"{model_path(r.name, r.version)}/ready", None),
     "ModelMetadata": lambda r: ("GET", model_path(r.name, r.version), None),
     "RepositoryIndex": lambda r: ("POST", f"{REPOSITORY}index", {"ready": r.ready}),
-    "RepositoryModelLoad": lambda r: (
-        "POST",
-        f"{REPOSITORY}models/{r.model_name}/load",
-        changes(r),
-    ),
-    "RepositoryModelUnload": lambda r: ("POST", f"{REPOSITORY}models/{r.model_name}/unload", {}),
+    "RepositoryModelLoad": lambda r: ("POST", f"{MODELS}{r.model_name}/load", changes(r)),
+    "RepositoryModelUnload": lambda r: ("POST", f"{MODELS}{r.model_name}/unload", {}),
 }
 """Name → method, path and body over HTTP."""
+NUMBERS = {
+    **{"bool_contents": "bool", "fp32_contents": "float32", "fp64_contents": "float64"},
+    **{"int_contents": "int32", "int64_contents": "int64"},
+    **{"uint_contents": "uint32", "uint64_contents": "uint64"},
+}
+"""Field → type of numbers that are passed on as bytes: as JSON they would take seconds."""
 IDLE_MS = 75_000
 
 
@@ -131,7 +135,7 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
 
     async def _infer(self, request: Any, context: Any) -> Response:
         path = f"{model_path(request.model_name, request.model_version)}/infer"
-        head, raw = infer_body(request), [*request.raw_input_contents]
+        head, raw = infer_body(request)
         headers = {HEADER_LENGTH: str(len(head))} if raw else {}
         return await self._response("POST", path, context, b"".join([head, *raw]), headers)
 
@@ -186,24 +190,26 @@ def changes(request: Any) -> Named:
     return {"parameters": {key: value for key, each in some.items() for value in each.values()}}
 
 
-def infer_body(request: Any) -> bytes:
-    """Return the JSON of the HTTP request that says the same, before its tensors' bytes."""
-    sizes = [len(each) for each in request.raw_input_contents]
-    inputs: list[dict[str, Any]] = []
+def infer_body(request: Any) -> tuple[bytes, list[bytes]]:
+    """Return the JSON of the HTTP request that says the same, and what follows it."""
+    raw, inputs = [*request.raw_input_contents], list[dict[str, Any]]()
     for i, tensor in enumerate(request.inputs):
         inputs.append({"name": tensor.name, "datatype": tensor.datatype, "shape": [*tensor.shape]})
-        if sizes:
-            inputs[i]["parameters"] = {"binary_data_size": sizes[i] if i < len(sizes) else 0}
-            continue
-        values: Any = next((values for _, values in tensor.contents.ListFields()), [])
-        inputs[i]["data"] = [
-            v.decode("utf-8", "replace") if isinstance(v, bytes) else v for v in values
-        ]
+        field, values = next(((f.name, v) for f, v in tensor.contents.ListFields()), ("", []))
+        dtype = NUMBERS.get(field, "")
+        if request.raw_input_contents:
+            inputs[i]["parameters"] = {"binary_data_size": len(raw[i]) if i < len(raw) else 0}
+        elif DATATYPES.get(dtype) == tensor.datatype:
+            raw.append(np.fromiter(values, dtype, len(values)).tobytes())
+            inputs[i]["parameters"] = {"binary_data_size": len(raw[-1])}
+        else:
+            texts = [str(v, "utf-8", "replace") if isinstance(v, bytes) else v for v in values]
+            inputs[i]["data"] = texts
     head: dict[str, Any] = {"inputs": inputs, "parameters": {"binary_data_output": True}}
     head |= {"id": request.id} if request.id else {}
     if request.outputs:
         head["outputs"] = [{"name": each.name} for each in request.outputs]
-    return json.dumps(head).encode()
+    return json.dumps(head).encode(), raw
 
 
 def infer_response(response: Response) -> Any:

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import numpy as np
 import onnx
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from onnx import TensorProto, helper
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from compress.common.errors import PipelineInvalid
 from compress.common.signature import OutputSpec, Signature, TensorSpec
@@ -226,6 +228,20 @@ def test_limits_and_checks_hold_over_grpc(
         with pytest.raises(triton_grpc.InferenceServerException) as raised:
             client.infer("A", [given], headers={"authorization": "Bearer wrong"})
         assert raised.value.status() == "StatusCode.UNAUTHENTICATED"
+
+
+def test_numbers_over_grpc_are_not_written_as_json(server: tuple[Served, str]) -> None:
+    request = service_pb2.ModelInferRequest(model_name="B")
+    given = request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    given.contents.fp32_contents.extend([0.1, 2, 3, 4])
+    with grpc.insecure_channel(server[1]) as channel:
+        infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+        found = infer(request, metadata=[*METADATA.items()]).raw_output_contents[0]
+        assert (np.frombuffer(found, "f") == np.array([0.1, 2, 3, 4], "f") * 5).all()
+        given.contents.fp32_contents.extend([0.1] * (240_000 - 4))  # within the MiB as bytes alone
+        given.shape[0] = 60_000
+        with pytest.raises(grpc.RpcError, match="60000 rows"):
+            infer(request, metadata=[*METADATA.items()])
 
 
 def test_a_stream_of_grpc_is_answered_in_order(server: tuple[Served, str]) -> None:
