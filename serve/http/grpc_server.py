@@ -72,13 +72,12 @@ async def start_grpc(application: Application, options: Options) -> Any:
         ],
     )
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Service(application), server)
-    host = f"[{options.host}]" if ":" in options.host else options.host
+    place = f"[{options.host}]" if ":" in options.host else options.host
+    place += f":{options.grpc_port}"
     try:
-        server.add_insecure_port(f"{host}:{options.grpc_port}")
+        server.add_insecure_port(place)
     except RuntimeError as error:
-        raise PipelineInvalid(
-            f"{host}:{options.grpc_port}: cannot listen there ({error})"
-        ) from error
+        raise PipelineInvalid(f"{place}: cannot listen there ({error})") from error
     await server.start()
     return server
 

@@ -22,9 +22,8 @@ class Tracing:
 
     def __init__(self, url: str) -> None:
         """Create the exporter's thread; OpenTelemetry's own variables (`OTEL_…`) hold, too."""
-        resource = Resource.create(
-            {"service.name": os.environ.get("OTEL_SERVICE_NAME", "compress")}
-        )
+        name = os.environ.get("OTEL_SERVICE_NAME", "compress")
+        resource = Resource.create({"service.name": name})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._tracer = self._provider.get_tracer("compress.serve")

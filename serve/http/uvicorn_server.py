@@ -108,14 +108,13 @@ async def _serve(
 
     from compress.serve.http.bounded_protocol import BufferedHttpProtocol, WaitingConnections
 
-    application = await create_application()
+    application: Any = await create_application()
     # What is here stays: a collection that visited it would hold up the requests meanwhile.
     gc.collect()
     gc.freeze()
     protocol: Any = partial(BufferedHttpProtocol, waiting=WaitingConnections())
-    asgi: Any = application
     config = uvicorn.Config(
-        asgi,
+        application,
         http=protocol,
         ws="none",
         lifespan="off",
@@ -128,7 +127,7 @@ async def _serve(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, round(options.stop_seconds)),
     )
-    server = uvicorn.Server(config)
+    server: Any = uvicorn.Server(config)
 
     async def notify_when_ready() -> None:
         while not server.started:
@@ -139,17 +138,19 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, lambda: repository.spawn(repository.reload()))
     if options.watch is not None:
         repository.spawn(repository.watch())
-    notifying, grpc_server = loop.create_task(notify_when_ready()), None
+    notifying = loop.create_task(notify_when_ready())
     try:
         if options.grpc_port is not None:
             from compress.serve.http.grpc_server import start_grpc
 
-            grpc_server = await start_grpc(application, options)
+            calls, shutdown = await start_grpc(application, options), server.shutdown
+            # Both at once: each may take as long as the requests in progress.
+            server.shutdown = lambda sockets: asyncio.gather(
+                shutdown(sockets), calls.stop(options.stop_seconds)
+            )
         await server.serve(sockets=[listener])
     finally:
         notifying.cancel()
         if unfinished := server.server_state.tasks:  # cancelled now: they may tell their clients
             await asyncio.wait(unfinished, timeout=CANCEL_SECONDS)
-        if grpc_server is not None:
-            await grpc_server.stop(options.stop_seconds)
         application.close()

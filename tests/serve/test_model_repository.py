@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import grpc
 import numpy as np
@@ -257,6 +259,32 @@ def test_a_stream_of_grpc_is_answered_in_order(server: tuple[Served, str]) -> No
     found = [result.as_numpy("y")[0, 0] for result, _ in answers[:3]]  # type: ignore[attr-defined]
     assert found == [0, 5, 10]
     assert "not here" in str(answers[3][1])
+
+
+def test_a_stopping_server_takes_no_calls(folders: list[Path]) -> None:
+    port = free_port()
+    request = service_pb2.ServerLiveRequest()
+    with (
+        serving(folders[0], "--grpc-port", str(port)) as server,
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+        socket.create_connection(("127.0.0.1", urlsplit(server.url).port)) as client,
+    ):
+        is_live = service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive
+        assert is_live(request).live
+        head = f"Authorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n"
+        client.sendall(f"POST /v2/models/model/infer HTTP/1.1\r\nHost: a\r\n{head}{{".encode())
+
+        def refuses() -> bool:
+            with suppress(grpc.RpcError):
+                return not is_live(request).live
+            return True
+
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        until(refuses)
+        client.sendall(b" " * 99)
+        assert client.recv(4096).startswith(b"HTTP/1.1 400"), "that over HTTP was in progress"
+        server.process.wait(DEADLINE)
 
 
 def test_a_server_takes_no_changes_unless_told_to(folders: list[Path]) -> None:
