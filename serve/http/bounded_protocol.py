@@ -50,7 +50,7 @@ GRACE_SECONDS = 1.0
 """Time for a new connection to send its request: many are accepted at once, and the one with a
 request may be the first of them."""
 OF_CONNECTION = "connection"  # pause of reading beside uvicorn's own
-OTHER_FILES = 128  # file descriptors reserved for everything but connections
+OTHER_FILES = 384  # file descriptors reserved for everything else: gRPC's connections are 256
 
 
 class HoldableFlowControl(FlowControl):

@@ -55,7 +55,7 @@ NUMBERS = {
     **{"uint_contents": "uint32", "uint64_contents": "uint64"},
 }
 """Field → type of numbers that are passed on as bytes: as JSON they would take seconds."""
-IDLE_MS = 75_000
+CONNECTIONS, HANDSHAKE_MS, IDLE_MS = 256, 10_000, 75_000
 
 
 async def start_grpc(application: Application, options: Options) -> Any:
@@ -67,6 +67,9 @@ async def start_grpc(application: Application, options: Options) -> Any:
             # What a message adds to the tensors of the largest body.
             ("grpc.max_receive_message_length", options.limits.body_bytes + SMALL_BYTES),
             ("grpc.max_send_message_length", -1),
+            # Files that they took would be missing where HTTP accepts its connections.
+            ("grpc.max_allowed_incoming_connections", CONNECTIONS),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.max_connection_idle_ms", IDLE_MS),
             ("grpc.so_reuseport", int(options.processes > 1)),
         ],
@@ -125,11 +128,9 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
         """Yield a model's outputs for each request of a stream, or that request's error."""
         async for request in requests:
             response = await self._infer(request, context)
-            if response.status == 200:
-                reply, error = infer_response(response), ""
-            else:
-                reply = service_pb2.ModelInferResponse(id=request.id)
-                error = json.loads(response.body)["error"]
+            error = "" if response.status == 200 else json.loads(response.body)["error"]
+            failed = service_pb2.ModelInferResponse(id=request.id)
+            reply = failed if error else infer_response(response)
             yield service_pb2.ModelStreamInferResponse(infer_response=reply, error_message=error)
 
     async def _infer(self, request: Any, context: Any) -> Response:
@@ -168,8 +169,7 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
         scope = {"method": method, "path": path, "headers": pairs}
         await self._application(scope, receive, send)
         found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        content = b"".join(message["body"] for message in sent[1:])
-        return Response(sent[0]["status"], content, found)
+        return Response(sent[0]["status"], b"".join(each["body"] for each in sent[1:]), found)
 
 
 async def abort(context: Any, response: Response) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -259,6 +259,20 @@ def test_a_stream_of_grpc_is_answered_in_order(server: tuple[Served, str]) -> No
     found = [result.as_numpy("y")[0, 0] for result, _ in answers[:3]]  # type: ignore[attr-defined]
     assert found == [0, 5, 10]
     assert "not here" in str(answers[3][1])
+
+
+def test_silent_connections_to_grpc_leave_files_for_http(folders: list[Path]) -> None:
+    port, files = free_port(), ["prlimit", "--nofile=600:600"]
+    with (
+        serving(folders[0], "--grpc-port", str(port), before=files) as server,
+        ExitStack() as silent,
+    ):
+        for _ in range(700):
+            silent.enter_context(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE))
+        until(lambda: len([*Path(f"/proc/{server.process.pid}/fd").iterdir()]) > 256)
+        for _ in range(20):
+            assert answer(server, "model") == (2, "1")
+            time.sleep(0.05)
 
 
 def test_a_stopping_server_takes_no_calls(folders: list[Path]) -> None:
