@@ -50,7 +50,7 @@ GRACE_SECONDS = 1.0
 """Time for a new connection to send its request: many are accepted at once, and the one with a
 request may be the first of them."""
 OF_CONNECTION = "connection"  # pause of reading beside uvicorn's own
-OTHER_FILES = 384  # file descriptors reserved for everything else: gRPC's connections are 256
+GRPC_CONNECTIONS, OTHER_FILES = 256, 128  # file descriptors of all but HTTP's connections
 
 
 class HoldableFlowControl(FlowControl):
@@ -529,7 +529,7 @@ class WaitingConnections:
     def __init__(self) -> None:
         """Raise the limit of open files, and derive the limit of connections from it."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = MAX_CONNECTIONS + OTHER_FILES
+        needed = MAX_CONNECTIONS + GRPC_CONNECTIONS + OTHER_FILES
         if soft < needed:
             soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -17,6 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from compress.common.errors import PipelineInvalid
 from compress.serve.http.asgi_app import REPOSITORY
+from compress.serve.http.bounded_protocol import GRPC_CONNECTIONS
 from compress.serve.http.messages import HttpError, Response
 from compress.serve.http.shared_state import SMALL_BYTES
 from compress.serve.worker.wire import DATATYPES, HEADER_LENGTH
@@ -55,7 +56,7 @@ NUMBERS = {
     **{"uint_contents": "uint32", "uint64_contents": "uint64"},
 }
 """Field → type of numbers that are passed on as bytes: as JSON they would take seconds."""
-CONNECTIONS, HANDSHAKE_MS, IDLE_MS = 256, 10_000, 75_000
+HANDSHAKE_MS, IDLE_MS = 10_000, 75_000
 
 
 async def start_grpc(application: Application, options: Options) -> Any:
@@ -67,8 +68,7 @@ async def start_grpc(application: Application, options: Options) -> Any:
             # What a message adds to the tensors of the largest body.
             ("grpc.max_receive_message_length", options.limits.body_bytes + SMALL_BYTES),
             ("grpc.max_send_message_length", -1),
-            # Files that they took would be missing where HTTP accepts its connections.
-            ("grpc.max_allowed_incoming_connections", CONNECTIONS),
+            ("grpc.max_allowed_incoming_connections", GRPC_CONNECTIONS),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.max_connection_idle_ms", IDLE_MS),
             ("grpc.so_reuseport", int(options.processes > 1)),
