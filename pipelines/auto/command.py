@@ -54,8 +54,7 @@ def search_and_print(
 
     pipeline, left_out = without_searched_stages(pipeline, settings)
     if left_out:
-        what = "the search itself prunes, quantizes and exports; left out from there on"
-        notify(f"{file}: {what}: {', '.join(left_out)}")
+        notify(f"{file}: left out from the first searched stage on: {', '.join(left_out)}")
     if tables_only:
         measured = measure_tables(pipeline, settings, folder)
         print_result(measured, measured.lines(folder))

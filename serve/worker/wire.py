@@ -528,20 +528,15 @@ def audio_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
         try:
             with soundfile.SoundFile(io.BytesIO(body)) as file:
                 if file.format not in SOUND_FORMATS:
-                    raise ValueError(
-                        UNREADABLE, f"the sound is {file.format}, expected WAV or FLAC"
-                    )
+                    raise ValueError(UNREADABLE, f"found {file.format}, expected WAV or FLAC")
                 # One second more, for the filter that changes the rate.
                 frames, channels, own_rate = file.frames, file.channels, file.samplerate
                 needed = frames if length is None else min(frames, (length // rate + 2) * own_rate)
                 if not needed:
                     raise ValueError(UNREADABLE, "the sound has no samples")
                 if needed * max(channels, rate / own_rate) > MAX_SOUND:
-                    message = f"the sound has {frames} frames of {channels} channels at {own_rate}"
-                    raise ValueError(
-                        TOO_LARGE,
-                        f"{message} Hz, expected at most {MAX_SOUND} numbers, also at {rate} Hz",
-                    )
+                    found = f"{frames} frames of {channels} channels at {own_rate} Hz"
+                    raise ValueError(TOO_LARGE, f"{found}, expected at most {MAX_SOUND} numbers")
                 sound = file.read(needed, "float32", always_2d=True).mean(1)
         except soundfile.SoundFileError:
             raise ValueError(UNREADABLE, "the body is no WAV or FLAC file, or truncated") from None

@@ -179,7 +179,9 @@ def test_a_model_and_its_data_need_no_file(tmp_path: Path, capfd, monkeypatch) -
         cli.app(["init", "nets:net", "--data", "nets:data"])
     assert "quantize_static" in Path("pipeline.yaml").read_text()
     assert auto("pipeline.yaml", "--out", "runs/nets-net", *limits) in (0, 3)
-    left_out = "left out from there on: prune_channels, quantize_static, export_onnx"
+    left_out = (
+        "left out from the first searched stage on: prune_channels, quantize_static, export_onnx"
+    )
     assert left_out in capfd.readouterr().err
     # Paths lead out of a folder that is new. A file of the user's own is not overwritten.
     rows = {"x": torch.randn(60, 1, 12, 12).numpy(), "y": torch.arange(60).numpy() % 2}

@@ -108,7 +108,7 @@ def test_a_run_and_its_server_take_the_same_files(clips: Path, tmp_path: Path) -
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(content))
     report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "out")
     (found,) = report.stages[-1].measurements.preparation
-    assert (found.form, found.column, found.difference) == ("audio", "files", "")
+    assert (found.form, found.column, found.difference) == ("audio", "raw", "")
     splits = compress.load_data(**data | {"audio": clips})
     (batch,) = splits.batches("val")
     assert batch.target.tolist() == [0, 0, 0, 1, 1, 1]
