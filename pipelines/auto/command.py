@@ -95,7 +95,8 @@ def write_pipeline(options: InitOptions, out: Path | None, settings: AutoSetting
     with naming_options(file):
         content = {**yaml_core.load(draft(file, options).text), "name": name}
     if content["data"].keys() >= {"images", "prepare"}:
-        notify(f"{file}: give data.prepare the mean and std of the training, and auto this file")
+        guess = "data.prepare: mean and std are a guess; give those of the training, then"
+        notify(f"{file}: {guess}: compress auto {file}")
     stages = content.pop("stages")
     pipeline = PipelineConfig.model_validate({**content, "stages": stages})
     kept = len(without_searched_stages(pipeline, settings)[0].stages)

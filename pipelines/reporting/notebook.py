@@ -101,10 +101,8 @@ def _(report: Report) -> NotebookView:
 def _(artifact: Artifact) -> NotebookView:
     facts: dict[str, Any] = dict(artifact.manifest.facts)
     steps = [step.stage for step in artifact.manifest.lineage]
-    signature, counts = (
-        artifact.signature,
-        (("parameters", artifact.parameters()), ("MACs", artifact.macs())),
-    )
+    signature = artifact.signature
+    counts = (("parameters", artifact.parameters()), ("MACs", artifact.macs()))
     shapes = (f"{s.name}: {s.dtype} [{', '.join(map(str, s.shape))}]" for s in signature.inputs)
     fidelity = FIDELITY in facts and Fidelity.model_validate(facts[FIDELITY]).line()
     rows = [
