@@ -53,7 +53,7 @@ PUBLIC = {
     "quantize_static quantize_weights rotate_weights train export_aot export_compressed_tensors "
     "export_executorch export_fastest export_genai export_gguf export_onnx "
     "export_openvino export_program export_tensorrt export_torchscript package_kserve "
-    "package_torchserve package_triton auto load_data optimize bench",
+    "package_torchserve package_triton auto load_data optimize bench html_of",
     export: "AotModel CompressedTensorsModel ExecuTorchModel ExportAot ExportCompressedTensors "
     "ExportExecuTorch ExportFastest ExportGenai ExportGguf ExportOnnx "
     "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript ExportedModel Exporter "

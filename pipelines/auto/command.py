@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from compress.pipelines.auto.cost_models import LatencyTables
     from compress.pipelines.commands.init import InitOptions
 
+WRITTEN = "# Written by `compress auto`, and again whenever it is given the model.\n"
+
 
 def search_and_print(
     options: InitOptions, out: Path | None, tables: Path | None, tables_only: bool, **given: Any
@@ -52,7 +54,7 @@ def search_and_print(
 
     pipeline, left_out = without_searched_stages(pipeline, settings)
     if left_out:
-        notify(f"{file}: left out, as the search chooses them: {', '.join(left_out)}")
+        notify(f"{file}: left out from the first searched stage on: {', '.join(left_out)}")
     if tables_only:
         measured = measure_tables(pipeline, settings, folder)
         print_result(measured, measured.lines(folder))
@@ -88,15 +90,19 @@ def write_pipeline(options: InitOptions, out: Path | None, settings: AutoSetting
     model = check_model(str(options.model)).removeprefix(TIMM_PREFIX)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(model).resolve().name).strip("-.") or "model"
     file = (out or Path("runs") / name) / PIPELINE_FILE
+    if file.exists() and not file.read_text(errors="replace").startswith(WRITTEN):
+        raise PipelineInvalid(f"{file} exists and is not overwritten; give another --out")
     with naming_options(file):
         content = {**yaml_core.load(draft(file, options).text), "name": name}
+    if content["data"].keys() >= {"images", "prepare"}:
+        guess = "data.prepare: mean and std are a guess; give those of the training, then"
+        notify(f"{file}: {guess}: compress auto {file}")
     stages = content.pop("stages")
     pipeline = PipelineConfig.model_validate({**content, "stages": stages})
     kept = len(without_searched_stages(pipeline, settings)[0].stages)
     content["auto"] = settings.model_dump(mode="json", exclude_defaults=True)
     content |= {"stages": stages[:kept]} if kept else {}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, f"# Written by `compress auto`.\n{yaml_core.dump(content)}")
+    write_atomically(file, WRITTEN + yaml_core.dump(content))
     return file
 
 

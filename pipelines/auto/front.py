@@ -244,14 +244,12 @@ def _front_plot(front: Front) -> Plot | None:
     ]
     if not points:
         return None
+    predicted = "predicted " if front.predicted_for else ""
     return scatter_plot(
         points,
         {i for i, model in enumerate(models) if model.name in front.points},
         title="Drop of the metric against latency",
-        names=(
-            "predicted ms a call" if front.predicted_for else "ms a call",
-            "drop, in points; lower is better",
-        ),
+        names=(f"{predicted}ms a call", "drop, in points; lower is better"),
         shown="{:g}".format,
         counted=f"n = {front.samples}" if front.samples else "",
     )
@@ -261,16 +259,14 @@ def _front_plot(front: Front) -> Plot | None:
 def _(front: Front) -> NotebookView:
     known = front.by_name
     cells = [cells_of(front, known[name]) for name in front.points]
-    marks = {True: " *", False: ""}
-    where = front.predicted_for
-    predicted = f"; latencies are predicted for {where}" if where else ""
+    predicted = front.predicted_for and f"; latencies are predicted for {front.predicted_for}"
     best = front.best and f"best: {front.line(known[front.best], front.limits)}"
     return NotebookView(
-        title="models that no other one beats; * the best within all limits" + predicted,
+        title="models that no other one beats; * the best within all limits" + (predicted or ""),
         lines=[best or nothing_found(front)],
         columns=("point", *(cells[0] if cells else ())),
         rows=[
-            [f"{n}{marks[own['model'] == front.best]}", *own.values()]
+            [f"{n} *" if own["model"] == front.best else str(n), *own.values()]
             for n, own in enumerate(cells, 1)
         ],
         plot=_front_plot(front),

@@ -87,6 +87,7 @@ def examine() -> Findings:
             problem = f"{type(error).__name__}: {first_line(error)}"
             broken[name] = f"cannot be imported ({problem}){advice}"
     torch: Any = None if "torch" in broken else importlib.import_module("torch")
+    cuda = torch and torch.cuda
     missing: dict[str, tuple[str, ...]] = {}
     for name, stage in stages().items():
         required = [key for key, field in stage.model_fields.items() if field.is_required()]
@@ -111,9 +112,7 @@ def examine() -> Findings:
             program.what: _version_of_program(program, option)
             for program, option in ((JAVA, "-version"), (COMPILER, "--version"))
         },
-        cuda=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        if torch
-        else (),
+        cuda=tuple(map(cuda.get_device_name, range(cuda.device_count()))) if torch else (),
         broken=broken,
         stages=missing,
     )

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -130,10 +130,19 @@ def write_draft(
 
 @contextmanager
 def naming_options(file: Path) -> Iterator[None]:
-    """Name the option in place of the setting of a file that is not written yet, in errors."""
+    """Name the option in place of the setting of a file that is not written yet, in errors.
+
+    Its folder is made, as paths in the file lead through it (`../photos`), and removed on errors.
+    """
+    missing = [folder for folder in file.parents if not folder.exists()]
+    with suppress(OSError):  # whoever writes the file names the problem
+        file.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except CompressError as error:
+        with suppress(OSError):  # not empty any more
+            for folder in missing:
+                folder.rmdir()
         for setting, option in OPTION_OF_SETTING.items():
             if str(error).startswith(place := f"{file}: {setting}: "):
                 raise type(error)(f"{option}: {str(error).removeprefix(place)}") from error

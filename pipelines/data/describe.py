@@ -14,6 +14,7 @@ from compress.common.errors import PipelineInvalid
 from compress.common.requirements import require_all
 from compress.pipelines.config.data_spec import PARQUET, DataSpec, FileData
 from compress.pipelines.data.records import (
+    IMAGE_SUFFIXES,
     LABELS,
     SOUND_SUFFIXES,
     SPLITS,
@@ -42,10 +43,13 @@ def describe_files(path: Path) -> dict[str, Any]:
     elif any(file.suffix.lower() in ARRAYS for file in named):
         content = {"arrays": str(path)}
     elif path.is_dir():
-        sounds = sorted(f for f in files_below(path) if f.suffix.lower() in SOUND_SUFFIXES)
-        content = {"audio" if sounds else "images": str(path)}
-        if sounds:
-            content["prepare"] = {"rate": mode(map(_rate_of, sounds[:ROWS_READ]))}
+        files = sorted(files_below(path))
+        sounds = [file for file in files if file.suffix.lower() in SOUND_SUFFIXES]
+        if any(file.suffix.lower() in IMAGE_SUFFIXES for file in files) or not sounds:
+            content = {"images": str(path)}
+        else:
+            rate = mode(map(_rate_of, sounds[:ROWS_READ]))
+            content = {"audio": str(path), "prepare": {"rate": rate}}
     else:
         raise PipelineInvalid(
             f"{path}: expected a folder of images or sounds, a .csv, .tsv, .jsonl, .parquet, .npz "
@@ -66,7 +70,10 @@ def _rate_of(sound: Path) -> int:
     require_all(AudioInput.requirements, sound.name)
     import soundfile
 
-    return int(soundfile.info(sound).samplerate)
+    try:
+        return int(soundfile.info(sound).samplerate)
+    except soundfile.SoundFileError:
+        raise PipelineInvalid(f"{sound} is no WAV or FLAC file, or truncated") from None
 
 
 def _columns_of_table(file: Path) -> dict[str, Any]:

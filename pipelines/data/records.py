@@ -288,10 +288,9 @@ def rows_of(file: Path) -> Iterable[Mapping[str, Any]]:
     if file.suffix.lower() not in PARQUET:
         return _rows_of_text(file)
     require_all((DATASETS,), file.name)
-    import datasets
+    from datasets import Dataset
 
-    rows: Iterable[Mapping[str, Any]]
-    rows = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+    rows: Iterable[Mapping[str, Any]] = Dataset.from_parquet(str(file), keep_in_memory=True)
     return rows
 
 

@@ -74,53 +74,43 @@ class Files:
         }
 
 
-class PreparedFiles(Dataset[Any]):
-    """Images or sounds, each prepared when it is asked for, with a target or without."""
+class RawSamples(Dataset[Any]):
+    """Images, sounds or texts, each prepared when it is asked for, with a target or without."""
 
-    def __init__(self, files: Sequence[Any], targets: Any, preparation: Preparation) -> None:
-        self.files, self.targets, self.preparation = files, targets, preparation
-        self.class_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
+
+    def __init__(self, raw: Sequence[Any], targets: Any, preparation: Preparation) -> None:
+        self.raw, self.targets, self.preparation = raw, targets, preparation
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.raw)
 
     def __getitem__(self, index: int) -> Any:
-        entry, form = self.files[index], self.preparation.form
+        entry, form = self.raw[index], self.preparation.form
+        if form == "text":
+            names = [spec["name"] for spec in self.preparation.inputs]
+            rows = (torch.from_numpy(row[0]) for row in self._read([entry]))
+            sample = dict(zip(names, rows, strict=True))
+            return sample if self.targets is None else {**sample, LABELS: self.targets[index]}
         place = entry if isinstance(entry, Path) else f"sample {index}"
         body = sound_body(entry) if form == "audio" else image_body(entry)
         if body is None:
             raise PipelineInvalid(f"{place} is no image that can be read")
-        reader = audio_reader if form == "audio" else image_reader
-        read = reader(self.preparation.settings, self.preparation.inputs[0])
         try:
-            x = torch.from_numpy(read(body)[0][0])
+            x = torch.from_numpy(self._read(body)[0][0])
         except ValueError as error:
             raise PipelineInvalid(f"{place}: {error.args[-1]}") from None
         return (x,) if self.targets is None else (x, self.targets[index])
 
-
-class PreparedTexts(Dataset[Any]):
-    """Texts, each tokenized when it is asked for, as mappings by the names of the inputs."""
-
-    def __init__(self, texts: Sequence[str], targets: Any, preparation: Preparation) -> None:
-        self.texts, self.targets, self.preparation = texts, targets, preparation
-        self.class_names: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        rows = self._read([self.texts[index]])
-        names = [spec["name"] for spec in self.preparation.inputs]
-        sample = {name: torch.from_numpy(row[0]) for name, row in zip(names, rows, strict=True)}
-        return sample if self.targets is None else {**sample, LABELS: self.targets[index]}
-
     @cached_property
     def _read(self) -> Any:
+        settings, inputs = self.preparation.settings, self.preparation.inputs
+        if self.preparation.form != "text":
+            reader = audio_reader if self.preparation.form == "audio" else image_reader
+            return reader(settings, inputs[0])
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_str(self.preparation.tokenizer)
-        return text_reader(self.preparation.settings, self.preparation.inputs, tokenizer)
+        return text_reader(settings, inputs, Tokenizer.from_str(self.preparation.tokenizer))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_read"}
@@ -150,14 +140,12 @@ def load_files(files: Files) -> dict[str, Dataset[Any]]:
 
 def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
     form, columns = files.preparation.form, records.columns
-    if form in ("image", "audio"):
+    if form:
         if len(columns) > 1:
             raise PipelineInvalid(
                 f"{files.spec.place} has {', '.join(columns)}, expected one array of images"
             )
-        return PreparedFiles(next(iter(columns.values())), targets, files.preparation)
-    if form == "text":
-        return PreparedTexts(columns["text"], targets, files.preparation)
+        return RawSamples(next(iter(columns.values())), targets, files.preparation)
     tensors: Any = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in columns.items()}
     tensors = {n: x.float() if x.dtype == torch.float64 else x for n, x in tensors.items()}
     if isinstance(files.spec, TableData):

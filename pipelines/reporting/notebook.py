@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any, Literal
@@ -101,23 +101,17 @@ def _(report: Report) -> NotebookView:
 def _(artifact: Artifact) -> NotebookView:
     facts: dict[str, Any] = dict(artifact.manifest.facts)
     steps = [step.stage for step in artifact.manifest.lineage]
-    return NotebookView(
-        title=f"{' → '.join(steps) or 'model'} ({artifact.kind})",
-        lines=[*map(str, facts.get("warnings", ()))],
-        columns=(),
-        rows=[*_artifact_rows(artifact, facts)],
-    )
-
-
-def _artifact_rows(artifact: Artifact, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "file", f"{artifact.payload_name}, {readable_bytes(artifact.payload_bytes)}"
-    for name, count in (("parameters", artifact.parameters()), ("MACs", artifact.macs())):
-        if count is not None:
-            yield name, readable_count(count)
     signature = artifact.signature
+    counts = (("parameters", artifact.parameters()), ("MACs", artifact.macs()))
     shapes = (f"{s.name}: {s.dtype} [{', '.join(map(str, s.shape))}]" for s in signature.inputs)
-    yield "inputs", "; ".join(shapes)
-    yield "outputs", ", ".join(spec.name for spec in signature.outputs)
-    if FIDELITY in facts:
-        yield "against float", Fidelity.model_validate(facts[FIDELITY]).line()
-    yield "folder", str(artifact.path)
+    fidelity = FIDELITY in facts and Fidelity.model_validate(facts[FIDELITY]).line()
+    rows = [
+        ("file", f"{artifact.payload_name}, {readable_bytes(artifact.payload_bytes)}"),
+        *((name, readable_count(count)) for name, count in counts if count is not None),
+        ("inputs", "; ".join(shapes)),
+        ("outputs", ", ".join(spec.name for spec in signature.outputs)),
+        *([("against float", fidelity)] if fidelity else []),
+        ("folder", str(artifact.path)),
+    ]
+    title = f"{' → '.join(steps) or 'model'} ({artifact.kind})"
+    return NotebookView(title, [*map(str, facts.get("warnings", ()))], (), rows)

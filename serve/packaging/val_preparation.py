@@ -146,7 +146,8 @@ def _compare_sounds(
             own = [read(sound_body(entry))[0][0] for entry in entries]
             result = Preparation(form="audio", column=name, samples=len(samples))
             for (index, (expected,)), prepared in zip(samples.items(), own, strict=True):
-                if not np.allclose(prepared, expected, rtol=0, atol=SOUND_ROUNDING):
+                alike = prepared.shape == expected.shape
+                if not (alike and np.allclose(prepared, expected, rtol=0, atol=SOUND_ROUNDING)):
                     problem = f"audio: sample {index} of `val` ({name}), sent by a client, becomes "
                     problem += "other numbers; prepare it as `val` does: rate, length, scale"
                     return result.model_copy(update={"difference": problem, "is_wrong": True})

@@ -528,16 +528,16 @@ def audio_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
         try:
             with soundfile.SoundFile(io.BytesIO(body)) as file:
                 if file.format not in SOUND_FORMATS:
-                    raise ValueError(
-                        UNREADABLE, f"the sound is {file.format}, expected WAV or FLAC"
-                    )
+                    raise ValueError(UNREADABLE, f"found {file.format}, expected WAV or FLAC")
                 # One second more, for the filter that changes the rate.
-                needed = file.frames if length is None else (length // rate + 2) * file.samplerate
-                if min(needed, file.frames) * file.channels > MAX_SOUND:
-                    message = f"the sound has {file.frames} frames of {file.channels} channels"
-                    raise ValueError(TOO_LARGE, f"{message}, at most {MAX_SOUND} numbers")
+                frames, channels, own_rate = file.frames, file.channels, file.samplerate
+                needed = frames if length is None else min(frames, (length // rate + 2) * own_rate)
+                if not needed:
+                    raise ValueError(UNREADABLE, "the sound has no samples")
+                if needed * max(channels, rate / own_rate) > MAX_SOUND:
+                    found = f"{frames} frames of {channels} channels at {own_rate} Hz"
+                    raise ValueError(TOO_LARGE, f"{found}, expected at most {MAX_SOUND} numbers")
                 sound = file.read(needed, "float32", always_2d=True).mean(1)
-                own_rate = file.samplerate
         except soundfile.SoundFileError:
             raise ValueError(UNREADABLE, "the body is no WAV or FLAC file, or truncated") from None
         if own_rate != rate:
@@ -548,7 +548,7 @@ def audio_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
         if extract:
             found = extract(sound, sampling_rate=rate, return_tensors="np")[spec["name"]]
             return [np.ascontiguousarray(found, spec["dtype"])]
-        if settings["normalize"] and len(sound):  # as transformers does, before it fills up
+        if settings["normalize"]:  # as transformers does, before it fills up
             sound = (sound - sound.mean()) / np.sqrt(sound.var() + 1e-7)
         sound = np.pad(sound, (0, max(0, (length or 0) - len(sound))))
         axes = [1] * (len(spec["shape"]) - 1)

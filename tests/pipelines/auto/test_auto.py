@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -178,8 +179,25 @@ def test_a_model_and_its_data_need_no_file(tmp_path: Path, capfd, monkeypatch) -
         cli.app(["init", "nets:net", "--data", "nets:data"])
     assert "quantize_static" in Path("pipeline.yaml").read_text()
     assert auto("pipeline.yaml", "--out", "runs/nets-net", *limits) in (0, 3)
-    left_out = "left out, as the search chooses them: prune_channels, quantize_static, export_onnx"
-    assert f"pipeline.yaml: {left_out}" in capfd.readouterr().err
+    left_out = (
+        "left out from the first searched stage on: prune_channels, quantize_static, export_onnx"
+    )
+    assert left_out in capfd.readouterr().err
+    # Paths lead out of a folder that is new. A file of the user's own is not overwritten.
+    rows = {"x": torch.randn(60, 1, 12, 12).numpy(), "y": torch.arange(60).numpy() % 2}
+    numpy.savez("rows.npz", **rows)
+    assert auto("nets:net", "--data", "rows.npz", "--out", "new/a", *limits) in (0, 3)
+    assert (
+        yaml.safe_load(Path("new/a/pipeline.yaml").read_text())["data"]["arrays"]
+        == "../../rows.npz"
+    )
+    assert auto("nets:net", "--data", "no.npz", "--out", "newer/a") == 2
+    assert not Path("newer").exists()
+    Path("mine").mkdir()
+    Path("mine/pipeline.yaml").write_text("version: 1\n")
+    assert auto("nets:net", "--data", "nets:data", "--out", "mine") == 2
+    assert "mine/pipeline.yaml exists and is not overwritten" in capfd.readouterr().err
+    assert Path("mine/pipeline.yaml").read_text() == "version: 1\n"
 
 
 def test_a_file_of_a_search_alone_is_no_pipeline_to_run(file: Path, capfd) -> None:

@@ -202,6 +202,7 @@ def test_a_search_logs_its_own_events_and_leaves_those_of_runs_to_their_logs(
         conditions="",
         base_ms=1.0,
         tables=None,
+        decided_on=SimpleNamespace(samples=30),
     )
     state = SearchState(evaluator, emit=EventEmitter(said.append))
     predicted = FormatModel("float", InteractionSum(2.0, {}), InteractionSum(1.0, {}))

@@ -457,7 +457,7 @@ def test_photos_are_served_as_they_were_judged(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(content))
     report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "run")
     (found,) = report.stages[-1].measurements.preparation
-    assert (found.form, found.column, found.difference) == ("image", "files", "")
+    assert (found.form, found.column, found.difference) == ("image", "raw", "")
     with serving(tmp_path / "run/artifacts/export_onnx") as server:
         body = (tmp_path / "photos/light/3.png").read_bytes()
         status, _, answer = server.ask(body, {"Content-Type": "image/png"})

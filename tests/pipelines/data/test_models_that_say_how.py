@@ -62,7 +62,7 @@ def test_a_table_of_texts_is_tokenized_as_a_server_does(
     for batch in splits.batches("val"):
         ids, mask = batch.inputs[:2]
         dataset: object = splits.datasets["val"]
-        given = dataset.texts  # type: ignore[attr-defined]
+        given = dataset.raw  # type: ignore[attr-defined]
         expected = own(given, padding=True, truncation=True, return_tensors="pt")
         assert torch.equal(ids, expected["input_ids"])
         assert torch.equal(mask, expected["attention_mask"])
@@ -70,7 +70,7 @@ def test_a_table_of_texts_is_tokenized_as_a_server_does(
     source = import_source(pipeline, tmp_path / "source", splits)
     assert source.class_names == order
     (compared,) = compare_preparation(forms_of(source), source.signature, splits)
-    assert (compared.form, compared.column, compared.difference) == ("text", "texts", "")
+    assert (compared.form, compared.column, compared.difference) == ("text", "raw", "")
 
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import compress
 from compress.common.errors import PipelineInvalid
+from compress.common.signature import Signature, TensorSpec
 from compress.pipelines.api import Pipeline
 from compress.pipelines.commands.init import InitOptions, draft
 from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.data.describe import describe_files
 from compress.pipelines.runner.inputs import import_source, resolve_inputs
-from compress.serve.packaging.request_forms import forms_of
+from compress.serve.packaging.request_forms import AudioInput, RequestForms, forms_of
 from compress.serve.packaging.val_preparation import compare_preparation
 from compress.serve.worker.wire import audio_reader, create_readers
 from tests.serve.served_here import serving
@@ -74,6 +77,11 @@ def test_a_file_becomes_the_models_input() -> None:
     for body in (b"", b"RIFF", encoded(short, RATE)[:30], encoded(short, RATE, "OGG")):
         with pytest.raises(ValueError, match="WAV or FLAC"):
             read(body)
+    with pytest.raises(ValueError, match="no samples"):
+        read(encoded(np.zeros(0), RATE))
+    # 200 kB, which converted from 1 Hz would be 640 MB.
+    with pytest.raises(ValueError, match="200000 frames of 1 channels at 1 Hz, expected at most"):
+        audio_reader(WAVE | {"samples": None}, SPEC)(encoded(np.zeros(200_000), 1))
 
 
 def test_sounds_are_scaled_and_transformed_as_transformers_does() -> None:
@@ -100,7 +108,7 @@ def test_a_run_and_its_server_take_the_same_files(clips: Path, tmp_path: Path) -
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(content))
     report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "out")
     (found,) = report.stages[-1].measurements.preparation
-    assert (found.form, found.column, found.difference) == ("audio", "files", "")
+    assert (found.form, found.column, found.difference) == ("audio", "raw", "")
     splits = compress.load_data(**data | {"audio": clips})
     (batch,) = splits.batches("val")
     assert batch.target.tolist() == [0, 0, 0, 1, 1, 1]
@@ -119,6 +127,15 @@ def test_a_run_and_its_server_take_the_same_files(clips: Path, tmp_path: Path) -
             assert content["labels"][0][0]["label"] == expected
         status, _, answer = server.ask(b"no sound", {"Content-Type": "audio/wav"})
         assert status == 400 and b"no WAV or FLAC file" in answer
+
+
+def test_sounds_of_another_length_are_refused(clips: Path) -> None:
+    splits = compress.load_data(audio=clips, prepare={"rate": RATE, "seconds": 0.5})
+    described = {"name": "x", "shape": ["batch", "samples"], "dtype": "float32"}
+    signature = Signature(inputs=(TensorSpec.model_validate(described),))
+    forms = RequestForms(audio=AudioInput(rate=RATE, seconds=0.25))
+    (compared,) = compare_preparation(forms, signature, splits)
+    assert compared.is_wrong and "rate, length, scale" in compared.difference
 
 
 def test_a_folder_says_how_sounds_are_prepared(clips: Path, tmp_path: Path) -> None:
@@ -168,3 +185,10 @@ def test_init_writes_the_section(
     assert content["data"] == {"audio": "clips", "prepare": {"rate": RATE}}
     with pytest.raises(PipelineInvalid, match="give `seconds`, or the size"):
         draft(Path("p.yaml"), InitOptions("net:net", data="clips"))
+    # Recordings beside photos are no data of their own; a damaged file is named.
+    Image.new("RGB", (8, 8)).save(clips / "train" / "low" / "spectrum.png")
+    assert describe_files(Path("clips")) == {"images": "clips"}
+    (clips / "train" / "low" / "spectrum.png").unlink()
+    (clips / "train" / "high" / "0.flac").write_bytes(b"no sound")
+    with pytest.raises(PipelineInvalid, match=r"0\.flac is no WAV or FLAC file"):
+        describe_files(Path("clips"))
