@@ -378,6 +378,10 @@ class Training(Settings):
             "clip_norm with precision: fp16 and zero_stage 1 or more": bool(
                 self.precision == "fp16" and self.clip_norm and self.parallel.zero_stage
             ),
+            # It steps flat parts of weights there, of which Muon cannot make matrices.
+            "optimizer: muon with zero_stage 1 or more": bool(
+                self.optimizer == "muon" and self.parallel.zero_stage
+            ),
             "on_nan: skip": self.on_nan == "skip",
             "ema_decay": self.ema_decay is not None,
         }

@@ -46,7 +46,8 @@ def parameter_groups(module: torch.nn.Module, training: Training) -> list[dict[s
     if not trainable:
         raise StageFailed("the model has no weights that require gradients: nothing to train")
     # Muon is for the matrices of hidden layers: not for tables, also those that a head shares.
-    tables = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+    kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, kinds)}
     hidden, is_muon = set[int](), training.optimizer == "muon"
     if is_muon:
         hidden = {id(p) for p in trainable if p.ndim == 2} - tables
