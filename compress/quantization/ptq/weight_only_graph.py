@@ -179,9 +179,8 @@ class WeightQuantizer:
             self.left_float[str(weight.target)] = reason
             return
         sizes = (self.bits, self.group_size)
-        flat = in_parts(
-            round_to_nearest, weight_EOI.flatten(0, 1), *sizes, symmetric=self.symmetric
-        )
+        rows_OI = weight_EOI.flatten(0, 1)
+        flat = in_parts(round_to_nearest, rows_OI, *sizes, symmetric=self.symmetric)
         integers, scale, zero = (
             part.view(*weight_EOI.shape[:2], -1)
             for part in (flat.integers_OI, flat.scale_OG, flat.zero_OG)

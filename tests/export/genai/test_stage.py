@@ -131,7 +131,9 @@ def test_experts_of_four_bits_stay_in_the_file(tmp_path) -> None:
     assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
     assert exported.payload_bytes < 0.35 * mixture.payload_bytes
     assert mixture.load().config._experts_implementation == "grouped_mm"
-    with pytest.raises(StageFailed, match=r"experts.gate_up_proj holds experts in few bits, for wh"):
+    with pytest.raises(
+        StageFailed, match=r"experts.gate_up_proj holds experts in few bits, for wh"
+    ):
         ExportCompressedTensors().run(packed, context_for(mixture, tmp_path / "folder"))
 
 
