@@ -114,7 +114,7 @@ def state_of(
                 if not (symmetric and part == ZERO_POINT):
                     state[f"{stem}.{part}"] = _computed(tensor, partial(packed, key, part))
         elif is_table == isinstance(layer, nn.Embedding):  # a table, or the router of a mixture
-            state[name] = _computed(layer.weight, partial(dequantized, key))
+            state[name] = _computed(module.get_parameter(name), partial(dequantized, key))
     if tied:
         state.pop(f"{head_name(module)}.weight", None)
     # Tied weights of the module share memory, and each name is stored by itself.
