@@ -177,10 +177,8 @@ def batched_experts() -> Iterator[None]:
     can follow. This one gathers the weights of each row's own experts, so that memory grows with
     the rows: whatever only calls a model leaves the form to transformers.
     """
+    # Without it, no module of transformers with experts was built.
     library = sys.modules.get("transformers.integrations.moe")
-    if library is None:  # no module of transformers with experts was built
-        yield
-        return
     interface = getattr(library, "ExpertsInterface", object)  # not in a release before 5.0
     batched = getattr(library, "batched_mm_experts_forward", None)
     with patched_attribute(interface, "get_interface", lambda *_, **__: batched):

@@ -314,7 +314,8 @@ class FlatOutputs(nn.Module):
 @contextlib.contextmanager
 def flat_outputs(module: nn.Module) -> Iterator[None]:
     """Flatten a module's outputs until the end of a block; its parameters keep their names."""
-    original, own = module.forward, vars(module).get("forward")
+    original = module.forward
+    own = {"forward": original} if "forward" in vars(module) else {}
 
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return flatten_outputs(original(*inputs))
@@ -325,10 +326,8 @@ def flat_outputs(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # An instance's own, such as a hook of accelerate's, or the class's again.
         del module.forward
-        if own is not None:
-            module.forward = own
+        vars(module).update(own)  # an instance's own, such as a hook of accelerate's
 
 
 def save_program(program: ExportedProgram, file: Path) -> None:

@@ -108,13 +108,13 @@ def state_of(
         name, is_table = key
         stem = name.removesuffix(".weight")
         layer = module.get_submodule(stem)
-        if is_table and isinstance(layer, nn.Embedding):
-            state[name] = _computed(layer.weight, partial(dequantized, key))
-        elif not is_table and isinstance(layer, nn.Linear):
+        if not is_table and isinstance(layer, nn.Linear):
             state.pop(name)
             for part, tensor in packed_state(name, weights.packed[key]).items():
                 if not (symmetric and part == ZERO_POINT):
                     state[f"{stem}.{part}"] = _computed(tensor, partial(packed, key, part))
+        elif is_table == isinstance(layer, nn.Embedding):  # a table, or the router of a mixture
+            state[name] = _computed(module.get_parameter(name), partial(dequantized, key))
     if tied:
         state.pop(f"{head_name(module)}.weight", None)
     # Tied weights of the module share memory, and each name is stored by itself.
@@ -192,8 +192,14 @@ def floats_of(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> 
 def quantization_config(weights: DecoderWeights) -> dict[str, Any]:
     """Return the entry of `config.json` that says how weights are packed.
 
-    Raise StageFailed where no linear layer is packed, or layers differ in bits or groups.
+    Raise StageFailed where no linear layer is packed, experts are, or layers differ in bits or
+    groups.
     """
+    if experts := [name for name, _ in weights.packed if not name.endswith(".weight")]:
+        raise StageFailed(
+            f"{experts[0]} holds experts in few bits, for which compressed-tensors has no layout; "
+            'use export_onnx or export_genai, or exclude: ["*.experts"] in quantize_weights'
+        )
     linears = [n for n, m in weights.module.named_modules() if isinstance(m, nn.Linear)]
     packed = [n for n in linears if (f"{n}.weight", False) in weights.packed]
     formats, symmetric = set(), True

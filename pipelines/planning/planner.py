@@ -41,7 +41,7 @@ from compress.pipelines.planning.plan import Plan, PlannedStage
 from compress.quantization.stages.base import QuantizationStage
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.training.config.parallel import Parallel
-from compress.training.launch.rank_group import need_group
+from compress.training.launch.rank_group import need_group, nodes_by_engine
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
@@ -310,7 +310,7 @@ def check_conditions(
     programs = []
     for p in planned:
         for path, part in p.stage.nested():
-            if isinstance(part, Parallel):
+            if isinstance(part, Parallel) and not nodes_by_engine.get():
                 with located(f"{pipeline.place('stages', p.index, *path)} ({p.name}): "):
                     need_group(part)
         for location, name, step in _with_gates(p):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 TABLE_GROUPS = (64, 32, 16)
 """Numbers of a 4-bit table's row that share a scale: the largest of these that divides the row."""
+PRODUCTS = (aten.bmm.default, aten.matmul.default, aten.einsum.default)
 
 
 @dataclass
@@ -122,8 +123,10 @@ class WeightQuantizer:
             sizes = (self.bits, self.group_size)
             if self.method == "gptq" and moment_II is not None:
                 quantized = gptq(weight_OI, *sizes, moment_II, symmetric=self.symmetric)
+            elif self.method == "hqq":
+                quantized = in_parts(hqq, weight_OI, *sizes)
             else:  # AWQ's scales are in the weight already
-                quantized = self._rounded_alone(weight_OI, sizes)
+                quantized = in_parts(round_to_nearest, weight_OI, *sizes, symmetric=self.symmetric)
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
@@ -135,12 +138,6 @@ class WeightQuantizer:
                     self._rounded[features] = _round_activations(graph, features, self.group_size)
             node.replace_input_with(features, self._rounded[features])
         self.quantized["linear"] = self.quantized.get("linear", 0) + 1
-
-    def _rounded_alone(self, weight_OI: torch.Tensor, sizes: tuple[int, int]) -> QuantizedWeight:
-        """Round a weight by its own values, without the data's."""
-        if self.method == "hqq":
-            return in_parts(hqq, weight_OI, *sizes)
-        return in_parts(round_to_nearest, weight_OI, *sizes, symmetric=self.symmetric)
 
     def _quantize_embedding_(self, graph: fx.GraphModule, node: fx.Node) -> None:
         """Hold a table in few bits."""
@@ -166,12 +163,15 @@ class WeightQuantizer:
     def _quantize_experts_(self, graph: fx.GraphModule, node: fx.Node) -> None:
         """Hold the matrices of a mixture's experts in few bits, of which each row looks some up.
 
-        By rounding or `hqq`: an expert's few inputs give no second moments for the other methods.
+        By rounding alone: an expert's few inputs give no second moments for `gptq` and `awq`, and
+        onnxruntime's lookup has no zero points of `hqq`, between two integers.
         """
         weight: Any = node.args[0]
         indices: Any = node.args[1]
         if not is_float(weight) or weight.meta["val"].dim() != 3 or len(indices) != 1:
             return
+        if not any(reader.target in PRODUCTS for reader in node.users):
+            return  # a table of matrices that are, for example, added
         weight_EOI = value_of(graph, weight)
         inputs = weight_EOI.shape[2]
         if inputs % self.group_size:
@@ -179,9 +179,11 @@ class WeightQuantizer:
             self.left_float[str(weight.target)] = reason
             return
         sizes = (self.bits, self.group_size)
-        flat, experts = self._rounded_alone(weight_EOI.flatten(0, 1), sizes), weight_EOI.shape[:2]
+        rows_OI = weight_EOI.flatten(0, 1)
+        flat = in_parts(round_to_nearest, rows_OI, *sizes, symmetric=self.symmetric)
         integers, scale, zero = (
-            part.view(*experts, -1) for part in (flat.integers_OI, flat.scale_OG, flat.zero_OG)
+            part.view(*weight_EOI.shape[:2], -1)
+            for part in (flat.integers_OI, flat.scale_OG, flat.zero_OG)
         )
         quantized = QuantizedWeight(integers, scale, zero, self.bits)
         _look_up_(graph, node, str(weight.target), quantized)

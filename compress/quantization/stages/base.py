@@ -48,9 +48,10 @@ class CalibrationData:
         return self.data.calibration(self.samples, self.seed)
 
 
-def is_weight(tensor: torch.Tensor) -> bool:
+def is_weight(name: str, tensor: torch.Tensor) -> bool:
     """Whether a tensor of a graph is a matrix, a kernel or a table in float32."""
-    return tensor.dim() > 1 and str(tensor.dtype) == "torch.float32"
+    is_part = name.endswith(("_scale", "_zero_point"))  # of one in few bits
+    return tensor.dim() > 1 and str(tensor.dtype) == "torch.float32" and not is_part
 
 
 class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
@@ -150,7 +151,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
             for name, value in facts.items()
         )
         left, total = (
-            sum(x.numel() for name, x in state.items() if is_weight(x) and "_scale" not in name)
+            sum(x.numel() for name, x in state.items() if is_weight(name, x))
             for state in (program.state_dict, module.state_dict())
         )
         logger.info(

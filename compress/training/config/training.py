@@ -373,11 +373,14 @@ class Training(Settings):
 
     @model_validator(mode="after")
     def _check_deepspeed(self) -> Self:
+        cuts, clips = self.parallel.zero_stage > 0, self.clip_norm is not None
         cannot = {
             # DeepSpeed (0.19) clips gradients that are still scaled, but in stage 0.
-            "clip_norm with precision: fp16 and zero_stage 1 or more": bool(
-                self.precision == "fp16" and self.clip_norm and self.parallel.zero_stage
+            "clip_norm with precision: fp16 and zero_stage 1 or more": (
+                self.precision == "fp16" and clips and cuts
             ),
+            # It steps flat parts of weights there, of which Muon cannot make matrices.
+            "optimizer: muon with zero_stage 1 or more": self.optimizer == "muon" and cuts,
             "on_nan: skip": self.on_nan == "skip",
             "ema_decay": self.ema_decay is not None,
         }

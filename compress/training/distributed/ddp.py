@@ -459,8 +459,7 @@ def deepspeed_configuration(parallel: Parallel, training: Training, ranks: int) 
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,  # never: progress is reported by epoch
     }
-    if training.precision in ("bf16", "fp16"):
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}[training.precision]
+    if dtype := {"bf16": "bfloat16", "fp16": "float16"}.get(training.precision):
         config["torch_autocast"] = {"enabled": True, "dtype": dtype}
     return config | more
 

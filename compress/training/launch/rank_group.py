@@ -132,11 +132,7 @@ def joined_group() -> RankGroup | None:
 def need_group(parallel: Parallel) -> None:
     """Refuse a training on several machines that needs other processes than were started."""
     group = joined_group()
-    if (
-        parallel.nodes == 1
-        or nodes_by_engine.get()
-        or (group.fits(parallel) if group else parallel.min_nodes == 1)
-    ):
+    if parallel.nodes == 1 or (group.fits(parallel) if group else parallel.min_nodes == 1):
         return
     started = "this process was started alone"
     if group:

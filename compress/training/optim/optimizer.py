@@ -46,20 +46,17 @@ def parameter_groups(module: torch.nn.Module, training: Training) -> list[dict[s
     if not trainable:
         raise StageFailed("the model has no weights that require gradients: nothing to train")
     # Muon is for the matrices of hidden layers: not for tables, also those that a head shares.
-    tables = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+    kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, kinds)}
     hidden, is_muon = set[int](), training.optimizer == "muon"
     if is_muon:
         hidden = {id(p) for p in trainable if p.ndim == 2} - tables
         if not hidden and not training.parallel.pipeline:  # of which a stage may have none
-            raise StageFailed(
-                "optimizer muon is for matrices, and the model trains none; use adamw"
-            )
+            raise StageFailed("muon is for matrices, and the model trains none; use adamw")
+    full = training.weight_decay_or_default
     groups = [
-        ([p for p in trainable if id(p) in hidden], training.weight_decay_or_default),
-        (
-            [p for p in trainable if p.ndim > 1 and id(p) not in hidden],
-            training.weight_decay_or_default,
-        ),
+        ([p for p in trainable if id(p) in hidden], full),
+        ([p for p in trainable if p.ndim > 1 and id(p) not in hidden], full),
         ([p for p in trainable if p.ndim <= 1], 0.0),
     ]
     # torch's foreach and fused steps reject weights of several meshes in one group.

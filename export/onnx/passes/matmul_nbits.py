@@ -97,13 +97,11 @@ def gather_block_quantized(
 ) -> torch.Tensor:
     """Call onnxruntime's lookup in a table of 4 bits, or of experts, for tracing alone."""
     *between, groups = scale_VG.shape[1:]
+    axis = scale_VG.dim() - 1
     rows: torch.Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::GatherBlockQuantized",
         (bytes_VD, ids, scale_VG, zero),
-        attrs={
-            **{"bits": 4, "block_size": group_size},
-            **{"gather_axis": 0, "quantize_axis": scale_VG.dim() - 1},
-        },
+        attrs={"bits": 4, "block_size": group_size, "gather_axis": 0, "quantize_axis": axis},
         dtype=scale_VG.dtype,
         shape=(*ids.shape, *between, groups * group_size),
         version=1,

@@ -76,6 +76,18 @@ class Sequence(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class Banks(nn.Module):
+    """Looks up matrices, of which some are multiplied and others added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiplied, self.added = (nn.Parameter(torch.rand(50, 16, 16)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        ids = tokens.flatten()
+        return torch.bmm(self.multiplied[ids], 1 + self.added[ids]).unflatten(0, tokens.shape)
+
+
 class BakedBatch(nn.Module):
     """Adds a constant that has one row for each of two samples."""
 

@@ -104,6 +104,24 @@ def test_hqq_is_refused_where_no_runtime_takes_it() -> None:
         QuantizeWeights(method="hqq", bits=8)
 
 
+def test_only_matrices_that_are_looked_up_to_be_multiplied_are_packed(tmp_path, caplog) -> None:
+    model = build_model(tmp_path / "source", "networks:Banks", TOKENS)
+    caplog.set_level("INFO")
+    small = quantized(model, tmp_path / "small", method="hqq", group_size=16)
+    state = small.program().state_dict
+    assert small.manifest.facts["quantized_operators"] == {"experts": 1}
+    assert state["multiplied_packed"].shape == (50, 16, 8)
+    assert state["multiplied_zero_point"].dtype == torch.uint8  # as onnxruntime looks it up
+    assert "50 % of the weights stay in float32" in caplog.text
+    (tokens,) = TOKENS.example(4)
+    weight = model.load().multiplied
+    rounded = round_to_nearest(weight.detach().flatten(0, 1), 4, 16).dequantize().view_as(weight)
+    ids = tokens.flatten()
+    with torch.no_grad():
+        expected = torch.bmm(rounded[ids], 1 + model.load().added[ids]).unflatten(0, tokens.shape)
+    torch.testing.assert_close(answer(small, tokens), expected)
+
+
 @pytest.mark.slow
 def test_files_shrink_with_the_bits(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)

@@ -103,6 +103,20 @@ def test_the_config_says_what_is_packed(folder, quantized) -> None:
 
 
 @pytest.mark.slow
+def test_the_router_of_a_mixture_is_written_as_it_was_rounded(tmp_path) -> None:
+    sizes = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    source = decoder(tmp_path, "Mixtral", **sizes)
+    stage = QuantizeWeights(exclude=("*.experts",), activation_bits=32)
+    model = stage(source, context_for(source, tmp_path / "quantized"))
+    context = context_for(source, tmp_path / "folder")
+    stored = load_file(ExportCompressedTensors().run(model, context).payload_path)
+    name = "model.layers.0.mlp.gate.weight"
+    assert torch.equal(
+        stored[name], decoder_weights(model, context, "test").packed[name, False].dequantized()
+    )
+
+
+@pytest.mark.slow
 # How 8 bits are packed is in the first test above.
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_zero_points_in_the_middle_are_not_stored(shallow, bits, tmp_path, caplog) -> None:

@@ -11,7 +11,7 @@ from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic, Quantize
 from compress.artifacts.artifact import Artifact
 from compress.cli import app
 from compress.common.errors import StageFailed
-from compress.export import ExportGenai, GenaiModel, OnnxModel
+from compress.export import ExportCompressedTensors, ExportGenai, GenaiModel, OnnxModel
 from compress.export.genai.runtime import (
     GENAI,
     GreedyText,
@@ -118,7 +118,7 @@ def test_experts_of_four_bits_stay_in_the_file(tmp_path) -> None:
     sizes = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
     mixture = decoder(tmp_path / "mixture", "Mixtral", **sizes)
     context = context_for(mixture, tmp_path / "quantized")
-    packed = QuantizeWeights(bits=4, group_size=32)(mixture, context)
+    packed = QuantizeWeights(bits=4, group_size=32, method="hqq")(mixture, context)
     counts = packed.manifest.facts["quantized_operators"]
     assert counts == {"embedding": 1, "experts": 2, "linear": 6}
     for name, parts in (("gate_up_proj", (192, 32)), ("down_proj", (64, 48))):
@@ -131,6 +131,10 @@ def test_experts_of_four_bits_stay_in_the_file(tmp_path) -> None:
     assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
     assert exported.payload_bytes < 0.35 * mixture.payload_bytes
     assert mixture.load().config._experts_implementation == "grouped_mm"
+    with pytest.raises(
+        StageFailed, match=r"experts.gate_up_proj holds experts in few bits, for wh"
+    ):
+        ExportCompressedTensors().run(packed, context_for(mixture, tmp_path / "folder"))
 
 
 @pytest.mark.soak

@@ -107,6 +107,7 @@ def test_bf16_keeps_fp32_weights(results):
     ("settings", "words"),
     [
         ({"precision": "fp16", "clip_norm": 1}, "deepspeed has no clip_norm with precision: fp16"),
+        ({"optimizer": "muon"}, "deepspeed has no optimizer: muon with zero_stage 1 or more here"),
         ({"on_nan": "skip"}, "deepspeed has no on_nan: skip here"),
         ({"ema_decay": 0.9}, "deepspeed has no ema_decay here"),
     ],

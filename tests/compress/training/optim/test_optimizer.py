@@ -60,8 +60,9 @@ def test_muon_steps_matrices_and_adamw_the_rest():
 
 
 def test_what_muon_cannot_do_is_refused():
-    with pytest.raises(StageFailed, match="muon is for matrices, and"):
-        build_optimizer(nn.Conv1d(2, 2, 1), Training(epochs=1, optimizer="muon"))
+    for layer in (nn.Conv1d(2, 2, 1), nn.EmbeddingBag(6, 4)):
+        with pytest.raises(StageFailed, match="muon is for matrices, and"):
+            build_optimizer(layer, Training(epochs=1, optimizer="muon"))
     wrong = Training(epochs=1, optimizer="muon", optimizer_arguments={"dampening": 1})
     with pytest.raises(StageFailed, match=r"muon refuses .*unexpected dampening"):
         build_optimizer(nn.Linear(2, 2), wrong)
