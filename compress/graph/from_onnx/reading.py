@@ -90,7 +90,10 @@ def _expand_functions(model: ir.Model) -> None:
             if schema.has_function:
                 content = schema.get_function_with_opset_version(version)
             elif schema.has_context_dependent_function:
-                types = [b"" if v is None else _type_of(v) for v in node.inputs]
+                types = [
+                    b"" if v is None else ir.to_proto(v).type.SerializeToString()
+                    for v in node.inputs
+                ]
                 plain = ir.to_proto(node).SerializeToString()
                 content = schema.get_context_dependent_function_with_opset_version(
                     version, plain, types
@@ -98,6 +101,8 @@ def _expand_functions(model: ir.Model) -> None:
             else:
                 continue
             proto = onnx.FunctionProto.FromString(content)
+            if not proto.node:  # as the types of its inputs are not known
+                continue
             if not proto.input:  # which those that depend on the node leave out
                 proto.input.extend(x.name for x in schema.inputs)
             computed = {name for inner in proto.node for name in inner.output}
@@ -112,15 +117,6 @@ def _expand_functions(model: ir.Model) -> None:
             return
         model.opset_imports[EXPANDED] = 1
         passes.InlinePass()(model)
-
-
-def _type_of(value: ir.Value) -> bytes:
-    import onnx
-
-    proto = onnx.TypeProto()
-    if value.dtype is not None:
-        proto.tensor_type.elem_type = value.dtype.value
-    return proto.SerializeToString()
 
 
 def pack(model: ir.Model) -> str:
