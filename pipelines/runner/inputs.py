@@ -280,7 +280,9 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
     try:
         if isinstance(spec, ModelFile):
             file = pipeline.folder / spec.file
-            return import_file(spec.kind, file, signature, path, inputs, carried)
+            kind = spec.kind
+            to_module = kind == "onnx" and pipeline.source_kind == "eager"
+            return import_file(kind, file, signature, path, inputs, carried, to_module=to_module)
         if isinstance(spec, HuggingFaceModel):
             return _import_hugging_face(pipeline, spec, signature, path, carried)
         return import_checkpoint(

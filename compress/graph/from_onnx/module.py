@@ -7,7 +7,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,10 +40,11 @@ class _Source:
 
     initializer: str
     is_transposed: bool = False
+    """Whether the layer has rows and columns the other way round."""
 
 
 @dataclass
-class _Step:
+class Step:
     """A node, and how it is computed: by an operator, or by a layer of the module."""
 
     node: Node
@@ -75,12 +76,12 @@ class OnnxModule(nn.Module):
         self._constants: dict[str, Any] = {}
         self._owners: dict[str, str] = {}
         builder = _Builder(self, opset)
-        self._steps = builder.steps_of(graph, self.output_names)
+        self.steps = builder.steps_of(graph, self.output_names)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the graph's outputs for its inputs, in their order."""
         values = dict(zip(self.input_names, inputs, strict=True))
-        self._run(self._steps, values)
+        self._run(self.steps, values)
         return tuple(to_tensor(self._value(values, name)) for name in self.output_names)
 
     def _value(self, values: Mapping[str, Any], name: str) -> Any:
@@ -91,25 +92,33 @@ class OnnxModule(nn.Module):
         owner, _, key = self._owners[name].rpartition(".")
         return getattr(self.get_submodule(owner), key)
 
-    def _run(self, steps: Sequence[_Step], values: dict[str, Any]) -> None:
+    def _run(self, steps: Sequence[Step], values: dict[str, Any]) -> None:
         for step in steps:
-            arguments = [self._value(values, name) if name else None for name in step.inputs]
-            try:
-                if step.node.graphs:
-                    graphs = {
-                        key: lambda *given, body=body: self._call(body, given, values)
-                        for key, body in step.node.graphs.items()
-                    }
-                    node = Node(**{**vars(step.node), "graphs": graphs})
-                    results = step.call(node, *arguments)
-                else:
-                    results = step.call(*arguments)
-            except Unsupported as error:
-                raise Unsupported(f"{step.node.operator} ({step.node.name}) {error}") from error
-            several = results if isinstance(results, tuple) else (results,)
-            values.update((n, v) for n, v in zip(step.outputs, several, strict=False) if n)
+            values.update(self.compute(step, values))
             for name in step.dead:
                 values.pop(name, None)
+
+    def compute(self, step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs of one node by name.
+
+        Args:
+            step: one of `steps`.
+            values: what the nodes before it computed, and the graph's inputs.
+        """
+        arguments = [self._value(values, name) if name else None for name in step.inputs]
+        node = step.node
+        if node.graphs:
+            graphs = {
+                key: lambda *given, body=body: self._call(body, given, values)
+                for key, body in node.graphs.items()
+            }
+            arguments.insert(0, replace(node, graphs=graphs))
+        try:
+            results = step.call(*arguments)
+        except Unsupported as error:
+            raise Unsupported(f"{node.operator} ({node.name}) {error}") from error
+        several = results if isinstance(results, tuple) else (results,)
+        return {n: v for n, v in zip(step.outputs, several, strict=False) if n}
 
     def _call(self, body: _Body, given: Sequence[Any], outer: Mapping[str, Any]) -> list[Any]:
         values = {**outer, **dict(zip(body.inputs, given, strict=True))}
@@ -123,7 +132,7 @@ class _Body:
 
     inputs: list[str]
     outputs: list[str]
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
 
 class _Builder:
@@ -133,9 +142,17 @@ class _Builder:
         self.module = module
         self.opset = opset
 
-    def steps_of(self, graph: Any, outputs: Sequence[str]) -> list[_Step]:
-        """Return the steps of a graph, and register its constants with the module."""
-        weights = {}
+    def steps_of(
+        self, graph: Any, outputs: Sequence[str], outer: Mapping[str, Any] | None = None
+    ) -> list[Step]:
+        """Return the steps of a graph, and register its constants with the module.
+
+        Args:
+            graph: the model's, or that of a branch or loop.
+            outputs: names of its outputs.
+            outer: weights of the graphs around it.
+        """
+        weights = dict(outer or {})
         for name, value in graph.initializers.items():
             constant = value.const_value
             held = None if is_weight(constant) else from_constant(from_numpy(constant.numpy()))
@@ -144,11 +161,16 @@ class _Builder:
             else:
                 weights[name] = constant
         nodes = list(graph)
-        uses = Counter(v.name for node in nodes for v in node.inputs if v is not None)
-        uses.update(outputs)
-        steps = [self._step(node, weights, uses) for node in nodes]
+        read = {v.name for node in nodes for v in node.inputs if v is not None} | {*outputs}
+        biases = _biases(nodes, weights, outputs)
+        added = {add.outputs[0].name for add, _ in biases.values()}
+        steps = [
+            self._step(node, weights, biases.get(node.outputs[0].name))
+            for node in nodes
+            if node.outputs[0].name not in added
+        ]
         for name, constant in weights.items():
-            if name not in self.module._owners and uses[name]:
+            if name not in self.module._owners and name in read:
                 self._register(name, constant)
         last: dict[str, int] = {}
         for index, step in enumerate(steps):
@@ -161,14 +183,16 @@ class _Builder:
                 steps[index].dead += (name,)
         return steps
 
-    def _step(self, node: Any, weights: Mapping[str, Any], uses: Counter[str]) -> _Step:
+    def _step(
+        self, node: Any, weights: Mapping[str, Any], bias: tuple[Any, str] | None = None
+    ) -> Step:
         attributes, graphs = {}, {}
         for name, attribute in node.attributes.items():
             value = attribute.value
             if attribute.type.name == "GRAPH":
                 names = [v.name for v in value.outputs]
                 body = _Body([v.name for v in value.inputs], names)
-                body.steps = self.steps_of(value, names)
+                body.steps = self.steps_of(value, names, weights)
                 graphs[name] = body
             elif attribute.type.name == "TENSOR":
                 attributes[name] = from_numpy(value.numpy())
@@ -182,13 +206,17 @@ class _Builder:
             node.op_type, node.name or outputs[0], inputs, outputs, self.opset, attributes, graphs
         )
         if layer := LAYERS.get(node.op_type):
-            made = layer(self, plain, weights, uses)
+            if bias is not None:
+                add, name = bias
+                outputs = (add.outputs[0].name,)
+                plain = replace(plain, inputs=(*inputs, name), outputs=outputs)
+            made = layer(self, plain, weights)
             if made is not None:
                 call, read = made
-                return _Step(plain, call, read, outputs)
+                return Step(plain, call, read, outputs)
         function = OPERATORS[node.op_type]
         call = function if graphs else lambda *values: function(plain, *values)
-        return _Step(plain, call, inputs, outputs)
+        return Step(plain, call, inputs, outputs)
 
     def _register(self, name: str, constant: Any) -> None:
         """Keep an initializer that no layer reads as a parameter, or as a buffer of integers."""
@@ -261,6 +289,47 @@ class _Builder:
         return not hasattr(parent, key)
 
 
+def _biases(
+    nodes: Sequence[Any], weights: Mapping[str, Any], outputs: Sequence[str]
+) -> dict[str, tuple[Any, str]]:
+    """Return the Add nodes that add a bias to a layer without one.
+
+    Args:
+        nodes: of a graph.
+        weights: initializers by name.
+        outputs: of the graph.
+
+    Returns:
+        Output of a Conv or MatMul that nothing else reads → its Add, and the bias.
+    """
+    uses = Counter(v.name for node in nodes for v in node.inputs if v is not None)
+    uses.update(outputs)
+    layers_without = {
+        node.outputs[0].name: node
+        for node in nodes
+        if node.op_type in ("Conv", "MatMul") and len(node.inputs) == 2
+    }
+    found = {}
+    for add in nodes:
+        if add.op_type != "Add":
+            continue
+        for x, y in (add.inputs, reversed(add.inputs)):
+            node = layers_without.get(x.name)
+            if node is None or y.name not in weights or uses[x.name] != 1:
+                continue
+            weight, bias = weights.get(node.inputs[1].name), tuple(weights[y.name].shape)
+            is_conv = node.op_type == "Conv"
+            if weight is None or (not is_conv and len(weight.shape) != 2):
+                continue
+            channels = weight.shape[0 if is_conv else 1]
+            axis = -(len(weight.shape) - 1) if is_conv else -1
+            wide = (1,) * (len(bias) + axis) + (channels,) + (1,) * (-axis - 1)
+            if len(bias) >= -axis and bias == wide and (is_conv or len(bias) == 1):
+                found[x.name] = (add, y.name)
+                break
+    return found
+
+
 def is_weight(constant: Any) -> bool:
     """Return whether an initializer is kept with the weights, and not in the graph."""
     shape = tuple(constant.shape)
@@ -278,9 +347,7 @@ def torch_dtype(constant: Any) -> torch.dtype:
 Made = tuple[Callable[..., Any], tuple[str, ...]]
 
 
-def _convolution(
-    builder: _Builder, node: Node, weights: Mapping[str, Any], uses: Counter[str]
-) -> Made | None:
+def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
     weight, bias = weights.get(node.inputs[1]), node.inputs[2] if len(node.inputs) > 2 else ""
     if weight is None or (bias and bias not in weights):
         return None
@@ -320,9 +387,7 @@ def _convolution(
     return padded, node.inputs[:1]
 
 
-def _linear(
-    builder: _Builder, node: Node, weights: Mapping[str, Any], uses: Counter[str]
-) -> Made | None:
+def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
     weight = weights.get(node.inputs[1])
     if weight is None or len(weight.shape) != 2:
         return None
@@ -342,9 +407,7 @@ def _linear(
     return layer, node.inputs[:1]
 
 
-def _batch_norm(
-    builder: _Builder, node: Node, weights: Mapping[str, Any], uses: Counter[str]
-) -> Made | None:
+def _batch_norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
     names = node.inputs[1:5]
     if not all(name in weights for name in names) or node.get("training_mode"):
         return None

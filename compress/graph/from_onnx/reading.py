@@ -38,21 +38,32 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
     """Fold constants and expand operators that ONNX defines by others; raises ArtifactInvalid."""
     import onnx_ir.passes.common as passes
     from onnxscript.optimizer import fold_constants, inline
+    from onnxscript.rewriter import rewrite
+    from onnxscript.rewriter.ort_fusions import erfgelu, gelu
+    from onnxscript.rewriter.rules.common import fuse_hardswish_rules
 
     inline(model)
     fold_constants(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    # Exporters of older operator sets write these in several operators.
+    for rules in (fuse_hardswish_rules(), erfgelu.rules, gelu.gelu_rules):
+        model = rewrite(model, rules)
     _expand_functions(model)
     passes.RemoveUnusedNodesPass()(model)
     missing: dict[str, list[str]] = defaultdict(list)
     for node in model.graph.all_nodes():
-        known = node.domain in STANDARD and node.op_type in OPERATORS
-        if not known:
+        if not is_known(node):
             full = ".".join(filter(None, (node.domain, node.op_type)))
             missing[full].append(node.name or node.outputs[0].name)
     if missing:
         raise ArtifactInvalid(f"{what}: has operators without an equivalent in PyTorch: {_listed(missing)}")
     return model
+
+
+def is_known(node: ir.Node) -> bool:
+    """Return whether an operator has an equivalent."""
+    is_gelu = (node.domain, node.op_type) == ("com.microsoft", "Gelu")
+    return is_gelu or (node.domain in STANDARD and node.op_type in OPERATORS)
 
 
 def _listed(missing: dict[str, list[str]]) -> str:
@@ -73,7 +84,7 @@ def _expand_functions(model: ir.Model) -> None:
         wanted = [
             node
             for node in model.graph.all_nodes()
-            if not (node.domain in STANDARD and node.op_type in OPERATORS)
+            if not is_known(node)
         ]
         if wanted:
             passes.AddDefaultAttributesPass()(model)
@@ -144,9 +155,11 @@ def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
         for attribute in node.attributes.values():
             if attribute.type.name == "GRAPH":
                 collect(attribute.value)
+    shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
     for key, source in module.sources.items():
         tensor = from_numpy(values[source.initializer].const_value.numpy())
-        state[key] = tensor.t().contiguous() if source.is_transposed else tensor
+        tensor = tensor.t().contiguous() if source.is_transposed else tensor
+        state[key] = tensor.reshape(shapes[key])  # a bias may have further axes of 1
     return state
 
 
