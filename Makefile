@@ -5,10 +5,17 @@
 # make docs   set up .venv and build the site of docs/ in build/site
 # make reference   write docs/reference/ anew, after a setting or a command changed
 # make test-lowest   run the quick tests with the lowest versions that pyproject.toml allows (but of torch)
+# make test-newest   run the tests with the newest versions that it allows, torch's too (NEWEST=python3.14 for another Python)
+# make wheel   build dist/compress_pipeline-*.whl, which is installed without this clone
 # make lock   write requirements.lock: the installed versions, with hashes, of all but torch
 # make mutation   count the mutants of the mathematics that the tests kill (MUTANTS=compress.core.gate* for some)
 PYTHON ?= python3
 BIN := .venv/bin
+# Of what pyproject.toml allows, the release that CI has as a CPU build: pip would bring the newest, with CUDA.
+# A CPU build of it: make demo TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
+TORCH ?= torch==2.13.0
+NEWEST ?= $(BIN)/python
+UV = $(shell grep -oE 'uv>=[^"]*' pyproject.toml)
 # One more than the cores that CI has: many tests wait for processes, servers and deadlines. The order
 # is that of tests/conftest.py: long tests first.
 WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
@@ -17,7 +24,7 @@ TIMES := .venv/times
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # make soak   run the tests that take long or want a quiet machine, one after the other
-.PHONY: demo test tests collected test-lowest soak fuzz attack lint docs lock mutation reference clean
+.PHONY: demo test tests collected test-lowest test-newest wheel soak fuzz attack lint docs lock mutation reference clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
@@ -51,6 +58,17 @@ test-lowest: .venv/lock
 	$(BIN)/uv pip install -q --python .venv/lowest/bin/python --resolution lowest-direct --compile-bytecode \
 		--constraint .venv/torch.txt -e '.[dev]'
 	.venv/lowest/bin/pytest -q $(WORKERS)
+
+# A CUDA build of torch, of several GB, which runs on a CPU, too. Last: what is newer than pyproject.toml allows.
+test-newest: .venv/lock
+	$(BIN)/uv venv -q --clear --seed --python $(NEWEST) .venv/newest
+	$(BIN)/uv pip install -q --python .venv/newest/bin/python --upgrade --compile-bytecode -e '.[dev]'
+	.venv/newest/bin/compress doctor | head -n 1
+	.venv/newest/bin/pytest -q $(WORKERS) -m 'not soak'
+	$(BIN)/uv pip list -q --outdated --python .venv/newest/bin/python
+
+wheel: .venv/bin/pip pyproject.toml
+	$(BIN)/pip wheel -q --no-deps --wheel-dir dist .
 
 soak: .venv/dev
 	$(BIN)/pytest -q -m soak
@@ -94,13 +112,15 @@ mutation: .venv/mutation
 	$(PYTHON) -m venv .venv
 
 .venv/demo: .venv/bin/pip pyproject.toml
+	$(BIN)/pip install -q $(TORCH)
 	$(BIN)/pip install -q -e '.[serve,server,examples]'
 	touch $@
 
 # pip brings torch, as it reads where to find its builds; uv the rest, which takes less time. Where uv does not
 # reach the index, as it does not read pip's configuration, pip brings all.
 .venv/dev: .venv/bin/pip pyproject.toml
-	grep -oE '"(torch|uv)>=[^"]*"' pyproject.toml | xargs $(BIN)/pip install -q
+	$(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q '$(UV)'
 	$(BIN)/uv pip install -q --python $(BIN)/python --compile-bytecode -e '.[dev]' \
 		|| $(BIN)/pip install -q -e '.[dev]'
 	# Without torchvision, of which pip would bring the CUDA build.
@@ -116,4 +136,4 @@ mutation: .venv/mutation
 	touch $@ .venv/dev .venv/demo
 
 clean:
-	rm -rf .venv runs build mutants
+	rm -rf .venv runs build dist mutants

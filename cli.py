@@ -102,6 +102,16 @@ COMMON_OPTIONS = {
 }
 PipelineFile = Annotated[Path, typer.Argument(metavar="PIPELINE.YAML", help="The pipeline file.")]
 MODEL_HELP = "A Hugging Face folder, timm:NAME, a .onnx, .pt2, .ts or .py file, module:callable."
+ModelArguments = Annotated[
+    list[str], typer.Option("--argument", help="Of the model, as classes=10.")
+]
+Checkpoint = Annotated[Path | None, typer.Option(help="Its weights.")]
+ModelInputs = Annotated[list[str], typer.Option("--input", help="As x=batch,3,32,32:float32.")]
+InitData = Annotated[
+    str | None,
+    typer.Option("--data", help="Your data: photos/, reviews.csv, digits.npz or module:callable."),
+]
+TaskOption = Annotated[str | None, typer.Option("--task", help="What it is for, as regression.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_default="runs/<name>")]
 Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
 RUN_ARGUMENT: dict[str, Any] = {
@@ -154,20 +164,17 @@ def init(
     what: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     file: Annotated[Path | None, typer.Argument(metavar="PIPELINE.YAML", help="To write.")] = None,
     model: Annotated[str | None, typer.Option(help="The same as MODEL.")] = None,
-    argument: Annotated[list[str], typer.Option(help="Of the model, as classes=10.")] = [],  # noqa: B006
-    checkpoint: Annotated[Path | None, typer.Option(help="Its weights.")] = None,
-    inputs: Annotated[list[str], typer.Option("--input", help="As x=batch,3,32,32:float32.")] = [],  # noqa: B006
-    data: Annotated[
-        str | None,
-        typer.Option(help="Your data: photos/, reviews.csv, digits.npz or module:callable."),
-    ] = None,
+    argument: ModelArguments = [],  # noqa: B006
+    checkpoint: Checkpoint = None,
+    inputs: ModelInputs = [],  # noqa: B006
+    data: InitData = None,
     target: Annotated[
         Literal["onnx", "torchscript", "aot"], typer.Option(help="Export format.")
     ] = "onnx",
     goal: Annotated[
         Literal["smaller", "faster", "both"], typer.Option(help="What to improve.")
     ] = "both",
-    task: Annotated[str | None, typer.Option(help="What it is for, as regression.")] = None,
+    task: TaskOption = None,
     force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
@@ -381,10 +388,17 @@ def verify(
 
 
 @command(
-    "compress serve runs/pipeline/artifacts/export_onnx", "compress serve model.mar --port 8080"
+    "compress serve runs/pipeline/artifacts/export_onnx",
+    "compress serve model.mar --port 8080",
+    "compress serve net.onnx",
+    "compress serve A=runs/a/artifacts/onnx A@2=runs/b/artifacts/onnx --canary A@2=5%",
+    "compress serve --watch models --grpc-port 8001",
 )
 def serve(
-    artifact: ArtifactOrMar,
+    artifacts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME[@VERSION]=]ARTIFACT...", help="Folders, .mar, .onnx."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
@@ -397,16 +411,28 @@ def serve(
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
     report: Annotated[Path | None, typer.Option(help="The run's report.json.")] = None,
+    watch: Annotated[Path | None, typer.Option(help="Folder of NAME/VERSION to follow.")] = None,
+    canary: Annotated[
+        list[str] | None, typer.Option(help="NAME@VERSION=5%: its share of requests.")
+    ] = None,
+    repository_api: Annotated[
+        bool, typer.Option("--repository-api", help="Let clients load and unload models.")
+    ] = False,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Answer over gRPC there, too.")
+    ] = None,
+    traces: Annotated[str, typer.Option(help="URL of an OTLP collector for traces.")] = "",
 ) -> None:
-    """Serve an artifact over HTTP; a .mar by TorchServe."""
+    """Serve models over HTTP."""
     with console.fast_imports():
         from compress.serve.http.options import Limits, Options
-        from compress.serve.serve_command import serve_artifact
+        from compress.serve.serve_command import canary_shares, serve_artifacts
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
-    sizes["sha256"] = sha256
+    sizes |= {"sha256": sha256, "watch": watch, "canaries": canary_shares(canary or [])}
+    sizes |= {"repository_api": repository_api, "grpc_port": grpc_port, "traces": traces}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
-    serve_artifact(
-        artifact,
+    serve_artifacts(
+        artifacts or [],
         options,
         token_file,
         lambda p: console.print_result(asdict(p), p.lines(), indent=None),
@@ -447,7 +473,8 @@ def bench(
     with console.fast_imports():
         from compress.common.atomic_files import write_atomically
         from compress.pipelines.bench import bench as measure
-        from compress.pipelines.bench import bench_page, bench_table, parse_numbers
+        from compress.pipelines.bench import bench_page, parse_numbers
+        from compress.pipelines.reporting.notebook import view_table
 
     found = measure(
         *artifacts,
@@ -459,7 +486,7 @@ def bench(
     )
     if html is not None:
         write_atomically(html, bench_page(found))
-    console.print_result(found, found.lines(), lambda _: bench_table(found))
+    console.print_result(found, found.lines(), lambda _: view_table(found))
 
 
 @command(
@@ -528,11 +555,17 @@ def latency(
 
 
 @command(
+    "compress auto my-vit --data photos/ --max-drop 0.5 --latency 2ms",
     "compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m",
     "compress auto pipeline.yaml --tables latency_tables.json",
 )
 def auto(
-    file: PipelineFile,
+    what: Annotated[str, typer.Argument(metavar="MODEL|PIPELINE.YAML", help=MODEL_HELP)],
+    data: InitData = None,
+    argument: ModelArguments = [],  # noqa: B006
+    checkpoint: Checkpoint = None,
+    inputs: ModelInputs = [],  # noqa: B006
+    task: TaskOption = None,
     out: Out = None,
     max_drop: Annotated[float | None, typer.Option(min=0, help="Points it may lose: 0.5.")] = None,
     latency: Annotated[str | None, typer.Option(help="Longest median call: 2ms, 500us.")] = None,
@@ -546,11 +579,13 @@ def auto(
 ) -> None:
     """Search the widths and formats that lose least under limits."""
     from compress.pipelines.auto.command import search_and_print
+    from compress.pipelines.commands.init import InitOptions
 
+    options = InitOptions(what, argument, checkpoint, inputs, data, task=task)
     limits: Any = {"max_drop": max_drop, "latency": latency, "p95": p95, "size": size}
     limits |= {"memory": memory, "time": time, "points": points}
     keep_freed_memory()
-    search_and_print(file, out, tables, tables_only, **limits)
+    search_and_print(options, out, tables, tables_only, **limits)
 
 
 @command("compress doctor")

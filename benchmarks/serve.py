@@ -26,6 +26,7 @@ from benchmarks.server.contenders import (
     Server,
     bare,
     built_in,
+    built_in_archive,
     torchserve,
     torchserve_echo,
 )
@@ -61,6 +62,8 @@ def main() -> None:
         contenders = [InProcess(model), *map(stack.enter_context, (bare(model), ours))]
         try:
             contenders.append(stack.enter_context(torchserve(model, folder / "model")))
+            mar = folder / "model" / "archive" / "model.mar"
+            contenders.append(stack.enter_context(built_in_archive(model, mar)))
             contenders.append(stack.enter_context(torchserve_echo(model, folder / "echo")))
         except Unavailable as error:
             print(f"without TorchServe: {error}")

@@ -8,9 +8,12 @@ import logging
 
 import lazy_loader
 
+from compress.common.printable import ShownInNotebooks
+
 __version__ = "0.1.0.dev0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+ShownInNotebooks.html_of = lambda result: __getattr__("html_of")(result)
 
 
 def _is_no_import_noise(record: logging.LogRecord) -> bool:

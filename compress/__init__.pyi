@@ -64,6 +64,7 @@ from .pipelines.bench import bench as bench
 from .pipelines.load_data import load_data as load_data
 from .pipelines.optimize import auto as auto
 from .pipelines.optimize import optimize as optimize
+from .pipelines.reporting.notebook import html_of as html_of
 from .pruning.channel_settings import Target as Target
 from .pruning.prune_channels import PruneChannels as PruneChannels
 from .pruning.prune_layers import PruneLayers as PruneLayers

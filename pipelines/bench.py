@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from rich.table import Table
-
-from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
-from compress.common.config import Settings
+from compress.common.config import Result, Settings
 from compress.common.errors import PipelineInvalid
+from compress.common.printable import ShownInNotebooks
 from compress.core.context import Context
 from compress.export.fastest.stage import BenchCell, BenchRow, Runtime, export_to, measure_fastest
+from compress.export.imported.exported_files import opened_artifact
 from compress.export.web.page import ONNXRUNTIME_WEB, web_page
 from compress.functional.in_memory import Inputs, as_artifact, forward_names, make_splits
+from compress.pipelines.reporting.notebook import NotebookView, view_of
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.reporting.terminal_table import NOT_MEASURABLE
 from compress.pipelines.system.machine_info import machine
 from compress.pipelines.system.templates import render_template
 from compress.profiling.benchmark import MEASURED_SECONDS
+
+if TYPE_CHECKING:
+    from compress.artifacts.artifact import Artifact
 
 COLUMNS = ("model", "ms a call", "95 % interval", "rows/s", "faster", "95 % interval")
 
@@ -41,8 +45,8 @@ def bench(
     """Measure models in turn in this process, and name the fastest.
 
     Args:
-        models: artifacts or their folders, or a module in memory; the first one is what the
-            others' speedup is against.
+        models: artifacts, their folders or exported files, or a module in memory; the first one is
+            what the others' speedup is against.
         runtimes: formats that the model, then a single one, is also exported to with default
             settings, checked, and measured in: `onnx`, `torchscript`, `aot`, `openvino`.
         batch: rows of a call.
@@ -73,10 +77,13 @@ def bench(
     for name, numbers in (("batch", batch), ("threads", threads)):
         if not numbers or min(numbers) < 1:
             raise PipelineInvalid(f"{name}: found {list(numbers)}, expected numbers from 1")
-    opened = [Artifact.from_directory(m) if isinstance(m, str | Path) else m for m in models]
-    splits = make_splits(None, parameters=forward_names(opened[0]), val=val)
-    artifacts = _named([as_artifact(model, splits, example_inputs) for model in opened])
-    with TemporaryDirectory(prefix="compress-bench-") as folder:
+    with TemporaryDirectory(prefix="compress-bench-") as folder, ExitStack() as stack:
+        opened = [
+            stack.enter_context(opened_artifact(Path(m))) if isinstance(m, str | Path) else m
+            for m in models
+        ]
+        splits = make_splits(None, parameters=forward_names(opened[0]), val=val)
+        artifacts = _named([as_artifact(model, splits, example_inputs) for model in opened])
         context = Context(root=Path(folder), data=splits)
         (name, source), *_ = artifacts.items()
         wanted = tuple(r for r in get_args(Runtime) if r in runtimes and r != source.kind)
@@ -142,7 +149,7 @@ class BenchedModel(Settings):
     """Size of the file to deploy."""
 
 
-class Bench(Settings):
+class Bench(ShownInNotebooks, Result):
     """Latencies of models, measured in turn."""
 
     machine: dict[str, str | int | None]
@@ -160,20 +167,6 @@ class Bench(Settings):
             yield f"{runtime} was not measured: {reason}"
 
 
-def bench_table(found: Bench) -> Table:
-    """Build a table with one row for each model, batch size and number of threads."""
-    table = Table(title=f"against {found.models[0].name}", title_justify="left")
-    for name in ("threads", "batch"):
-        table.add_column(name, justify="right")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
-    for cell in found.cells:
-        for row in cell.rows:
-            start = () if row is not cell.rows[0] else (str(cell.threads), str(cell.batch))
-            table.add_row(*(start or ("", "")), *cells_of(row), end_section=row is cell.rows[-1])
-    return table
-
-
 def cells_of(row: BenchRow) -> tuple[str, ...]:
     """Return a row's figures as text; what is too uncertain is not shown."""
     if row.unreliable_reason:
@@ -189,30 +182,51 @@ def cells_of(row: BenchRow) -> tuple[str, ...]:
     )
 
 
-def bench_page(found: Bench) -> str:
-    """Render the page: verdicts, a plot of throughput for each number of threads, all figures."""
-    plots: list[Plot] = []
+def _plots(found: Bench) -> Iterator[Plot]:
+    """Yield a plot of throughput against latency for each number of threads."""
     for threads in dict.fromkeys(cell.threads for cell in found.cells):
+        cells = [cell for cell in found.cells if cell.threads == threads]
+        rows = [(c, row) for c in cells for row in c.rows if not row.unreliable_reason]
         points = [
             Point(
                 label=f"{row.model} {cell.batch}",
                 title=f"{row.model} at batch {cell.batch}",
                 x=row.latency.p50,
                 y=row.rows_per_second,
-                x_interval=row.latency.p50_interval,
+                x_interval=(low, high),
+                y_interval=(1000 * cell.batch / high, 1000 * cell.batch / low),
             )
-            for cell in found.cells
-            for row in cell.rows
-            if cell.threads == threads and not row.unreliable_reason
+            for cell, row in rows
+            for low, high in [row.latency.p50_interval]
         ]
         if points:
-            plot = scatter_plot(
+            calls = [row.latency.calls for _, row in rows]
+            yield scatter_plot(
                 points,
                 pareto_indices(points, higher_is_better=True),
                 title=f"Throughput against latency, {threads} thread{'s' * (threads > 1)}",
-                names=("ms a call", "rows/s"),
+                names=("ms a call", "rows/s, higher is better"),
                 shown="{:g}".format,
+                counted=f"medians of n = {min(calls)} to {max(calls)} calls",
             )
-            plots.append(plot)
+
+
+def bench_page(found: Bench) -> str:
+    """Render the page: verdicts, a plot of throughput for each number of threads, all figures."""
     shown: dict[str, Any] = {"found": found, "columns": COLUMNS, "cells_of": cells_of}
-    return render_template("bench.html.jinja", plots=plots, **shown)
+    return render_template("bench.html.jinja", plots=[*_plots(found)], **shown)
+
+
+@view_of.register
+def _(found: Bench) -> NotebookView:
+    return NotebookView(
+        title=f"against {found.models[0].name}, on {found.machine['processor']}",
+        lines=[*found.lines()],
+        columns=("threads", "batch", *COLUMNS),
+        rows=[
+            (str(cell.threads), str(cell.batch), *cells_of(row))
+            for cell in found.cells
+            for row in cell.rows
+        ],
+        plot=next(_plots(found), None),
+    )

@@ -26,8 +26,8 @@ def load_data(*, model: Mapping[str, Any] | Path | str | None = None, **section:
     Args:
         model: whose files say how images or texts are prepared: a Hugging Face folder, or what a
             pipeline file says under `model:`, such as `{"timm": "resnet18"}`.
-        **section: settings of `data:`: `images`, `table`, `arrays` or `huggingface`, with `split`,
-            `label`, `prepare` and so on. Paths are relative to the working directory.
+        **section: settings of `data:`: `images`, `audio`, `table`, `arrays` or `huggingface`, with
+            `split`, `label`, `prepare` and so on. Paths are relative to the working directory.
 
     Raises:
         PipelineInvalid: a setting is unknown, or files are not as the settings say.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +14,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import GateRefused, PipelineInvalid
+from compress.common.printable import ShownInNotebooks
 from compress.core.gates import MaxDrop, MaxRelativeDrop, gate_class
 from compress.core.objectives.task import TaskName, task_named
 from compress.core.progress import show_bars
@@ -27,6 +28,8 @@ from compress.pipelines.commands.init import InitOptions, dump_input, inspect_mo
 from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.reporting.notebook import NotebookView, view_of
+from compress.pipelines.results.schema import REPORT_PAGE
 from compress.pipelines.system import yaml_core
 
 if TYPE_CHECKING:
@@ -56,7 +59,7 @@ def in_memory(
 
 
 @dataclass(frozen=True)
-class Optimized:
+class Optimized(ShownInNotebooks):
     """The result of :func:`optimize`."""
 
     report: Report
@@ -132,7 +135,7 @@ def optimize(
 
 
 @dataclass(frozen=True)
-class AutoResult:
+class AutoResult(ShownInNotebooks):
     """The result of :func:`auto`."""
 
     front: Front
@@ -236,3 +239,15 @@ def auto(
     if front.best is None:
         raise GateRefused(nothing_found(front))
     return AutoResult(front, folder)
+
+
+@view_of.register
+def _(result: Optimized) -> NotebookView:
+    view = view_of(result.report)
+    return replace(view, lines=[*view.lines, f"all of it: {result.folder / REPORT_PAGE}"])
+
+
+@view_of.register
+def _(result: AutoResult) -> NotebookView:
+    view = view_of(result.front)
+    return replace(view, lines=[*view.lines, f"its file: {result.artifact.payload_path}"])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.carried_files import CARRIED_NAMES
 from compress.common.config import Count
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import Predictor, opened_model
@@ -50,6 +51,8 @@ DATA_TYPES = {
     **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
 }
 CONFIG, VERSION = "config.pbtxt", "1"
+LABELS = "labels.txt"  # names of the classes, one a line, for Triton's classification extension
+PREPARATION = "preprocessing"  # parameter with what becomes of an image or a text, as JSON
 BLOCKS = {
     *("input", "output", "reshape", "instance_group", "parameters", "value"),
     *("dynamic_batching", "default_queue_policy"),
@@ -57,7 +60,8 @@ BLOCKS = {
 COUNT, TEXT = r"\d+", r'"(?:[^"\\]|\\.)*"'
 VALUES = {
     "name": TEXT,
-    "string_value": f'"{COUNT}"',
+    "string_value": rf'"(?:{COUNT}|\{{(?:[^"\\]|\\.)*)"',
+    "label_filename": f'"{LABELS}"',
     "data_type": r"TYPE_\w+",
     "kind": "KIND_CPU",
     **dict.fromkeys(("dims", "shape"), r"\[[-\d, ]*\]"),
@@ -77,8 +81,16 @@ class EnumName(str):
     """An enumeration's value, which protobuf text format writes without quotes."""
 
 
-def model_config(stage: PackageTriton, kind: str, interface: Interface, *, joins: bool) -> str:
-    """Write ``config.pbtxt``.
+def model_config(
+    stage: PackageTriton,
+    kind: str,
+    interface: Interface,
+    *,
+    joins: bool,
+    forms: Mapping[str, Any] | None = None,
+    labelled: bool = False,
+) -> str:
+    """Write ``config.pbtxt``, with what clients prepare and whether the first output has names.
 
     If axis 0 of every tensor is the batch, ``max_batch_size`` is set and the dimensions omit that
     axis; otherwise all dimensions are written and requests are not joined.
@@ -99,6 +111,11 @@ def model_config(stage: PackageTriton, kind: str, interface: Interface, *, joins
             for key, count in ((per_call, stage.threads), (other, 1))
         ],
     }
+    if labelled:
+        config["output"][0]["label_filename"] = LABELS
+    if forms:
+        prepared = {"key": PREPARATION, "value": {"string_value": json.dumps(forms)}}
+        config["parameters"].append(prepared)
     if batched and joins:
         config["dynamic_batching"] = {
             "max_queue_delay_microseconds": round(stage.max_batch_delay_ms * 1000),
@@ -113,14 +130,15 @@ def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> 
     of_backends = {
         "backend": [one.backend for one in known],
         "platform": [one.platform for one in known if one.platform],
-        "key": [key for one in known for key in one.thread_parameters],
+        "key": [PREPARATION, *(key for one in known for key in one.thread_parameters)],
     }
     values = VALUES | {
         entry: f'"(?:{"|".join(map(re.escape, names))})"' for entry, names in of_backends.items()
     }
     config = f"{model}/{CONFIG}"
+    beside = {f"{model}/{name}" for name in (CONFIG, LABELS, *CARRIED_NAMES)}
     for name in files:
-        if name != config and not name.startswith(f"{model}/{VERSION}/"):
+        if name not in beside and not name.startswith(f"{model}/{VERSION}/"):
             raise ArtifactInvalid(f"{folder}: {name}: is not of model {model}, and Triton reads it")
     if config not in files:
         raise ArtifactInvalid(f"{folder}: {config} is missing")
@@ -270,6 +288,7 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
             refuse_code_for_gpu,
             why_not_joined,
         )
+        from compress.serve.packaging.request_forms import forms_of
 
         backend = backends()[model.kind]
         refuse_code_for_gpu(model, self.title, "the repository's instances are on the CPU")
@@ -294,6 +313,9 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         payload = f"{self.model_name}/{VERSION}/{backend.file}"
         batched = interface.rows_stay_first
         facts = packaged_facts(model, self.model_name, payload, warnings, batched=batched)
+        carried, forms, names = model.carried_files(), forms_of(model), model.class_names
+        prepared, scores = forms.handler_settings(model.signature), interface.outputs[0].shape
+        labelled = bool(names) and len(scores) == 2 and scores[1] == len(names)
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
@@ -301,7 +323,13 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
             model.copy_files(model.model_files, folder)
             # External weights keep their names.
             (folder / model.payload).rename(folder / backend.file)
-            text = model_config(self, model.kind, interface, joins=joins)
+            if labelled:
+                carried[LABELS] = "".join(f"{' '.join(name.split())}\n" for name in names).encode()
+            for name, content in carried.items():
+                (folder.parent / name).write_bytes(content)
+            text = model_config(
+                *(self, model.kind, interface), joins=joins, forms=prepared, labelled=labelled
+            )
             lines = unchecked_ids(model) + [
                 f"{spec.name} may hold {' and '.join(spec.not_finite)}, as samples of the data do"
                 for spec in model.signature.inputs

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shlex
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,33 +18,44 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.artifacts.artifact import MANIFEST, Artifact
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
-from compress.serve.http import multiprocess, uvicorn_server
-from compress.serve.http.options import Options
-from compress.serve.packaging.request_forms import forms_of
-from compress.serve.torchserve.artifact import (
-    TorchServeArchive,
-    check_bare_mar,
+from compress.common.errors import PipelineInvalid
+from compress.export.imported.exported_files import (
+    opened_artifact,
     refuse_wrong_artifact_hash,
+    signature_of_file,
+)
+from compress.serve.http import multiprocess, uvicorn_server
+from compress.serve.http.loaded_model import open_model
+from compress.serve.packaging.request_forms import forms_of
+from compress.serve.torchserve.served_archive import (
+    check_archive,
+    default_name,
+    is_archive,
+    load_archive,
 )
 from compress.serve.worker.wire import DATATYPES
 
 if TYPE_CHECKING:
-    import socket
-
     from compress.common.signature import Signature, TensorSpec
+    from compress.serve.http.asgi_app import Application
+    from compress.serve.http.loaded_model import ServedModel
+    from compress.serve.http.options import Options
+    from compress.serve.http.shared_state import Served, SharedState
 
     OnReady = Callable[["ServedAt"], None]
+    Key = tuple[str, str]  # name and version
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-POLL_SECONDS = 0.2
 NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
 )
 MAX_JSON_VALUES = 1024  # more are sent as raw bytes, to keep the command short enough to read
+GIVEN = re.compile(
+    r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?:@([1-9][0-9]{0,8}))?=(.+)"
+)  # NAME@VERSION=path
 EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 
@@ -53,149 +65,208 @@ class ServedAt:
 
     artifact: str
     url: str
-    """URL of the model; for TorchServe, of its inference API; for a decoder, OpenAI's base URL."""
-    server: str
-    """`built-in` or `torchserve`."""
+    """URL of the model: of TorchServe's predictions for a ``.mar``, OpenAI's base URL for a
+    decoder."""
     curl: str
     warnings: tuple[str, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
+    """URL → what further is served there."""
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the terminal."""
-        by = "" if self.server == "built-in" else "by TorchServe "
-        where = f"{self.artifact}: served {by}at {self.url} (Ctrl-C stops)"
-        return (*self.warnings, where, self.curl)
+        where = f"{self.artifact}: served at {self.url} (Ctrl-C stops)"
+        others = [f"{what}: served at {url}" for url, what in self.others.items()]
+        return (*self.warnings, where, *others, self.curl)
 
 
-def serve_artifact(
-    path: Path, options: Options, token_file: Path | None, on_ready: OnReady
+def serve_artifacts(
+    given: Sequence[str | Path], options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
-    """Serve an artifact's directory, its file in it, or a bare ``.mar`` until a signal.
+    """Serve artifacts until a signal: directories, files in them, a ``.mar``, or exported files.
 
-    Then finish the requests in progress, and raise the signal again. The token is that of the file,
-    else of the environment, else a new one. TorchServe is killed at once, as it would drop the
-    requests in progress in any case.
+    Each is a path, `NAME=path` or `NAME@VERSION=path`; without them it is version 1 of `model`, or
+    of the name that a ``.mar`` has. Then finish the requests in progress, and raise the signal
+    again. The token is that of the file, else of the environment, else a new one.
     """
-    if path.is_file() and not (path.parent / MANIFEST).is_file():
-        _, origin = check_bare_mar(path, options.sha256, "serve")
-        if origin.artifact.kind == "aot" and options.sha256 is None:
-            raise ArtifactInvalid(
-                f"{path}: its model is native code, which cannot be inspected: give the archive's "
-                "sha256, from a source that you trust, with --sha256"
-            )
-        _serve_torchserve(path, origin.signature, options, token_file, on_ready)
-        return
-    artifact = Artifact.from_directory(path.parent if path.is_file() else path)
-    if path.is_file() and path.name != artifact.payload_name:
-        raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
-    refuse_wrong_artifact_hash(artifact, options.sha256)
-    if isinstance(artifact, TorchServeArchive):
-        artifact.check()
-        _serve_torchserve(artifact.payload_path, artifact.signature, options, token_file, on_ready)
-    else:
-        _serve_built_in(artifact, options, token_file, on_ready)
-
-
-def _serve_built_in(
-    artifact: Artifact, options: Options, token_file: Path | None, on_ready: OnReady
-) -> None:
-    uvicorn_server.refuse_missing()
-    is_decoder = artifact.kind == "genai"
-    if is_decoder:  # its modules take most of a second to import
-        from compress.serve.openai.decoder import refuse_for_decoders
-
-        refuse_for_decoders(artifact, options)
+    uvicorn_server.refuse_missing(options)
+    paths = named_paths(given)
+    _refuse_unclear(paths, options)
     token, is_new = uvicorn_server.token_from(token_file)
     options = replace(options, token=token)
     with uvicorn_server.listening(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         header = bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
-        if is_decoder:
-            body = json.dumps({"model": options.name, "prompt": "The ", "max_tokens": 32})
-            curl = _post_json(header, body, f"{url}/v1/completions")
-        elif forms_of(artifact).text:
-            post = f"curl -sS {header} -H 'Content-Type: text/plain' -d 'A short text.'"
-            curl = f"{post} {url}/v2/models/{options.name}/infer"
-        else:
-            curl = open_inference_line(url, options.name, artifact.signature, header)
+        places: dict[str, str] = {}
+        lines = [f"curl -sS {header} -X POST {url}/v2/repository/index"]
+        for (name, version), path in paths.items():
+            is_one = sum(name == other for other, _ in paths) == 1
+            place, line = _example(path, name, "" if is_one else version, url, header, options)
+            places[place] = str(path)
+            lines.append(line)
+        if options.watch is not None:
+            places[f"{url}/v2/repository/index"] = str(options.watch)
+        if options.grpc_port is not None:
+            places[f"grpc://{host}:{options.grpc_port}"] = "all models"
+        (place, first), *others = places.items()
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
-        model = f"{url}/v1" if is_decoder else f"{url}/v2/models/{options.name}"
+        served = ServedAt(first, place, lines[:2][-1], warnings, dict(others))
 
         def ready() -> None:
-            on_ready(ServedAt(str(artifact.path), model, "built-in", curl, warnings))
+            on_ready(served)
             sys.stdout.flush()  # a pipe is buffered, and its reader waits for the address
             if options.processes > 1:
                 listener.close()  # the children hold it open; it closes when they end
 
-        serve_model = partial(
-            _serve_decoder if is_decoder else _serve_model, artifact, listener, options
-        )
+        by_name: dict[str, dict[str, Path]] = {}
+        for (name, version), path in paths.items():
+            if path.is_file() and (path.parent / MANIFEST).is_file():
+                path = path.parent
+            by_name.setdefault(name, {})[version] = path
+        create = partial(create_application, by_name, options)
         if options.processes == 1:
-            serve_model(ready)
+            uvicorn_server.serve(create, listener, options, ready)
         else:
-            multiprocess.run(options.processes, serve_model, ready, options.stop_seconds)
+            child = partial(uvicorn_server.serve, create, listener, options)
+            multiprocess.run(options.processes, child, ready, options.stop_seconds)
 
 
-def _serve_model(
-    artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
-) -> None:
-    from compress.serve.http.asgi_app import Application
-    from compress.serve.http.dynamic_batcher import Batcher
-    from compress.serve.http.loaded_model import open_model
+def _example(
+    path: Path, name: str, version: str, url: str, header: str, options: Options
+) -> tuple[str, str]:
+    """Return the URL of a model, which is checked, and a command that asks it."""
+    place = f"{url}/v2/models/{name}" + (f"/versions/{version}" if version else "")
+    if is_archive(path):
+        _, _, origin = check_archive(path, options.sha256)
+        place = f"{url}/predictions/{name}" + (f"/{version}" if version else "")
+        return place, open_inference_line(place, origin.signature, header)
+    if (signature := signature_of_file(path)) is not None:
+        return place, open_inference_line(f"{place}/infer", signature, header)
+    with opened_artifact(path, options.sha256) as artifact:
+        if artifact.kind == "genai":
+            from compress.serve.openai.decoder import refuse_for_decoders
 
-    with open_model(artifact, options.name, options.threads or 1, options.report) as model:
-        for note in model.notes:
-            logger.error("note: %s", note)  # the command shows errors only
+            refuse_for_decoders(artifact, options)
+            body = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
+            return f"{url}/v1", _post_json(header, body, f"{url}/v1/completions")
+        target = f"{place}/infer"
+        prepared = raw_body_line(artifact, header, target)
+        return place, prepared or open_inference_line(target, artifact.signature, header)
 
-        def create_application() -> Application:
-            batcher = Batcher(
-                model.call,
-                workers=options.width,
-                max_rows=options.limits.rows,
-                joins_rows=not model.not_joined,
-                delay_seconds=options.delay_seconds,
+
+def named_paths(given: Sequence[str | Path]) -> dict[Key, Path]:
+    """Return name and version → path; PipelineInvalid where one is given twice."""
+    paths: dict[Key, Path] = {}
+    for each in map(str, given):
+        named = GIVEN.fullmatch(each)
+        name, version, path = named.groups() if named else (None, None, each)
+        key = name or default_name(Path(path)), version or "1"
+        if key in paths:
+            raise PipelineInvalid(
+                f"{each}: version {key[1]} of {key[0]} is {paths[key]}; give each model a name or "
+                "version of its own: NAME=DIR, NAME@2=DIR"
             )
-            return Application(model, batcher, options.limits, options.token)
-
-        uvicorn_server.serve(create_application, listener, options, ready)
-
-
-def _serve_decoder(
-    artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
-) -> None:
-    from compress.serve.openai.app import OpenAIApplication
-    from compress.serve.openai.decoder import GenerationThreads, open_decoder
-
-    decoder = open_decoder(artifact, options.name, options.threads or 1)
-
-    def create_application() -> OpenAIApplication:
-        threads = GenerationThreads(decoder, options.width)
-        limits = replace(
-            options.limits, body_bytes=min(options.limits.body_bytes, decoder.longest_body)
-        )
-        return OpenAIApplication(decoder, threads, limits, options.token)
-
-    uvicorn_server.serve(create_application, listener, options, ready)
+        paths[key] = Path(path)
+    return paths
 
 
-def _serve_torchserve(
-    mar: Path, signature: Signature, options: Options, token_file: Path | None, on_ready: OnReady
-) -> None:
-    from compress.serve.torchserve import process
+def canary_shares(given: Sequence[str]) -> dict[str, tuple[str, float]]:
+    """Return name → version and share of `NAME@VERSION=PERCENT%`; PipelineInvalid for others."""
+    shares: dict[str, tuple[str, float]] = {}
+    for each in given:
+        named = GIVEN.fullmatch(each)
+        percent = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", named[3]) if named else None
+        if named is None or named[2] is None or percent is None or float(percent[1]) > 100:
+            raise PipelineInvalid(
+                f"--canary {each}: expected NAME@VERSION=PERCENT%, as in net@2=5%"
+            )
+        shares[named[1]] = named[2], float(percent[1]) / 100
+    return shares
 
-    supported = Options(options.host, options.port, threads=options.threads, sha256=options.sha256)
-    if options != supported or options.host not in LOOPBACK or token_file is not None:
+
+def _refuse_unclear(paths: Mapping[Key, Path], options: Options) -> None:
+    """Raise PipelineInvalid for options that would not do what they say."""
+    if not paths and options.watch is None:
+        raise PipelineInvalid("nothing to serve: give an artifact's directory, or --watch DIR")
+    if options.watch is not None and not options.watch.is_dir():
+        raise PipelineInvalid(f"--watch {options.watch}: no such directory")
+    if (len(paths) != 1 or options.watch) and (options.sha256 or options.report):
+        raise PipelineInvalid("--sha256 and --report are of one artifact: serve it alone")
+    if options.processes > 1 and options.repository_api:
         raise PipelineInvalid(
-            f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
-            "and limits of its own: leave all options but --port, --threads and --sha256 out"
+            "--repository-api would change one of the --processes: replace models by --watch or "
+            "SIGHUP, which reach all"
         )
-    with process.TorchServe(mar, threads=options.threads, port=options.port) as server:
-        curl = torchserve_line(server.url, server.model_name, signature, server.token)
-        on_ready(ServedAt(str(mar), server.url, "torchserve", curl))
-        sys.stdout.flush()
-        while not server.has_ended():
-            time.sleep(POLL_SECONDS)
-    raise StageFailed(f"{mar}: TorchServe has ended by itself")
+    for name, (version, _) in options.canaries.items():
+        if options.watch is None and ((name, version) not in paths or len(paths) < 2):
+            served = ", ".join("@".join(key) for key in paths)
+            raise PipelineInvalid(
+                f"--canary {name}@{version}: expected a version that is served beside another; "
+                f"found {served}"
+            )
+
+
+async def create_application(
+    folders: Mapping[str, Mapping[str, Path]], options: Options
+) -> Application:
+    """Load models by name and version, and those of a watched folder, in the event loop.
+
+    Raises what loading the former does; a model of the watched folder may fail.
+    """
+    from compress.serve.http.asgi_app import Application
+    from compress.serve.http.model_repository import ModelRepository
+    from compress.serve.http.shared_state import SharedState
+
+    tracing = None
+    if options.traces:
+        from compress.serve.http.tracing import Tracing
+
+        tracing = Tracing(options.traces)
+    shared = SharedState(options.limits, options.token, tracing)
+    load = partial(load_served, options, shared)
+    repository = ModelRepository(load, folders, options.watch, options.canaries)
+    failures = await repository.refresh()
+    for (name, _), error in failures.items():
+        if name in folders:
+            raise error
+    repository.log_failures(failures)
+    return Application(shared, repository, takes_changes=options.repository_api)
+
+
+def load_served(
+    options: Options, shared: SharedState, path: Path, name: str, version: str
+) -> Callable[[], Served]:
+    """Load an artifact's model, in a thread; return what starts to answer, in the event loop."""
+    from compress.serve.http.inference import load_inference
+
+    report = path.with_name(f"{version}.report.json")  # beside a version of a watched folder
+    if options.watch in path.parents and report.is_file():
+        options = replace(options, report=report)
+    if not is_archive(path) and (path / MANIFEST).is_file():
+        artifact = Artifact.from_directory(path)
+        if artifact.kind == "genai":  # its modules take most of a second to import
+            from compress.serve.openai.app import load_decoder
+            from compress.serve.openai.decoder import refuse_for_decoders
+
+            refuse_wrong_artifact_hash(artifact, options.sha256)
+            refuse_for_decoders(artifact, options)
+            return load_decoder(artifact, name, version, options, shared)
+    return load_inference(open_path(path, name, options), version, options, shared)
+
+
+@contextmanager
+def open_path(path: Path, name: str, options: Options) -> Iterator[ServedModel]:
+    """Load the model of an artifact, a ``.mar`` or an exported file; all are checked before."""
+    threads = options.threads
+    if is_archive(path):
+        with load_archive(*check_archive(path, options.sha256), name, threads) as model:
+            yield model
+        return
+    with (
+        opened_artifact(path, options.sha256) as artifact,
+        open_model(artifact, name, threads or 1, options.report) as model,
+    ):
+        yield model
 
 
 def bearer(token: str, made: bool, file: Path | None, variable: str) -> str:
@@ -207,7 +278,21 @@ def bearer(token: str, made: bool, file: Path | None, variable: str) -> str:
     return f'-H "Authorization: Bearer {source}"'
 
 
-def open_inference_line(url: str, name: str, signature: Signature, authorization: str) -> str:
+def raw_body_line(artifact: Artifact, authorization: str, target: str) -> str:
+    """Return a command that sends what the artifact prepares itself; empty if it takes tensors."""
+    forms = forms_of(artifact)
+    if forms.text:
+        body = "-H 'Content-Type: text/plain' -d 'A short text.'"
+    elif forms.image:
+        body = "-H 'Content-Type: image/jpeg' --data-binary @photo.jpg"
+    elif forms.audio:
+        body = "-H 'Content-Type: audio/wav' --data-binary @sound.wav"
+    else:
+        return ""
+    return f"curl -sS {authorization} {body} {target}"
+
+
+def open_inference_line(target: str, signature: Signature, authorization: str) -> str:
     """Return a command with an Open Inference Protocol request: zeros, and ones for integers."""
     tensors: list[dict[str, Any]] = []
     sizes = [_example_sizes(spec, signature) for spec in signature.inputs]
@@ -221,33 +306,12 @@ def open_inference_line(url: str, name: str, signature: Signature, authorization
         else:
             tensors.append({**tensor, "data": [_example_value(spec)] * count})
     body = json.dumps({"inputs": tensors}, separators=(",", ":"))
-    target = f"{url}/v2/models/{name}/infer"
     if not as_bytes:
         return _post_json(authorization, body, target)
     zeros = sum(tensor["parameters"]["binary_data_size"] for tensor in tensors)
     length = f"-H 'Inference-Header-Content-Length: {len(body)}'"
     sent = f"(printf %s {shlex.quote(body)}; head -c {zeros} /dev/zero)"
     return f"{sent} | curl -sS {authorization} {length} --data-binary @- {target}"
-
-
-def torchserve_line(url: str, name: str, signature: Signature, token: str) -> str:
-    """Return a command with a request to TorchServe: zeros, and ones for integers."""
-    authorization = bearer(token, True, None, "")
-    target = f"{url}/predictions/{name}"
-    sizes = [_example_sizes(spec, signature) for spec in signature.inputs]
-    counts = [math.prod(size) for size in sizes]
-    if len(sizes) == 1 and counts[0] > MAX_JSON_VALUES:
-        zeros = counts[0] * np.dtype(signature.inputs[0].dtype).itemsize
-        shape = ",".join(map(str, sizes[0]))
-        headers = f"-H 'Content-Type: application/octet-stream' -H 'X-Shape: {shape}'"
-        post = f"curl -sS {authorization} {headers} --data-binary @- {target}"
-        return f"head -c {zeros} /dev/zero | {post}"
-    inputs = {
-        spec.name: np.full(size, _example_value(spec)).tolist()
-        for spec, size in zip(signature.inputs, sizes, strict=True)
-    }
-    body = json.dumps({"inputs": inputs}, separators=(",", ":"))
-    return _post_json(authorization, body, target)
 
 
 def _post_json(authorization: str, body: str, target: str) -> str:

@@ -14,12 +14,12 @@ from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, Unavailable
+from compress.export.imported.exported_files import refuse_wrong_artifact_hash
 from compress.serve.packaging.provenance import PROVENANCE, Provenance
 from compress.serve.torchserve.artifact import (
     PROBE,
     TorchServeArchive,
     check_bare_mar,
-    refuse_wrong_artifact_hash,
 )
 from compress.serve.torchserve.mar_file import CONFIG
 from compress.serve.worker.wire import from_npz
@@ -159,14 +159,16 @@ def prove_answers(
 def start_serving(
     mar: Path, members: Mapping[str, bytes], origin: Provenance, max_rows: int
 ) -> Iterator[tuple[Answer, str]]:
-    """Serve an archive by TorchServe, else by its handler alone; yield predictor and name."""
+    """Serve an archive by TorchServe, else as the built-in server; yield predictor and name."""
     from compress.serve.torchserve import process
+    from compress.serve.torchserve.served_archive import load_archive
 
     try:
         process.find_torchserve()
     except Unavailable as missing:
-        with process.HandlerProcess(members, origin.signature) as harness:
-            yield harness.predict, f"the archive's handler, without TorchServe ({missing}),"
+        with load_archive(mar, members, origin, "") as model:
+            answer = f"the built-in server's loader, without TorchServe ({missing}),"
+            yield lambda inputs: tuple(model.call(*inputs)), answer
         return
     with process.TorchServe(mar) as server, server.client(origin.signature, max_rows) as client:
         yield client.predict, "TorchServe"

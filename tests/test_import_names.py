@@ -1,5 +1,9 @@
-"""The toolkit beside users' files of the same names, from a clone and from a wheel."""
+"""The toolkit from a wheel as README shows it, and beside users' files of its folders' names."""
 
+import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -8,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.serve.served_here import TOKEN, serving
 
 ROOT = Path(__file__).parents[1]
 USER_CODE = {
@@ -48,6 +54,16 @@ data: {factory: "pipelines:data"}
 stages: [{stage: export_torchscript}]
 """,
 }
+NET = """\
+import torch
+from torch.utils.data import TensorDataset
+def network():
+    return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+def splits():
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    return {"train": TensorDataset(x[:192], y[:192]), "val": TensorDataset(x[192:], y[192:])}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +120,29 @@ def test_the_wheel_holds_one_name(installed: Path) -> None:
     )
     printed = subprocess.run([installed, "-c", code], capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == "['compress']"
+
+
+@pytest.mark.slow
+def test_the_readmes_way_without_a_clone(installed: Path, tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("\n## ")[0]
+    commands = re.findall(r"^    compress (.*)", section, re.MULTILINE)
+    init, run, (serve, artifact) = (shlex.split(command, comments=True) for command in commands)
+    assert serve == "serve"
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "command.py").write_text("from compress.cli import main\nmain()\n")
+    entry = [str(installed), "-P", str(tmp_path / "command.py")]
+    # `--goal smaller`, as its gates ask for no speed, which a busy machine cannot measure.
+    for arguments in ([*init, "--goal", "smaller"], run):
+        done = subprocess.run(
+            [*entry, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    with serving(tmp_path / artifact, command=entry) as server:
+        environment = {**os.environ, "COMPRESS_SERVE_TOKEN": TOKEN}
+        asked = ["sh", "-c", server.curl]
+        answer = json.loads(subprocess.check_output(asked, env=environment, timeout=60))
+    (output,) = answer["outputs"]
+    assert (output["shape"], output["datatype"]) == ([1, 2], "FP32")
+    # What is missing is named as it can be added here.
+    doctor = subprocess.run([*entry, "doctor"], cwd=tmp_path, capture_output=True, text=True)
+    assert "extra mlflow: without mlflow; pip install 'compress-pipeline[mlflow]'" in doctor.stdout

@@ -251,6 +251,12 @@ def test_the_readme_lists_every_stage_and_gate() -> None:
     assert listed == set(stages()) | gates
 
 
+def test_the_torch_to_install_is_one_that_is_allowed() -> None:
+    (limit,) = re.findall(r'"torch>=[\d.]+,(<[\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    for file in ("README.md", "pipelines/commands/doctor.py"):
+        assert re.findall(r"pip install 'torch(<[\d.]+)'", (ROOT / file).read_text()) == [limit]
+
+
 def test_the_readmes_commands_are_the_makefiles() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "compress run pipelines/quickstart.yaml" in makefile

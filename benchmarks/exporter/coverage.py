@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--as-it-is", action="store_true", help="write the results so far")
     parser.add_argument("--formats", nargs="*", default=formats_here(), choices=FORMATS)
     parser.add_argument("--aot", nargs="*", default=[*ZOO], help="models that are compiled")
+    parser.add_argument("--models", nargs="*", help="these alone; the page keeps other rows")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "export_coverage")
     options = parser.parse_args()
     if options.again or options.small:
@@ -80,7 +81,7 @@ def main() -> None:
     torch.set_num_threads(1)
     import_once()
     cases = [ZOO[name] for name in ("separable", "gate", "pooled")]
-    cases = cases if options.small else list(ZOO.values())
+    cases = cases if options.small else [ZOO[name] for name in options.models or ZOO]
     slow = {"AOTInductor": options.aot}
     wanted = [
         (case, name)

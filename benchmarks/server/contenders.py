@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-INFER = "/v2/models/model/infer"
 TOKEN = "a-token-of-the-benchmark"
 WARM_SECONDS = 20
 """Of load, until a request costs Java what it will cost; at first it is four times as much."""
@@ -132,18 +131,31 @@ def raw_request(model: Artifact, url: str, token: str) -> Callable[[int], Reques
 @contextmanager
 def built_in(model: Artifact, processes: int) -> Iterator[Server]:
     """Give `compress serve` with its defaults, but for the number of processes."""
+    with served(model, model.path, "built-in", "--processes", str(processes)) as server:
+        yield server
+
+
+@contextmanager
+def built_in_archive(model: Artifact, mar: Path) -> Iterator[Server]:
+    """Give `compress serve` for an archive, asked as TorchServe is."""
+    with served(model, mar, "built-in, .mar") as server:
+        yield server
+
+
+@contextmanager
+def served(model: Artifact, path: Path, name: str, *options: str) -> Iterator[Server]:
+    """Give `compress serve` for a path."""
     environment = os.environ | {"COMPRESS_SERVE_TOKEN": TOKEN, "PYTHONPATH": python_path()}
-    command = [sys.executable, "-m", "compress.cli", "serve", str(model.path)]
-    command += ["--port", "0", "--processes", str(processes)]
+    command = [sys.executable, "-m", "compress.cli", "serve", str(path)]
+    command += ["--port", "0", *options]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
     ) as process:
         try:
             assert process.stdout is not None
-            url = process.stdout.readline().split("served at ")[1].split("/v2/")[0]
-            port = int(url.rpartition(":")[2])
-            infer = f"http://127.0.0.1:{port}{INFER}"
-            yield Server("built-in", infer, TOKEN, raw_request(model, infer, TOKEN), process.pid)
+            url = process.stdout.readline().split("served at ")[1].split()[0]
+            infer = url if "/predictions/" in url else f"{url}/infer"
+            yield Server(name, infer, TOKEN, raw_request(model, infer, TOKEN), process.pid)
         finally:
             process.terminate()
 

@@ -22,6 +22,7 @@ from compress.common.config import Settings
 from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.forward import KeptModels, OpenedModel
+from compress.common.printable import ShownInNotebooks
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Manifest(Settings):
         return files
 
 
-class Artifact:
+class Artifact(ShownInNotebooks):
     """A model directory. Each format is a subclass, in the module of the stage that produces it."""
 
     kind: ClassVar[str]

@@ -147,7 +147,7 @@ def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
     if any((folder / name).is_file() for name in VOCABULARIES):
         readers.append(("tokenizer", _tokenizer_files))
     if (folder / IMAGES).is_file():
-        readers.append(("image preprocessing", _image_files))
+        readers.append(("preprocessing of images or sounds", _image_files))
     processors = [f for f in folder.iterdir() if f.suffix in PROCESSOR_SUFFIXES]
     for kind, read in readers:
         try:
@@ -197,7 +197,9 @@ def _image_files(folder: Path, _config: dict[str, Any]) -> dict[str, bytes]:
     """Return preprocessor_config.json with every setting, also where the folder leaves one out."""
     import transformers
 
+    is_sound = "sampling_rate" in json.loads((folder / IMAGES).read_bytes())
     processors: Any = transformers.AutoImageProcessor
+    processors = transformers.AutoFeatureExtractor if is_sound else processors
     loaded = processors.from_pretrained(folder, **LOCAL)
     return {IMAGES: _json_bytes(json.loads(loaded.to_json_string()))}
 

@@ -10,6 +10,8 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from compress.common.errors import CompressError, PipelineInvalid
 
+LONGEST_SHOWN = 100  # characters of a value in `repr`: a report has 14,000
+
 
 class Unmet(NamedTuple):
     """What keeps a stage or a gate from doing its work, known before anything runs."""
@@ -72,6 +74,17 @@ class Settings(BaseModel):
     def has_default(self, name: str) -> bool:
         """Return whether a setting has its default, which a dump holds as if it were written."""
         return bool(getattr(self, name) == type(self).model_fields[name].default)
+
+
+class Result(Settings):
+    """Results, whose `repr` shows no field at length; that of settings tells runs apart."""
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the fields that `repr` shows: those beside their default, none at length."""
+        for name, value in super().__repr_args__():
+            if name is None or not self.has_default(name):
+                is_long = len(repr(value)) > LONGEST_SHOWN
+                yield name, f"<{type(value).__name__}>" if is_long else value
 
 
 PARTS_OF_SCHEMAS = ("schema", "fields", "choices", "items_schema", "keys_schema", "values_schema")

@@ -13,7 +13,9 @@ expected, how to fix it.
 
 from __future__ import annotations
 
+import logging
 import signal
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,12 @@ class CompressError(Exception):
     """Base of all exceptions that this toolkit raises on purpose."""
 
     exit_code: ClassVar[int] = 1
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython prints: a line, or all of the traceback where debug logs are on."""
+        if logging.getLogger("compress").isEnabledFor(logging.DEBUG):
+            return traceback.format_exception(self)
+        return [f"{type(self).__name__}: {line}" for line in cause_lines(self)]
 
 
 class PipelineInvalid(CompressError):

@@ -7,16 +7,17 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import threading
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias
 
 from compress.common.counts import count
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.foreign.patching import patched_attribute
 from compress.common.lazy_modules import torch
 from compress.common.process import torch_threads
 from compress.common.signature import OutputSpec, Signature
@@ -148,11 +149,6 @@ def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predicto
         yield predict
 
 
-_attention_lock = threading.Lock()
-_attention_before: list[tuple[bool, Any]] = []
-"""What blocks, of any thread, have replaced: whichever ends last restores the first."""
-
-
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Run torch's layers of transformers in a block as they are trained, traced and exported.
@@ -166,17 +162,29 @@ def plain_attention() -> Iterator[None]:
     def is_causal(mask: Any, hint: bool | None = None, _: int | None = None) -> bool:
         return bool(hint)
 
-    fused, transformer = torch.backends.mha, cast("Any", torch.nn.modules.transformer)
-    with _attention_lock:
-        _attention_before.append((fused.get_fastpath_enabled(), transformer._detect_is_causal_mask))
-        fused.set_fastpath_enabled(False)
-        transformer._detect_is_causal_mask = is_causal
-    try:
+    with (
+        patched_attribute(torch.backends.mha, "_is_fastpath_enabled", False),
+        patched_attribute(torch.nn.modules.transformer, "_detect_is_causal_mask", is_causal),
+    ):
         yield
-    finally:
-        with _attention_lock:
-            was_fused, transformer._detect_is_causal_mask = _attention_before.pop()
-            fused.set_fastpath_enabled(was_fused)
+
+
+@contextmanager
+def batched_experts() -> Iterator[None]:
+    """Compute transformers' mixtures of experts in a block by batched products, for a trace.
+
+    Its other forms sort rows by expert or loop over the experts that a batch meets, which no trace
+    can follow. This one gathers the weights of each row's own experts, so that memory grows with
+    the rows: whatever only calls a model leaves the form to transformers.
+    """
+    library = sys.modules.get("transformers.integrations.moe")
+    if library is None:  # no module of transformers with experts was built
+        yield
+        return
+    interface = getattr(library, "ExpertsInterface", object)  # not in a release before 5.0
+    batched = getattr(library, "batched_mm_experts_forward", None)
+    with patched_attribute(interface, "get_interface", lambda *_, **__: batched):
+        yield
 
 
 def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Characters that a terminal interprets or cannot show: control characters except line break and
 tab, marks of text direction, other line separators, and lone surrogates."""
+
+
+class ShownInNotebooks:
+    """Base of results that a notebook shows as a verdict, a table and a plot."""
+
+    html_of: ClassVar[Callable[[Any], str]]
+    """Renders a result; `compress` sets it, as what renders lies above the results' packages."""
+
+    def _repr_html_(self) -> str:
+        return ShownInNotebooks.html_of(self)
 
 
 def printable(text: str) -> str:

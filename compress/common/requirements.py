@@ -104,9 +104,13 @@ def refuse_unmet(lacks: Iterable[Unmet], where: str) -> None:
         raise unmet.error(": ".join(filter(None, (where, ".".join(unmet.setting), unmet.problem))))
 
 
-def undisturbed(settings: Settings) -> bool:
-    """Whether settings or nested ones declare, by this name, that no job may run beside them."""
-    return any(getattr(part, "undisturbed", False) for _, part in settings.nested())
+def undisturbed(settings: Settings, apart: type | tuple[()] = ()) -> bool:
+    """Whether settings or nested ones declare, by this name, that no job may run beside them.
+
+    Those of a type `apart` are not asked.
+    """
+    parts = (part for _, part in settings.nested() if not isinstance(part, apart))
+    return any(getattr(part, "undisturbed", False) for part in parts)
 
 
 def announced_entries(group: str, kind: str) -> list[EntryPoint]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as Bars
 
 
 class Progress(Protocol):
@@ -25,16 +26,23 @@ def silent(task: str, done: int, total: int, note: str = "") -> None:
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Progress]:
-    """Draw a bar on a console for each task of a block, until it is done."""
+    """Draw a bar on a terminal or in a notebook for each task of a block, until it is done."""
+    from rich.console import Console
     from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
+    from rich.table import Column
 
-    name = TextColumn("{task.description}", markup=False)
-    last = TextColumn("{task.fields[note]}", markup=False)
+    # 12 columns of bar leave room for stage, epoch and loss on a terminal of 80.
+    texts = ("{task.description}", "{task.fields[note]}")
+    name, last = (TextColumn(t, markup=False, table_column=Column(no_wrap=True)) for t in texts)
+    columns = (name, BarColumn(12), last, TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
-    with Bars(
-        name, BarColumn(), last, TimeElapsedColumn(), console=console, transient=True
-    ) as bars:
+    # Kernels set FORCE_COLOR, by which any file would be taken for a terminal.
+    target = Console(file=io.StringIO(), width=100, force_jupyter=False, force_terminal=False)
+    bars = Bars(*columns, console=target if console.is_jupyter else console, transient=True)
+    if console.is_jupyter:
+        _draw_in_notebook(bars, target)
+    with bars:
 
         def progress(task: str, done: int, total: int, note: str = "") -> None:
             if task not in tasks:
@@ -46,12 +54,25 @@ def progress_bars(console: Console) -> Iterator[Progress]:
         yield progress
 
 
+def _draw_in_notebook(bars: Bars, console: Console) -> None:
+    """Let bars be a text that is replaced; rich itself shows them with ipywidgets alone."""
+    from IPython.display import display
+
+    output = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def refresh() -> None:
+        with console.capture() as text:
+            console.print(bars.get_renderable())
+        output.update({"text/plain": text.get().rstrip()}, raw=True)
+
+    bars.live.refresh_per_second = 2  # a notebook keeps what is sent to it
+    bars.live.refresh = refresh  # type: ignore[method-assign]
+
+
 def show_bars(wanted: bool | None = None) -> AbstractContextManager[Progress]:
     """Show the progress of a block as bars; by default on a terminal or in a notebook."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    # In a notebook rich draws bars as a widget, and without ipywidgets warns at each of them.
-    drawable = console.is_terminal or (console.is_jupyter and bool(find_spec("ipywidgets")))
-    shows = drawable if wanted is None else wanted
+    shows = console.is_terminal or console.is_jupyter if wanted is None else wanted
     return progress_bars(console) if shows else nullcontext(silent)

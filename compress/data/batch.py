@@ -12,6 +12,8 @@ from compress.common.lazy_modules import torch
 from compress.data.targets import as_target, check_batch, describe, flatten, map_leaves, select
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
     from compress.data.targets import Targets
 
 LABELS = "labels"
@@ -82,6 +84,13 @@ class SampleWithTeacher:
 
     def __getitem__(self, key: Any) -> Any:
         return self.sample[key]
+
+
+def stack_columns(columns: Mapping[Any, Any]) -> Dataset[Any]:
+    """Return columns of one length as a dataset of mappings; their keys may be any."""
+    stacked: Any = torch.utils.data.StackDataset(*columns.values())
+    stacked.datasets = dict(columns)  # as keywords, "self" and numbers would be refused
+    return stacked  # type: ignore[no-any-return]
 
 
 def collate(

@@ -99,6 +99,10 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
     """Train a model to answer as its teacher does; unlabelled data teaches too.
 
     A split `unlabelled` is used beside `train`, and any sample may be without a label.
+
+        - stage: distill
+          teacher: train
+          epochs: 6
     """
 
     stage: Literal["distill"] = "distill"

@@ -29,7 +29,7 @@ from compress.common.errors import PipelineInvalid, first_line
 from compress.common.forward import positional_parameters
 from compress.common.process import seeded
 from compress.common.signature import Signature
-from compress.data.batch import LABELS
+from compress.data.batch import LABELS, stack_columns
 from compress.data.infer_signature import inputs_of, sample_inputs
 from compress.data.loader_config import Loading
 from compress.data.splits import Splits
@@ -98,7 +98,7 @@ def as_dataset(data: Any, parameters: Sequence[str] = ()) -> Dataset[Any]:
         return StackDataset(StackDataset(*tensors[:-1]), tensors[-1])  # ((x1, x2, …), y)
     if isinstance(data, Mapping) and data and all(hasattr(each, "shape") for each in data.values()):
         by_name: dict[str, Any] = {_column_name(c): _tensor(each) for c, each in data.items()}
-        return StackDataset(**by_name)
+        return stack_columns(by_name)
     columns = getattr(data, "column_names", None)
     if isinstance(columns, list) and not isinstance(data, Mapping):
         kept = [c for c in columns if not parameters or c in (*parameters, LABELS, "label")]

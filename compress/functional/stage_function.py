@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import logging
 import shutil
+import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import yaml
 from pydantic import ValidationError
 
 from compress.artifacts.artifact import Artifact
@@ -33,21 +35,41 @@ NOT_ARGUMENTS = ("stage", "name", "input")
 """Settings of a pipeline's step that a function does not have."""
 ARGUMENTS = """
 Args:
-    model: a torch.nn.Module, a torch.export program, or an artifact; it is not changed.
-    data: a DataLoader, a Dataset, a list of samples, tensors or arrays (inputs, targets), a
-        Hugging Face dataset, or a mapping of splits; one dataset is `train`.
-    train, val, calibration: the same by the name of a split.
-    example_inputs: inputs that show what the model takes, where no data do; axis 0 is the batch.
-    file: file that the exported model is copied to, where the stage exports.
-    out: folder of the artifact; by default a temporary one, removed when the process ends.
-    task: what the model is for, such as `regression`; by default it follows from the targets.
-    task_loss: name of a loss, or a callable (outputs, targets → scalar); by default it follows
-        from the targets.
-    metric: name of a metric; that of the task by default, or `accuracy`.
-    device: `cpu`, `cuda` or `cuda:0` …
-    threads: CPU threads of a forward call.
-    seed: seed of everything random.
-    progress: whether progress bars are shown; by default on a terminal or in a notebook."""
+    model: a torch.nn.Module, a torch.export program, or an artifact; not changed.
+    data, train, val, calibration: a DataLoader, a Dataset, a list of samples, tensors
+        or arrays (inputs, targets), a Hugging Face dataset, or a mapping of splits.
+    example_inputs: inputs that show what the model takes, where no data do.
+    out, file: folder of the artifact, by default a temporary one; copy of its file.
+    task, task_loss, metric: by default they follow from the targets.
+"""
+HELP_WIDTH = 84  # characters of a line
+
+
+def stage_help(stage: type[Stage[Any, Any]], takes_file: bool, texts: Mapping[str, str]) -> str:
+    """Return a function's docstring, which fits a screen: an example, the first words on settings.
+
+    `texts` describe the settings in full.
+    """
+    name = str(stage.model_fields["stage"].default)
+    about, _, steps = (inspect.getdoc(stage) or "").partition("\n\n    - ")
+    steps = yaml.safe_load(f"    - {steps.partition(chr(10) * 2)[0]}") if steps else []
+    example: dict[str, Any] = next((step for step in steps if step.get("stage") == name), {})
+    call = ["model", *(["'model.file'"] if takes_file else [])]
+    call += [f"{n}={value!r}" for n, value in example.items() if n in texts and n != "gates"]
+    call.append("example_inputs=(x,)" if takes_file else "data=loader")
+    # What a caller has to give comes first, what all stages take last.
+    fields = stage.model_fields
+    names = sorted(texts, key=lambda n: (not fields[n].is_required(), n in ("gates", "exclude")))
+    count = max(4, min(12, 30 - len(names)))  # the names of the others take lines, too
+    lines = [f"{n}: {texts[n]}" for n in names[:count]]
+    shown = [textwrap.shorten(line, HELP_WIDTH - 4, placeholder=" …") for line in lines]
+    if others := names[count:]:
+        shown += textwrap.wrap(f"Also: {', '.join(others)}.", HELP_WIDTH - 4)
+    shown.append(f"In full: compress.{name}.settings[NAME]")
+    code = textwrap.fill(f"small = compress.{name}({', '.join(call)})", HELP_WIDTH - 8)
+    paragraphs = "\n\n".join(about.split("\n\n")[:2])
+    arguments = ARGUMENTS.rstrip() + "\n" + textwrap.indent("\n".join(shown), "    ")
+    return f"{paragraphs}\n\nExample:\n{textwrap.indent(code, '    ')}\n{arguments}\n"
 
 
 def stage_function(
@@ -85,10 +107,9 @@ def stage_function(
 
     function.__name__ = function.__qualname__ = name
     function.__module__ = "compress"
-    function.__doc__ = f"{inspect.getdoc(stage)}\n{ARGUMENTS}\n" + "".join(
-        f"    {setting}: {' '.join((field.description or '').split())}\n"
-        for setting, field in fields.items()
-    )
+    texts = {n: " ".join((field.description or "").split()) for n, field in fields.items()}
+    function.settings = texts  # type: ignore[attr-defined]
+    function.__doc__ = stage_help(stage, takes_file, texts)
     settings = [
         inspect.Parameter(
             setting,
@@ -96,13 +117,13 @@ def stage_function(
             default=inspect.Parameter.empty
             if field.is_required()
             else field.get_default(call_default_factory=True),
-            annotation=field.annotation,
         )
         for setting, field in fields.items()
     ]
     positional = [model, file] if takes_file else [model]
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*positional, *settings, *common], return_annotation=stage.writes()
+        [p.replace(annotation=p.empty) for p in (*positional, *settings, *common)],
+        return_annotation=stage.writes(),
     )
     return function
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
-Patched = AbstractContextManager[Any]
+from compress.common.foreign.patching import patched_attribute
 
 BACKENDS = ("CPU", "CUDA", "Meta")
 """Those of tensors on the devices that the toolkit supports, and of tensors without numbers."""
@@ -19,11 +18,6 @@ OVERRIDDEN = {
     "_BACKEND_KEYS_TO_OVERRIDE": BACKENDS,
 }
 """Table of `torch.export.exported_program` → the names of the keys to leave in it."""
-
-
-def patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Patched:
-    """Replace a library's attribute in a block; do nothing where this release does not have it."""
-    return patch.object(owner, name, value) if name in vars(owner) else nullcontext()
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
@@ -34,9 +33,15 @@ from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, find_code
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.counts import count
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.forward import copy_module, flatten_outputs, plain_attention
+from compress.common.foreign.patching import patched_attribute
+from compress.common.forward import (
+    batched_experts,
+    copy_module,
+    flatten_outputs,
+    plain_attention,
+)
 from compress.common.signature import TABLE_ROWS, Signature
-from compress.graph.library_cache import cached_deserialization, patched_attribute
+from compress.graph.library_cache import cached_deserialization
 
 if TYPE_CHECKING:
     from torch.export import Dim, ExportedProgram
@@ -69,12 +74,15 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     with (
         torch.no_grad(),
         plain_attention(),
+        batched_experts(),
         warnings.catch_warnings(),
         _no_stderr_on_failure(),
         _record_specializations() as locations,
     ):
         # LSTM and GRU have a second list of their weights, which tracing swaps and restores.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
+        # torch 2.15 calls it in its own form of LSTM layers.
+        warnings.filterwarnings("ignore", "_check_is_size will be removed", FutureWarning)
         try:
             return trace(with_flat_outputs(module, inputs), inputs, signature)
         except Exception as error:
@@ -306,15 +314,21 @@ class FlatOutputs(nn.Module):
 @contextlib.contextmanager
 def flat_outputs(module: nn.Module) -> Iterator[None]:
     """Flatten a module's outputs until the end of a block; its parameters keep their names."""
-    original = module.forward
+    original, own = module.forward, vars(module).get("forward")
 
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return flatten_outputs(original(*inputs))
 
     # torch.export reads the parameters' names and number here.
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    with patch.object(module, "forward", forward):
+    module.forward = forward
+    try:
         yield
+    finally:
+        # An instance's own, such as a hook of accelerate's, or the class's again.
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def save_program(program: ExportedProgram, file: Path) -> None:

@@ -153,8 +153,9 @@ def fit(
         done = earlier.trained_epochs
         after = [f"epoch {done}"] if done else []
         after += [f"{earlier.steps} steps"] if earlier.steps else []
-        resumed = f"resumed after {' and '.join(after)}" if after else ""
-        context.progress(task, done, training.epochs, resumed)
+        beginning = f"epoch {done + 1}/{training.epochs}"
+        note = f"resumed after {' and '.join(after)}" if after else beginning
+        context.progress(task, done, training.epochs, note)
         if not is_finished(training, earlier.history, job.metric):
             identity, metric = job.folder.name.removeprefix("fit-"), context.metric.name
             steps = done * job.steps_per_epoch + earlier.steps

@@ -22,7 +22,7 @@ OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)\)")
 def on_config(config: Any) -> Any:
     """Put guides that mkdocs.yml does not name behind those that it does."""
     (guides,) = [part["Guides"] for part in config.nav if "Guides" in part]
-    named = [path for part in (*config.nav, *guides) for path in part.values()]
+    named = re.findall(r"[\w/-]+\.md", str(config.nav))
     for page in sorted(Path(config.docs_dir).glob("*.md")):
         if page.name not in named:
             title = page.read_text().partition("\n")[0].lstrip("# ").partition(":")[0]

@@ -19,10 +19,10 @@ from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.foreign.patching import patched_attribute
 from compress.export.common.compiled_code import refuse_misfit
 from compress.export.common.macs import count_macs
 from compress.export.common.runtime import NO_UINT16_KERNELS, kernel_facts, refuse_unrolled_rnn
-from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
 
 if TYPE_CHECKING:

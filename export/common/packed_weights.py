@@ -108,7 +108,7 @@ def decoder_weights(
                 if f"{suffix}_packed" in state:
                     integers = state[f"{suffix}_packed"]
                     scale, zeros = (state[f"{suffix}_{p}"] for p in ("scale", "zero_point"))
-                    bits = integers.shape[1] * 8 // parameter.shape[1]
+                    bits = integers.shape[-1] * 8 // parameter.shape[-1]
                     weight = PackedWeight(integers, scale, zeros, bits, is_table)
                     packed |= {(own, is_table): weight for own in names}
                     found = True

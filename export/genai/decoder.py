@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from compress.common.errors import StageFailed
+from compress.common.foreign.patching import patched_attribute
+from compress.common.forward import batched_experts
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.export.onnx.graph import PACKED_MATMUL, add_tensor, producer, remove_unread_, stored
 from compress.export.onnx.lowering import lower
@@ -28,7 +30,6 @@ from compress.export.onnx.passes.matmul_nbits import (
     matmul_operands,
     pack_pairs,
 )
-from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedTable(nn.Module):
-    """An embedding whose rows are dequantized where they are looked up."""
+    """An embedding, or the matrices of experts, dequantized where some are looked up."""
 
     rows: torch.Tensor
     scale: torch.Tensor
@@ -75,26 +76,37 @@ class PackedTable(nn.Module):
         self.bits, self.group_size = weight.bits, weight.group_size
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of some ids."""
+        """Return the rows of some ids, or the matrices of some experts."""
         if self.bits == 4:
             return gather_block_quantized(self.rows, ids, self.scale, self.zeros, self.group_size)
-        parts = (self.rows, self.scale, self.zeros)
-        rows, scale, zeros = (nn.functional.embedding(ids, x) for x in parts)
-        return (rows.float() - zeros.float()) * scale
+        rows, scale, zeros = (x[ids] for x in (self.rows, self.scale, self.zeros))
+        if self.rows.dim() == 2:
+            return (rows.float() - zeros.float()) * scale
+        centred = rows.view(*scale.shape, -1).float() - zeros.float()[..., None]
+        dequantized: torch.Tensor = (centred * scale[..., None]).flatten(-2)
+        return dequantized
+
+    __getitem__ = forward  # as transformers reads the parameter of experts that it stands for
 
 
 def use_packed_layers_(weights: DecoderWeights) -> None:
-    """Replace a module's linear layers and tables whose weights are packed, in place."""
+    """Replace a module's linear layers, tables and experts whose weights are packed, in place."""
     level = ROUNDING_LEVEL if weights.rounds_activations else 0
-    for name, layer in [*weights.module.named_modules()]:
-        weight = weights.packed.get((f"{name}.weight", isinstance(layer, nn.Embedding)))
-        if weight is None:
-            continue
+    layers = dict(weights.module.named_modules(remove_duplicate=False))
+    for (parameter, is_table), weight in weights.packed.items():
+        name, _, key = parameter.rpartition(".")
+        layer: Any = layers[name]
+        if weight.packed.dim() == 3:
+            delattr(layer, key)
+            setattr(layer, key, PackedTable(weight))
         # A table of another class, as Gemma's, may scale what it looks up.
-        if type(layer) is nn.Embedding:
+        elif is_table and type(layer) is nn.Embedding:
             weights.module.set_submodule(name, PackedTable(weight))
-        elif isinstance(layer, nn.Linear):
+        elif not is_table and isinstance(layer, nn.Linear):
             weights.module.set_submodule(name, PackedLinear(weight, layer.bias, level))
+        elif is_table == isinstance(layer, nn.Embedding):
+            # Such as the router of a mixture of experts, which is called in its own way.
+            layer.weight = nn.Parameter(weight.dequantized(), requires_grad=False)
 
 
 GROUP_QUERY_ATTENTION = "GroupQueryAttention"
@@ -283,7 +295,7 @@ class CachedDecoder(nn.Module):
 
         module: Any = sys.modules[type(self.model).__module__]
         self.model.config._attn_implementation = ATTENTION
-        with ExitStack() as restore:
+        with batched_experts(), ExitStack() as restore:
             ALL_ATTENTION_FUNCTIONS[ATTENTION] = self.calls
             restore.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, ATTENTION)
             if self.cos is not None:

@@ -23,7 +23,8 @@ from torch.onnx._internal.fx.passes import type_promotion
 
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import plain_attention
+from compress.common.foreign.patching import patched_attribute
+from compress.common.forward import batched_experts, plain_attention
 from compress.common.process import gc_disabled
 from compress.export.common.runtime import NO_BFLOAT16, NO_UINT16_IN_OPSET, UINT16_OPSET
 from compress.export.onnx.graph import INPUT, OUTPUT, count_operators, name_values_, strip_
@@ -40,7 +41,7 @@ from compress.export.onnx.passes.matmul_nbits import use_packed_weights
 from compress.export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
 from compress.export.onnx.passes.stored_integers import INT4_OPSET, compact_, has_four_bit_weights
 from compress.export.onnx.proto_io import read
-from compress.graph.library_cache import cached_composite_ops, patched_attribute
+from compress.graph.library_cache import cached_composite_ops
 from compress.graph.torch_export import (
     any_sequence_length,
     dynamic_shapes,
@@ -185,6 +186,8 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
         # Inputs that share a named axis are meant to.
         warnings.filterwarnings("ignore", message=r"# The axis name: .* will not be used")
+        # torch 2.15 calls it in its own form of LSTM layers.
+        warnings.filterwarnings("ignore", "_check_is_size will be removed", FutureWarning)
         yield
 
 
@@ -279,6 +282,7 @@ def _export_legacy(
         with (
             torch.no_grad(),
             plain_attention(),
+            batched_experts(),
             warnings.catch_warnings(),
             redirect_stdout(io.StringIO()),  # it prints whole graphs at errors
             TemporaryDirectory() as folder,

@@ -20,9 +20,9 @@ from compress.artifacts.edits.independent_calls import script_attributes, unchan
 from compress.artifacts.recipe import AnyEdit, CallByName, IndependentCalls
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.common.forward import OUTPUT, plain_attention
+from compress.common.foreign.patching import patched_attribute
+from compress.common.forward import OUTPUT, batched_experts, plain_attention
 from compress.export.common.runtime import failing_as
-from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def to_torchscript(
         with inlined_functions():
             return torch.jit.trace(flat, inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch
 
-    with torch.no_grad(), plain_attention(), quiet():
+    with torch.no_grad(), plain_attention(), batched_experts(), quiet():
         try:
             made: Any
             if method == "mixed":
@@ -326,7 +326,5 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=r"The TorchScript type system doesn't support")
         # Tensors of quint8 and qint8 are to leave torch after TorchScript.
         warnings.filterwarnings("ignore", message=r"torch\.quantize_per_tensor, .* are deprecated")
-        warnings.filterwarnings(
-            "ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning
-        )
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated")
         yield

@@ -56,14 +56,23 @@ if TYPE_CHECKING:
 LAYERS_COMPARED_ON = 64  # samples, to compare models with one quantized layer; as `quantize_mixed`
 
 
+def without_searched_stages(
+    base: PipelineConfig, settings: AutoSettings
+) -> tuple[PipelineConfig, list[str]]:
+    """Return a pipeline up to the first stage that the search chooses, and what is left out."""
+    searched = {"prune_channels": settings.space.widths, "prune_layers": settings.space.blocks}
+    kept = 0
+    for stage in base.stages:
+        # A quantized or exported model is no eager one.
+        if searched.get(stage.stage) or "eager" not in {k.kind for k in members_of(stage.writes())}:
+            break
+        kept += 1
+    left_out = [stage.title for stage in base.stages[kept:]]
+    return base.model_copy(update={"stages": base.stages[:kept]}), left_out
+
+
 def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
-    """Refuse stages that leave no eager model, or cannot follow an export; no data; no runtime."""
-    for index, stage in enumerate(base.stages):
-        if "eager" not in {kind.kind for kind in members_of(stage.writes())}:
-            raise PipelineInvalid(
-                f"{base.place('stages', index)} is {stage.stage}, and `compress auto` itself "
-                "prunes, quantizes and exports; keep only stages before these, such as train"
-            )
+    """Refuse a file without data, a missing runtime, and stages that cannot follow an export."""
     if base.data is None:
         raise PipelineInvalid(
             f"{base.file}: `compress auto` decides by `val`; add a `data:` section"

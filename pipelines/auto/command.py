@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +14,30 @@ from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings, LatencyLimit
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.system import yaml_core
 from compress.pipelines.system.machine_info import machine, versions
 from compress.pipelines.system.signals import INTERRUPTED
-from compress.pipelines.terminal.console import print_result, show_progress
+from compress.pipelines.terminal.console import notify, print_result, show_progress
 
 if TYPE_CHECKING:
     from compress.pipelines.auto.cost_models import LatencyTables
+    from compress.pipelines.commands.init import InitOptions
 
 
 def search_and_print(
-    file: Path, out: Path | None, tables: Path | None, tables_only: bool, **given: Any
+    options: InitOptions, out: Path | None, tables: Path | None, tables_only: bool, **given: Any
 ) -> None:
-    """Search a pipeline file's models, and print those that no other one beats.
+    """Search the models of a pipeline file, or of a model; print those that no other one beats.
 
     `tables` are of another machine, for which latencies are predicted then; with `tables_only` such
     tables are measured for this one, and nothing is searched. `given` has limits, `time` and
     `points` of the command line, None where the file's own count.
     """
+    file = Path(str(options.model))
+    if file.suffix not in (".yaml", ".yml"):
+        file = write_pipeline(options, out, with_limits(AutoSettings(), given))
+    elif any((options.data, options.checkpoint, options.arguments, options.inputs, options.task)):
+        raise PipelineInvalid(f"{file} names its model and data; leave out options that do so")
     pipeline = PipelineConfig.from_yaml(file)
     settings = with_limits(pipeline.auto or AutoSettings(), given)
     if tables_only and tables is not None:
@@ -37,19 +45,24 @@ def search_and_print(
     folder = out or pipeline.default_out
     # They import torch, which refusing a file or a limit does not need.
     from compress.pipelines.auto import front as fronts
+    from compress.pipelines.auto.candidate_evaluator import without_searched_stages
     from compress.pipelines.auto.cost_models import LatencyTables
     from compress.pipelines.auto.search import search
+    from compress.pipelines.reporting.notebook import view_table
 
+    pipeline, left_out = without_searched_stages(pipeline, settings)
+    if left_out:
+        notify(f"{file}: left out, as the search chooses them: {', '.join(left_out)}")
     if tables_only:
         measured = measure_tables(pipeline, settings, folder)
         print_result(measured, measured.lines(folder))
         return
     known = None if tables is None else LatencyTables.read(tables)
     with show_progress() as (progress, announce):
-        options = RunOptions(progress=progress, announce=announce)
+        run_options = RunOptions(progress=progress, announce=announce)
         page = folder / fronts.FRONT_PAGE
         try:
-            front = search(pipeline, settings, folder, options, known)
+            front = search(pipeline, settings, folder, run_options, known)
         except KeyboardInterrupt as error:
             so_far = fronts.Front.read(folder)
             if so_far is not None:
@@ -59,9 +72,32 @@ def search_and_print(
                 error.__notes__ = [note, *getattr(error, "__notes__", ())]
             raise
         write_atomically(page, fronts.front_page(front))
-    print_result(front, fronts.lines_below(front, folder), lambda _: fronts.front_table(front))
+    print_result(front, fronts.lines_below(front, folder), lambda _: view_table(front))
     if front.best is None:
         raise GateRefused(fronts.nothing_found(front))
+
+
+def write_pipeline(options: InitOptions, out: Path | None, settings: AutoSettings) -> Path:
+    """Write the pipeline file that a search of a model amounts to, beside its results."""
+    from compress.pipelines.auto.candidate_evaluator import without_searched_stages
+    from compress.pipelines.auto.front import PIPELINE_FILE
+    from compress.pipelines.commands.init import TIMM_PREFIX, check_model, draft, naming_options
+
+    if options.data is None:
+        raise PipelineInvalid("compress auto decides by `val`: give --data, or a pipeline file")
+    model = check_model(str(options.model)).removeprefix(TIMM_PREFIX)
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(model).resolve().name).strip("-.") or "model"
+    file = (out or Path("runs") / name) / PIPELINE_FILE
+    with naming_options(file):
+        content = {**yaml_core.load(draft(file, options).text), "name": name}
+    stages = content.pop("stages")
+    pipeline = PipelineConfig.model_validate({**content, "stages": stages})
+    kept = len(without_searched_stages(pipeline, settings)[0].stages)
+    content["auto"] = settings.model_dump(mode="json", exclude_defaults=True)
+    content |= {"stages": stages[:kept]} if kept else {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, f"# Written by `compress auto`.\n{yaml_core.dump(content)}")
+    return file
 
 
 def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) -> LatencyTables:

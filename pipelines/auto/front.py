@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from compress.common.atomic_files import write_atomically
-from compress.common.config import Settings
+from compress.common.config import Result
 from compress.common.errors import CompressError
+from compress.common.printable import ShownInNotebooks
 from compress.common.sealed_json import read_if_unchanged, write_sealed
 from compress.pipelines.api import Pipeline
 from compress.pipelines.auto.candidates import (
@@ -26,7 +25,8 @@ from compress.pipelines.auto.candidates import (
 )
 from compress.pipelines.config.auto_settings import AutoLimits, LatencyLimit
 from compress.pipelines.config.pipeline import relocated
-from compress.pipelines.reporting.svg_plots import Point, scatter_plot
+from compress.pipelines.reporting.notebook import NotebookView, view_of
+from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
 from compress.pipelines.system import yaml_core
 from compress.pipelines.system.templates import render_template
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 FRONT_FILE = "front.json"
 FRONT_PAGE = "front.html"
 FLOAT_WHOLE = Candidate("float").name
-TEXT_COLUMNS = ("model", "misses")
 POINTS_FOLDER = "points"  # in the results' folder: a folder for each point, by its number
 PIPELINE_FILE = "pipeline.yaml"
 FLOAT_EXPORT = "float_onnx"
@@ -72,7 +71,7 @@ def shares_of_limits(limits: AutoLimits, model: CheckedModel) -> dict[str, float
     return shares
 
 
-class Front(Settings):
+class Front(ShownInNotebooks, Result):
     """All models that were checked, and the best of them."""
 
     limits: AutoLimits
@@ -96,6 +95,8 @@ class Front(Settings):
     """The machine whose latency tables all latencies follow from; None where they were measured."""
     best: str | None = None
     """The model that meets all limits, confirmed on samples that did not decide; None without."""
+    samples: int | None = None
+    """Samples of each half of `val`; None in fronts of older versions."""
 
     @property
     def by_name(self) -> dict[str, CheckedModel]:
@@ -149,23 +150,6 @@ class Front(Settings):
 
 def _text(value: float | None, unknown: str = "") -> str:
     return unknown if value is None else f"{value:.3g}"
-
-
-def front_table(front: Front) -> Table:
-    """Build a table of the models that no other one beats."""
-    title = "models that no other one beats; * the best within all limits"
-    if front.predicted_for is not None:
-        title += f"; latencies are predicted for {front.predicted_for}"
-    rows = Table(title=title)
-    rows.add_column("point", no_wrap=True)
-    known = front.by_name
-    cells = [cells_of(front, known[name]) for name in front.points]
-    for name in cells[0] if cells else ():
-        rows.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
-    for number, own in enumerate(cells, 1):
-        mark = " *" if own["model"] == front.best else ""
-        rows.add_row(f"{number}{mark}", *own.values())
-    return rows
 
 
 def cells_of(front: Front, model: CheckedModel) -> dict[str, str]:
@@ -243,6 +227,57 @@ def nothing_found(front: Front) -> str:
     )
 
 
+def _front_plot(front: Front) -> Plot | None:
+    models = [model for model in front.checked if model.drop is not None]
+    numbers = {name: str(number) for number, name in enumerate(front.points, 1)}
+    points = [
+        Point(
+            label=numbers.get(model.name, ""),
+            title=front.line(model, front.limits),
+            x=model.latency_ms,
+            y=model.drop or 0.0,
+            x_interval=(model.latency_ms, model.surely_ms),
+            refused=bool(missed_limits(front.limits, model)),
+            y_interval=model.confirmed_between,
+        )
+        for model in models
+    ]
+    if not points:
+        return None
+    return scatter_plot(
+        points,
+        {i for i, model in enumerate(models) if model.name in front.points},
+        title="Drop of the metric against latency",
+        names=(
+            "predicted ms a call" if front.predicted_for else "ms a call",
+            "drop, in points; lower is better",
+        ),
+        shown="{:g}".format,
+        counted=f"n = {front.samples}" if front.samples else "",
+    )
+
+
+@view_of.register
+def _(front: Front) -> NotebookView:
+    known = front.by_name
+    cells = [cells_of(front, known[name]) for name in front.points]
+    marks = {True: " *", False: ""}
+    where = front.predicted_for
+    predicted = f"; latencies are predicted for {where}" if where else ""
+    best = front.best and f"best: {front.line(known[front.best], front.limits)}"
+    return NotebookView(
+        title="models that no other one beats; * the best within all limits" + predicted,
+        lines=[best or nothing_found(front)],
+        columns=("point", *(cells[0] if cells else ())),
+        rows=[
+            [f"{n}{marks[own['model'] == front.best]}", *own.values()]
+            for n, own in enumerate(cells, 1)
+        ],
+        plot=_front_plot(front),
+        status="passed" if front.best else "refused",
+    )
+
+
 def front_page(front: Front) -> str:
     """Render the page: what was found, a plot of drop against latency, and all figures."""
     known, compared = front.by_name, ""
@@ -252,37 +287,19 @@ def front_page(front: Front) -> str:
             f"The float ONNX file takes {front.base_ms / best.latency_ms:.3g} times as long, and "
             f"{whole.bytes / best.bytes:.3g} times as many bytes."
         )
-    models = [model for model in front.checked if model.drop is not None]
-    numbers = {name: str(number) for number, name in enumerate(front.points, 1)}
-    points = [
-        Point(
-            label=numbers.get(model.name, ""),
-            title=front.line(model, front.limits),
-            x=model.latency_ms,
-            y=model.drop or 0.0,
-            refused=bool(missed_limits(front.limits, model)),
-        )
-        for model in models
-    ]
-    plot = points and scatter_plot(
-        points,
-        {i for i, model in enumerate(models) if model.name in front.points},
-        title="Drop of the metric against latency",
-        names=("predicted ms a call" if front.predicted_for else "ms a call", "drop, in points"),
-        shown="{:g}".format,
-    )
     return render_template(
         "front.html.jinja",
         front=front,
         known=known,
         best=best,
         compared=compared,
-        plot=plot,
+        plot=_front_plot(front),
         shares=lambda model: ", ".join(
             f"{100 * share:.0f} % of {name}" if share < 2 else f"{share:.3g} times the {name}"
             for name, share in shares_of_limits(front.limits, model).items()
         ),
         cells_of=cells_of,
+        nothing_found=nothing_found,
     )
 
 

@@ -364,6 +364,7 @@ class SearchState:
             base_ms=evaluator.base_ms,
             predicted_for=evaluator.tables.where if evaluator.tables else None,
             best=best,
+            samples=evaluator.decided_on.samples,
             is_infeasible=self.is_infeasible,
             not_searched=tuple(self.not_searched),
         )

@@ -23,6 +23,14 @@ from compress.pipelines.system.machine_info import machine, versions
 
 INSTALL_OF_EXTRA = {"timm": TIMM.install}
 """How to install an extra, where the extra itself would install more than is good."""
+IMPORTED = {
+    "torch": "; pip install 'torch<2.16', with --index-url https://download.pytorch.org/whl/cpu "
+    "for a build without CUDA",
+    # A build for another torch stops transformers.
+    "torchvision": ", and then neither can models of transformers and timm, which do without it: "
+    "pip uninstall torchvision, or install it from the index that torch came from",
+}
+"""Packages whose build may not fit: what follows, and what to do."""
 PROGRAM_TIMEOUT_S = 10
 
 
@@ -38,17 +46,19 @@ class Findings(Settings):
     """Version line by program name; None where it was not found."""
     cuda: tuple[str, ...]
     broken: dict[str, str]
-    """Optional libraries that are installed and cannot be imported: the error, and what to do."""
+    """Packages that cannot be imported, torch or those of another build: the error, what to do."""
     stages: dict[str, tuple[str, ...]]
     """Missing requirements by stage, or gate, with default settings, and how to install them."""
 
     def lines(self) -> Iterator[str]:
         """Yield the findings as lines of text."""
         yield ", ".join(f"{name} {found}" for name, found in self.versions.items())
+        instructions, threads = self.hardware["instructions"], self.hardware["threads"]
         yield (
-            f"{self.hardware['processor']} ({self.hardware['instructions']}), "
+            f"{self.hardware['processor']}{f' ({instructions})' if instructions else ''}, "
             f"{self.hardware['usable_cores']} of {self.hardware['cores']} cores, "
-            f"{self.hardware['gibibytes']:.1f} GiB; PyTorch uses {self.hardware['threads']} threads"
+            f"{self.hardware['gibibytes']:.1f} GiB"
+            f"{f'; PyTorch uses {threads} threads' if threads else ''}"
         )
         for name, found in self.programs.items():
             yield f"{name}: {found or 'not on the PATH'}"
@@ -67,37 +77,33 @@ class Findings(Settings):
 
 def examine() -> Findings:
     """Inspect this machine; programs are only run with their version option."""
-    import torch
-
+    broken: dict[str, str] = {}
+    for name, advice in IMPORTED.items():
+        try:
+            if name == "torch" or importlib.util.find_spec(name):
+                with exits_refused():
+                    importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001  # a mismatched build raises anything
+            problem = f"{type(error).__name__}: {first_line(error)}"
+            broken[name] = f"cannot be imported ({problem}){advice}"
+    torch: Any = None if "torch" in broken else importlib.import_module("torch")
     missing: dict[str, tuple[str, ...]] = {}
     for name, stage in stages().items():
         required = [key for key, field in stage.model_fields.items() if field.is_required()]
         unset: dict[str, Any] = dict.fromkeys(required)
         # Not validated: what must be set has no value here.
-        missing[name] = _lacking(stage.model_construct(**unset).all_requirements())
+        missing[name] = _lacking(stage.model_construct(**unset).all_requirements(), torch)
     for name, gate in gate_classes().items():
         if needs := gate.model_construct(gate=name).requirements:
-            missing[f"gate {name}"] = _lacking(needs)
-    broken: dict[str, str] = {}
-    # A build of torchvision for another torch stops transformers.
-    if importlib.util.find_spec("torchvision") is not None:
-        try:
-            with exits_refused():
-                importlib.import_module("torchvision")
-        except Exception as error:  # noqa: BLE001  # a mismatched build raises anything
-            broken["torchvision"] = (
-                f"cannot be imported ({type(error).__name__}: {first_line(error)}), and then "
-                "neither can models of transformers and timm, which do without it: pip uninstall "
-                "torchvision, or install it from the index that torch came from"
-            )
+            missing[f"gate {name}"] = _lacking(needs, torch)
     return Findings(
         versions=versions(),
         extras=dict(_extras()),
         hardware={
             **machine(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "instructions": torch and torch.backends.cpu.get_cpu_capability(),
             "usable_cores": usable_cores(),
-            "threads": torch.get_num_threads(),
+            "threads": torch and torch.get_num_threads(),
             "gibibytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30,
             "system": platform.platform(),
         },
@@ -105,13 +111,17 @@ def examine() -> Findings:
             program.what: _version_of_program(program, option)
             for program, option in ((JAVA, "-version"), (COMPILER, "--version"))
         },
-        cuda=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
+        cuda=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        if torch
+        else (),
         broken=broken,
         stages=missing,
     )
 
 
-def _lacking(needs: Iterable[Requirement]) -> tuple[str, ...]:
+def _lacking(needs: Iterable[Requirement], torch: Any) -> tuple[str, ...]:
+    if not torch:  # which asks for devices, too
+        return ("needs torch",)
     return tuple(f"needs {need.what}; {need.install}" for need in needs if need.missing())
 
 

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -23,6 +24,7 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import metric_class
 from compress.core.objectives.task import NO_METRIC, TASKS, TaskName, infer_task
+from compress.export.imported.exported_files import KINDS
 from compress.pipelines.config import model_spec
 from compress.pipelines.config.data_spec import DATA_CLASSES
 from compress.pipelines.config.pipeline import PipelineConfig
@@ -46,9 +48,15 @@ Family = Literal["convolutional", "linear", "other", "exported"]
 Target = Literal["onnx", "torchscript", "aot"]
 Goal = Literal["smaller", "faster", "both"]
 NO_ANSWER = "none"
+QUESTIONS = {
+    "model": "Which model shall be compressed (folder, file, timm:NAME, module:callable)?",
+    "checkpoint": "Which file holds its trained weights?",
+    "data": "Which data shall judge it (file, folder, module:callable)?",
+    "target": "Which format shall the file to deploy have: onnx, torchscript or aot?",
+    "goal": "What shall the model become: smaller, faster or both?",
+    "inputs": "Which inputs does it take, with spaces between (name=batch,3,224,224)?",
+}
 TIMM_PREFIX = "timm:"
-TORCHSCRIPT_ENDINGS = (".ts", ".torchscript", ".pt", ".pth")
-EXPORTED_ENDINGS = (".onnx", ".pt2", *TORCHSCRIPT_ENDINGS)
 MODEL_FORMS = (
     "a Hugging Face folder, timm:resnet18, an .onnx, .pt2 or .ts file, a .py file, or "
     "module:callable"
@@ -111,19 +119,25 @@ def write_draft(
     """Write a pipeline file for a model; `ask` prompts for missing options."""
     if file.exists() and not force:
         raise PipelineInvalid(f"{file} exists and is not overwritten; name another, or use --force")
-    try:
+    with naming_options(file):
         found = draft(file, prompt_for_missing(options, ask) if ask else options)
-    except CompressError as error:
-        # The file is not written yet: name the option in place of the setting.
-        for setting, option in OPTION_OF_SETTING.items():
-            if str(error).startswith(place := f"{file}: {setting}: "):
-                raise type(error)(f"{option}: {str(error).removeprefix(place)}") from error
-        raise
     try:
         write_atomically(file, found.text)
     except OSError as error:
         raise PipelineInvalid(f"{file} cannot be written ({error.strerror})") from None
     return found
+
+
+@contextmanager
+def naming_options(file: Path) -> Iterator[None]:
+    """Name the option in place of the setting of a file that is not written yet, in errors."""
+    try:
+        yield
+    except CompressError as error:
+        for setting, option in OPTION_OF_SETTING.items():
+            if str(error).startswith(place := f"{file}: {setting}: "):
+                raise type(error)(f"{option}: {str(error).removeprefix(place)}") from error
+        raise
 
 
 def draft(file: Path, options: InitOptions) -> Draft:
@@ -216,6 +230,8 @@ def _data_section(options: InitOptions, folder: Path, model: dict[str, Any]) -> 
     found = describe_files(Path(text))
     key = next(iter(found))
     found[key] = relative_path(folder, Path(text))
+    if "audio" in found and "huggingface" in model:
+        del found["prepare"]  # its own file says it
     if "images" in found and not {"huggingface", "timm"} & model.keys():
         shape = [*(model.get("inputs") or [{}])[0].get("shape", ())]
         is_last = len(shape) == 4 and shape[1] not in (1, 3) and shape[3] in (1, 3)  # channels
@@ -439,14 +455,12 @@ class InitOptions:
 def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
     """Return the options with missing ones prompted for; if they name a model, only its inputs."""
     if options.model is None:
-        model = ask("Model, as a folder, file, timm:NAME or module:callable", "", check_model)
+        model = ask(QUESTIONS["model"], "", check_model)
         asks = options.checkpoint is None and not has_weights(model)
-        checkpoint = ask("Checkpoint", NO_ANSWER, str) if asks else options.checkpoint
-        data = options.data or ask(
-            "Data, as a file, folder or module:callable", NO_ANSWER, _check_data
-        )
-        target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
-        goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
+        checkpoint = ask(QUESTIONS["checkpoint"], NO_ANSWER, str) if asks else options.checkpoint
+        data = options.data or ask(QUESTIONS["data"], NO_ANSWER, _check_data)
+        target: Any = ask(QUESTIONS["target"], options.target, _one_of(Target))
+        goal: Any = ask(QUESTIONS["goal"], options.goal, _one_of(Goal))
         options = replace(
             options,
             model=model,
@@ -456,9 +470,7 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
             goal=goal,
         )
     if options.data is None and not options.inputs and not declares_inputs(str(options.model)):
-        answer = ask(
-            "Inputs, each as name=batch,3,224,224", "", lambda text: parse_inputs(text.split())
-        )
+        answer = ask(QUESTIONS["inputs"], "", lambda text: parse_inputs(text.split()))
         options = replace(options, inputs=answer.split())
     return options
 
@@ -476,13 +488,13 @@ def check_model(text: str) -> str:
 
 def has_weights(model: str) -> bool:
     """Whether a model is a folder or a file that holds its weights."""
-    return Path(model).is_dir() or Path(model).suffix in EXPORTED_ENDINGS
+    return Path(model).is_dir() or Path(model).suffix in KINDS
 
 
 def declares_inputs(model: str) -> bool:
     """Whether a model itself shows its inputs: not a factory, and not TorchScript."""
     known = model.startswith(TIMM_PREFIX) or has_weights(model)
-    return known and Path(model).suffix not in TORCHSCRIPT_ENDINGS
+    return known and KINDS.get(Path(model).suffix) != "torchscript"
 
 
 def parse_reference(text: str, option: str = "") -> str:
@@ -560,7 +572,7 @@ def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], P
                 f"--model: {text} is a folder without config.json; give {MODEL_FORMS}"
             )
         model = {"huggingface": relative_path(folder, path)}
-    elif path.suffix in EXPORTED_ENDINGS:
+    elif path.suffix in KINDS:
         model = {"file": relative_path(folder, path)}
     elif text.endswith(".py") or ".py:" in text:
         file, _, name = text.partition(":")

@@ -13,7 +13,7 @@ from compress.common.factories import Reference
 from compress.common.requirements import Requirement, pip_install
 from compress.data.loader_config import Loading
 from compress.pipelines.config.model_spec import class_by_key
-from compress.serve.packaging.request_forms import ImageInput, TextInput
+from compress.serve.packaging.request_forms import AudioInput, ImageInput, TextInput
 
 PARQUET = (".parquet", ".pq")
 DATASETS = Requirement(what="datasets", install=pip_install("datasets"))
@@ -56,7 +56,7 @@ class FileData(DataSettings):
     classes: tuple[str, ...] = ()
     """Labels in the order of the model's classes; by default the names that the model has, else
     the labels sorted. Whole numbers from 0 on are classes already."""
-    prepare: ImageInput | TextInput | None = None
+    prepare: ImageInput | TextInput | AudioInput | None = None
 
     @model_validator(mode="after")
     def _leaves_training_data(self) -> Self:
@@ -92,6 +92,27 @@ class ImageData(FileData):
     def requirements(self) -> tuple[Requirement, ...]:
         """What must be installed."""
         return (PILLOW,)
+
+
+class AudioData(FileData):
+    """WAV and FLAC files in folders, as `images` are.
+
+    A sound of several channels is their mean.
+    """
+
+    key: ClassVar[str] = "audio"
+
+    audio: str
+    """Folder, relative to this file."""
+    prepare: AudioInput | None = None
+    """How a sound becomes the model's input, in training, judging and serving alike, such as
+    `{rate: 16000, seconds: 1}`. What is left out follows a Hugging Face folder's
+    `preprocessor_config.json`."""
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """What must be installed."""
+        return AudioInput.requirements
 
 
 def _refuse_repeated(
@@ -204,6 +225,7 @@ class HuggingFaceData(FileData):
 DATA_CLASSES: dict[str, type[DataSettings]] = {
     "factory": FactoryData,
     "images": ImageData,
+    "audio": AudioData,
     "table": TableData,
     "arrays": ArrayData,
     "huggingface": HuggingFaceData,
@@ -214,6 +236,7 @@ FILE_KEYS = tuple(key for key in DATA_CLASSES if key != "factory")
 DataSpec = Annotated[
     Annotated[FactoryData, Tag("FactoryData")]
     | Annotated[ImageData, Tag("ImageData")]
+    | Annotated[AudioData, Tag("AudioData")]
     | Annotated[TableData, Tag("TableData")]
     | Annotated[ArrayData, Tag("ArrayData")]
     | Annotated[HuggingFaceData, Tag("HuggingFaceData")],

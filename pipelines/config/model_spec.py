@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
@@ -13,6 +14,7 @@ from compress.common.config import Settings
 from compress.common.factories import Reference
 from compress.common.requirements import Requirement, pip_install
 from compress.core.validation_errors import closest
+from compress.export.imported.exported_files import KINDS, Kind
 
 SOURCE = "source"  # name under which stages and gates refer to the imported model
 
@@ -114,11 +116,9 @@ class ModelFile(ModelInterface):
     `outputs` chooses among a file's outputs."""
 
     @property
-    def kind(self) -> Literal["onnx", "graph", "torchscript"]:
+    def kind(self) -> Kind:
         """The kind of artifact that the file becomes."""
-        if self.file.endswith(".onnx"):
-            return "onnx"
-        return "graph" if self.file.endswith(".pt2") else "torchscript"
+        return KINDS[Path(self.file).suffix]
 
 
 MODEL_CLASSES: dict[str, type[ModelInterface]] = {

@@ -5,19 +5,30 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from compress.common.errors import PipelineInvalid
+from compress.common.requirements import require_all
 from compress.pipelines.config.data_spec import PARQUET, DataSpec, FileData
-from compress.pipelines.data.records import LABELS, SPLITS, WHOLE, read_parts, rows_of
+from compress.pipelines.data.records import (
+    LABELS,
+    SOUND_SUFFIXES,
+    SPLITS,
+    WHOLE,
+    files_below,
+    read_parts,
+    rows_of,
+)
+from compress.serve.packaging.request_forms import AudioInput
 
 TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", *PARQUET)
 ARRAYS = (".npz", ".npy")
 LABEL_COLUMNS = (*LABELS, "class", "category", "sentiment", "stars", "rating", "score")
 SPLIT = {"val": 0.2, "test": 0.1}  # proposed where files are not divided
-ROWS_READ = 100  # of a table, to tell texts from numbers
+ROWS_READ = 100  # of a table, to tell texts from numbers; files of sounds
 
 
 def describe_files(path: Path) -> dict[str, Any]:
@@ -31,20 +42,31 @@ def describe_files(path: Path) -> dict[str, Any]:
     elif any(file.suffix.lower() in ARRAYS for file in named):
         content = {"arrays": str(path)}
     elif path.is_dir():
-        content = {"images": str(path)}
+        sounds = sorted(f for f in files_below(path) if f.suffix.lower() in SOUND_SUFFIXES)
+        content = {"audio" if sounds else "images": str(path)}
+        if sounds:
+            content["prepare"] = {"rate": mode(map(_rate_of, sounds[:ROWS_READ]))}
     else:
         raise PipelineInvalid(
-            f"{path}: expected a folder of images, a .csv, .tsv, .jsonl, .parquet, .npz or .npy "
-            "file, or a folder of Hugging Face's datasets"
+            f"{path}: expected a folder of images or sounds, a .csv, .tsv, .jsonl, .parquet, .npz "
+            "or .npy file, or a folder of Hugging Face's datasets"
         )
     spec: Any = TypeAdapter(DataSpec).validate_python(content)
     assert isinstance(spec, FileData)
     parts = read_parts(spec, Path())
     # Stars from 1 to 5 are classes from 0 to 4.
-    labels = {str(x) for p in parts.values() for x in (p.labels if p.labels is not None else ())}
+    numbered = [p.labels for p in parts.values() if p.labels is not None and not p.names]
+    labels = {str(label) for column in numbered for label in column}
     if len(labels) > 1 and labels == {str(i + 1) for i in range(len(labels))}:
         content["classes"] = sorted(labels, key=int)
     return {**content, "split": SPLIT} if WHOLE in parts else content
+
+
+def _rate_of(sound: Path) -> int:
+    require_all(AudioInput.requirements, sound.name)
+    import soundfile
+
+    return int(soundfile.info(sound).samplerate)
 
 
 def _columns_of_table(file: Path) -> dict[str, Any]:

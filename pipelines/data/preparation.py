@@ -13,21 +13,26 @@ from compress.artifacts import hf_folder
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, names_in
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
-from compress.pipelines.config.data_spec import FileData, HuggingFaceData, ImageData, TableData
+from compress.export.imported.exported_files import class_names_of
+from compress.pipelines.config.data_spec import (
+    AudioData,
+    FileData,
+    HuggingFaceData,
+    ImageData,
+    TableData,
+)
 from compress.pipelines.config.model_spec import HuggingFaceModel, ModelFile, TimmModel
 from compress.pipelines.data.samples import Preparation
-from compress.pipelines.models.exported_files import class_names_of
 from compress.serve.packaging.request_forms import (
     RESAMPLE,
+    AudioInput,
     ImageInput,
     TextInput,
-    image_input,
+    processor_input,
 )
 
 if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
-
-COLOURS = 3  # channels of images for a model that declares no inputs
 
 
 def find_preparation(
@@ -47,29 +52,24 @@ def find_preparation(
     if isinstance(model, ModelFile):
         names = class_names_of(model.kind, pipeline.folder / model.file)
     columns = isinstance(spec, HuggingFaceData | TableData) and spec.columns
-    is_text = not columns and isinstance(spec, HuggingFaceData | TableData) and bool(spec.text)
-    if is_text:
-        settings, tokenizer = _text_settings(pipeline, spec, inputs, carried)
-        carried[TOKENIZER] = tokenizer
-        return _preparation("text", settings, inputs or (), names, tokenizer.decode()), carried
-    if columns or (not isinstance(spec, ImageData | HuggingFaceData) and not spec.prepare):
-        return Preparation(class_names=names), carried
-    form = spec.prepare or _image_form(pipeline, carried)
-    assert isinstance(form, ImageInput)
-    if inputs is None:
-        size = form.size or (None, None)
-        if None in size:
-            raise PipelineInvalid("data.prepare: give the `size` of the model's images")
-        shape = [*size, COLOURS] if form.layout == "hwc" else [COLOURS, *size]
-        described = {"name": "input", "shape": ["batch", *shape], "dtype": "float32"}
-        inputs = (TensorSpec.model_validate(described),)
+    is_raw = isinstance(spec, ImageData | AudioData | HuggingFaceData) or bool(spec.prepare)
     try:
+        if not columns and isinstance(spec, HuggingFaceData | TableData) and spec.text:
+            settings, tokenizer = _text_settings(pipeline, spec, inputs, carried)
+            carried[TOKENIZER] = tokenizer
+            return _preparation("text", settings, inputs or (), names, tokenizer.decode()), carried
+        if columns or not is_raw:
+            return Preparation(class_names=names), carried
+        form = _declared_form(pipeline, spec, carried)
+        inputs = inputs or (form.default_input(),)
         settings = form.handler_settings(Signature(inputs=inputs))
+        if isinstance(form, AudioInput) and settings["samples"] is None and not form.extractor:
+            raise StageFailed("give `seconds`, or the size of the model's input: a batch has one")
     except StageFailed as error:
         raise PipelineInvalid(f"data.prepare: {error}") from error
     if spec.prepare or IMAGES not in carried:  # the model's own file is left as it is
-        carried[IMAGES] = _json(_processor_config(settings))
-    return _preparation("image", settings, inputs, names), carried
+        carried[IMAGES] = _json(_processor_config(form, settings))
+    return _preparation(form.kind, settings, inputs, names), carried
 
 
 def _preparation(
@@ -83,16 +83,27 @@ def _preparation(
     return Preparation(form, settings, described, tokenizer, names)
 
 
-def _image_form(pipeline: PipelineConfig, carried: Mapping[str, bytes]) -> ImageInput:
-    """Return how the model's own files prepare images."""
-    if IMAGES in carried and (form := image_input(json.loads(carried[IMAGES]))):
-        return form
-    if isinstance(pipeline.model, TimmModel):
+def _declared_form(
+    pipeline: PipelineConfig, spec: FileData, carried: Mapping[str, bytes]
+) -> ImageInput | AudioInput:
+    """Return how images or sounds are prepared, by the section or the model's own files."""
+    given, is_sound = spec.prepare, isinstance(spec, AudioData)
+    form: Any = given
+    if IMAGES in carried and (is_sound or not given):
+        form = processor_input(json.loads(carried[IMAGES]))
+    wanted = AudioInput if is_sound else ImageInput
+    if isinstance(form, wanted) or isinstance(form := given, wanted):
+        update = given.model_dump(exclude_unset=True) if is_sound and given else {}
+        return form.model_copy(update=update)
+    if isinstance(pipeline.model, TimmModel) and not is_sound:
         return _timm_form(pipeline.model)
+    what, example = "images", "{size: 224, shorter_side: 256, mean: [0.485, 0.456, 0.406], std: "
+    example += "[0.229, 0.224, 0.225]}"
+    if is_sound:
+        what, example = "sounds", "{rate: 16000, seconds: 1}"
     raise PipelineInvalid(
-        "data.prepare: nothing says how images become the model's input; give what it was trained "
-        "with, such as `prepare: {size: 224, shorter_side: 256, mean: [0.485, 0.456, 0.406], std: "
-        "[0.229, 0.224, 0.225]}`"
+        f"data.prepare: nothing says how {what} become the model's input; give what it was trained "
+        f"with, such as `prepare: {example}`"
     )
 
 
@@ -119,8 +130,12 @@ def _timm_form(spec: TimmModel) -> ImageInput:
     return ImageInput.model_validate({**found, "resample": config["interpolation"]})
 
 
-def _processor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return images' settings as a `preprocessor_config.json`, which `image_input` reads."""
+def _processor_config(form: ImageInput | AudioInput, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as a `preprocessor_config.json`, which `processor_input` reads."""
+    if isinstance(form, AudioInput):
+        kind = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "feature_size": 1}
+        kind |= {"padding_value": 0.0, "do_normalize": form.normalize, **form.extractor}
+        return {**kind, "sampling_rate": form.rate, "seconds": form.seconds}
     height, width = settings["size"]
     config: dict[str, Any] = {
         "image_processor_type": "ViTImageProcessor",
@@ -166,10 +181,7 @@ def _text_settings(
                 "data.prepare: nothing says how texts become the model's inputs; give `prepare: "
                 "{tokenizer: tokenizer.json}`"
             )
-        try:
-            settings = form.handler_settings(Signature(inputs=inputs))
-        except StageFailed as error:
-            raise PipelineInvalid(f"data.prepare: {error}") from error
+        settings = form.handler_settings(Signature(inputs=inputs))
         return settings, Path(form.tokenizer).read_bytes()
 
 

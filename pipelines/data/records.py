@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from compress.artifacts.model_source import installed_version
+from compress.common.atomic_files import RACY_SECONDS
 from compress.common.errors import PipelineInvalid
 from compress.common.requirements import require_all
 from compress.data.splits import UNLABELLED
@@ -22,6 +27,7 @@ from compress.pipelines.config.data_spec import (
     DATASETS,
     PARQUET,
     ArrayData,
+    AudioData,
     FileData,
     HuggingFaceData,
     ImageData,
@@ -35,6 +41,7 @@ SPLITS = {
 }
 """Names of folders, files and arrays that hold a split → the split."""
 IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
+SOUND_SUFFIXES = frozenset((".flac", ".wav"))
 LABELS = ("label", "labels", "y", "target", "targets")  # usual names of what is predicted
 WHOLE = ""  # the name of samples that are not divided into splits
 MOST_SHOWN = 5  # names in a message
@@ -122,7 +129,9 @@ def read_parts(spec: FileData, folder: Path) -> Parts:
         raise PipelineInvalid(f"{spec.place}: no such file or folder (in {folder})")
     try:
         if isinstance(spec, ImageData):
-            return _images(place)
+            return _class_folders(place, "images", IMAGE_SUFFIXES)
+        if isinstance(spec, AudioData):
+            return _class_folders(place, "sounds", SOUND_SUFFIXES)
         if isinstance(spec, TableData):
             return _each_file(place, lambda file: {WHOLE: _table(spec, file)})
         if isinstance(spec, ArrayData):
@@ -161,7 +170,7 @@ def divide(records: Records, shares: Mapping[str, float]) -> Parts:
     return {name: records.rows(sorted(indices)) for name, indices in chosen.items()}
 
 
-def _files_below(place: Path) -> Iterator[Path]:
+def files_below(place: Path) -> Iterator[Path]:
     """Yield files, also those of linked folders, without hidden ones."""
     for folder, folders, names in os.walk(place, followlinks=True):
         own = Path(folder).resolve()
@@ -174,14 +183,34 @@ def _files_below(place: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def _images(place: Path) -> Parts:
+def state_of_files(spec: FileData, folder: Path) -> str:
+    """Hash names, sizes and times of a section's files, and what decides how they are read."""
+    digest, newest = hashlib.sha256(), 0.0
+    for need in spec.requirements:
+        digest.update(f"{need.what} {installed_version(need.what)} ".encode())
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    for name in filter(None, (spec.place, getattr(spec.prepare, "tokenizer", ""))):
+        place = folder / name
+        files += sorted(files_below(place)) if place.is_dir() else [place]
+    for file in files:
+        with suppress(OSError):  # a missing one is named by whoever reads it
+            now = file.stat()
+            newest = max(newest, now.st_ctime)
+            times = f"{now.st_mtime_ns} {now.st_ctime_ns}"
+            digest.update(f"{file}\0{now.st_ino} {now.st_size} {times}\0".encode())
+    if time.time() - newest < RACY_SECONDS:
+        digest.update(os.urandom(16))  # it may change again without a new time
+    return digest.hexdigest()
+
+
+def _class_folders(place: Path, kind: str, suffixes: frozenset[str]) -> Parts:
     if not place.is_dir():
-        raise PipelineInvalid(f"{place.name} is a file, expected a folder of images")
+        raise PipelineInvalid(f"{place.name} is a file, expected a folder of {kind}")
     found: dict[str, list[tuple[Path, str | None]]] = defaultdict(list)
     others: set[str] = set()
-    for file in sorted(_files_below(place)):
+    for file in sorted(files_below(place)):
         within = file.relative_to(place).parts
-        if file.suffix.lower() not in IMAGE_SUFFIXES:
+        if file.suffix.lower() not in suffixes:
             others.add(file.name)
             continue
         split = SPLITS.get(within[0].lower(), WHOLE) if len(within) > 1 else WHOLE
@@ -190,7 +219,7 @@ def _images(place: Path) -> Parts:
     if not found:
         shown = f", but {', '.join(sorted(others)[:MOST_SHOWN])}" if others else ""
         raise PipelineInvalid(
-            f"{place.name} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))}){shown}"
+            f"{place.name} holds no {kind} ({', '.join(sorted(suffixes))}){shown}"
         )
     parts = {}
     for split, pairs in found.items():
@@ -199,11 +228,9 @@ def _images(place: Path) -> Parts:
         if 0 < len(unlabelled) < len(pairs):
             raise PipelineInvalid(
                 f"{unlabelled[0].relative_to(place.parent)} lies in no folder of a class, as "
-                f"{len(pairs) - len(unlabelled)} other images do"
+                f"{len(pairs) - len(unlabelled)} other {kind} do"
             )
-        parts[split] = Records(
-            {"image": [file for file, _ in pairs]}, None if unlabelled else labels
-        )
+        parts[split] = Records({kind: [file for file, _ in pairs]}, None if unlabelled else labels)
     return parts
 
 
@@ -230,7 +257,8 @@ def _table(spec: TableData, file: Path) -> Records:
         labels = ()
     inputs = (spec.text,) if spec.text else spec.columns
     columns: dict[str, Any] = defaultdict(list)
-    for number, row in enumerate(rows_of(file), 1):
+    rows = rows_of(file)
+    for number, row in enumerate(rows, 1):
         inputs = inputs or tuple(name for name in row if name not in not_inputs)
         for name in (*inputs, *labels):
             if row.get(name) is None or row[name] == "":
@@ -247,20 +275,29 @@ def _table(spec: TableData, file: Path) -> Records:
         target = np.stack([_numbers(file, name, columns[name]) for name in labels], axis=1)
     elif labels:
         target = columns[labels[0]]
+    # Parquet files that `datasets` wrote name the classes that numbers stand for.
+    features = getattr(rows, "features", {}) if len(labels) == 1 else {}
+    names = tuple(getattr(features.get(labels[0]), "names", ())) if features else ()
     if spec.text:
-        return Records({"text": [str(text) for text in columns[spec.text]]}, target)
-    return Records({name: _numbers(file, name, columns[name]) for name in inputs}, target)
+        return Records({"text": [str(text) for text in columns[spec.text]]}, target, names)
+    return Records({name: _numbers(file, name, columns[name]) for name in inputs}, target, names)
 
 
-def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield a table's rows, by column."""
+def rows_of(file: Path) -> Iterable[Mapping[str, Any]]:
+    """Return a table's rows, by column."""
+    if file.suffix.lower() not in PARQUET:
+        return _rows_of_text(file)
+    require_all((DATASETS,), file.name)
+    import datasets
+
+    rows: Iterable[Mapping[str, Any]]
+    rows = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+    return rows
+
+
+def _rows_of_text(file: Path) -> Iterator[Mapping[str, Any]]:
     suffix = file.suffix.lower()
-    if suffix in PARQUET:
-        require_all((DATASETS,), file.name)
-        import datasets
-
-        yield from datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
-    elif suffix in (".jsonl", ".ndjson", ".json"):
+    if suffix in (".jsonl", ".ndjson", ".json"):
         text = file.read_text(encoding="utf-8-sig")
         is_list = text.lstrip().startswith("[")
         # Not `splitlines`, which splits texts at further characters.

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, StackDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid
-from compress.data.batch import LABELS
+from compress.data.batch import LABELS, stack_columns
 from compress.pipelines.config.data_spec import FileData, TableData
 from compress.pipelines.data.records import MOST_SHOWN, Parts, Records, read_records
-from compress.serve.packaging.val_preparation import image_body
-from compress.serve.worker.wire import image_reader, text_reader
+from compress.serve.packaging.val_preparation import image_body, sound_body
+from compress.serve.worker.wire import audio_reader, image_reader, text_reader
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Preparation:
     """How raw samples become the model's inputs, in this process or another one."""
 
     form: str = ""
-    """`image` or `text`; empty where numbers are inputs as they are."""
+    """`image`, `audio` or `text`; empty where numbers are inputs as they are."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the server's handler."""
     inputs: tuple[Mapping[str, Any], ...] = ()
@@ -74,23 +74,24 @@ class Files:
         }
 
 
-class PreparedImages(Dataset[Any]):
-    """Images, each prepared when it is asked for, with a target or without."""
+class PreparedFiles(Dataset[Any]):
+    """Images or sounds, each prepared when it is asked for, with a target or without."""
 
-    def __init__(self, images: Sequence[Any], targets: Any, preparation: Preparation) -> None:
-        self.images, self.targets, self.preparation = images, targets, preparation
+    def __init__(self, files: Sequence[Any], targets: Any, preparation: Preparation) -> None:
+        self.files, self.targets, self.preparation = files, targets, preparation
         self.class_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> Any:
-        entry = self.images[index]
+        entry, form = self.files[index], self.preparation.form
         place = entry if isinstance(entry, Path) else f"sample {index}"
-        body = image_body(entry)
+        body = sound_body(entry) if form == "audio" else image_body(entry)
         if body is None:
             raise PipelineInvalid(f"{place} is no image that can be read")
-        read = image_reader(self.preparation.settings, self.preparation.inputs[0])
+        reader = audio_reader if form == "audio" else image_reader
+        read = reader(self.preparation.settings, self.preparation.inputs[0])
         try:
             x = torch.from_numpy(read(body)[0][0])
         except ValueError as error:
@@ -149,12 +150,12 @@ def load_files(files: Files) -> dict[str, Dataset[Any]]:
 
 def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
     form, columns = files.preparation.form, records.columns
-    if form == "image":
+    if form in ("image", "audio"):
         if len(columns) > 1:
             raise PipelineInvalid(
                 f"{files.spec.place} has {', '.join(columns)}, expected one array of images"
             )
-        return PreparedImages(next(iter(columns.values())), targets, files.preparation)
+        return PreparedFiles(next(iter(columns.values())), targets, files.preparation)
     if form == "text":
         return PreparedTexts(columns["text"], targets, files.preparation)
     tensors: Any = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in columns.items()}
@@ -163,7 +164,7 @@ def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
         tensors = {"input": torch.stack([*tensors.values()], dim=1)}
     labels: dict[str, Any] = {} if targets is None else {LABELS: targets}
     if len(tensors) > 1:  # the model takes them by their names
-        return StackDataset(**tensors, **labels)
+        return stack_columns(tensors | labels)
     return Rows(*tensors.values(), *labels.values())
 
 

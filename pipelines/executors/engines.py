@@ -13,12 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from compress.common.errors import PipelineInvalid, StageFailed, describe_exit_code
 from compress.common.process import THREADS, configured_threads, usable_cores
-from compress.common.requirements import Requirement, pip_install, require_all
+from compress.common.requirements import Requirement, pip_install, require_all, undisturbed
 from compress.pipelines.executors.task import StageTask, TaskResult, log_here, pickled
+from compress.training.config.parallel import Parallel, nodes_of
+from compress.training.launch.rank_group import nodes_by_engine
 
 if TYPE_CHECKING:
     from compress.core.progress import Progress
@@ -45,6 +47,8 @@ def threads_each(jobs: int) -> int:
 class ProcessPool:
     """Runs up to `places` stages at a time, each in a worker process of this machine."""
 
+    runs_apart: ClassVar[tuple[()]] = ()
+    """Settings that ask for no other stage beside theirs, and that it fulfils in another way."""
     places: int
     progress: Progress
     lock: int | None = None
@@ -143,9 +147,17 @@ class _Worker:
 
 def check_engine(pipeline: PipelineConfig, name: EngineName) -> None:
     """Refuse an engine that is not installed, or a GPU, which was not tried with Ray."""
-    if name == "ray":
-        require_all([RAY], "--engine ray")
-    if name == "ray" and pipeline.device != "cpu":
+    nodes_by_engine.set(name == "ray")
+    if name != "ray":
+        return
+    require_all([RAY], "--engine ray")
+    for planned in pipeline.stages:
+        if nodes_of(planned)[1] > 1 and undisturbed(planned, Parallel):
+            raise PipelineInvalid(
+                f"{planned.title}: measures latency, and trains on several nodes, which --engine "
+                "ray has in stages that measure none; leave --engine out, and start torchrun"
+            )
+    if pipeline.device != "cpu":
         raise PipelineInvalid(
             f"{pipeline.place('device')}: --engine ray runs on `device: cpu` alone, found "
             f"{pipeline.device!r}; use --jobs"

@@ -6,14 +6,17 @@ import logging
 import logging.handlers
 import os
 import signal
+import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from compress.artifacts.artifact import MANIFEST
 from compress.common.dependency_recorder import Recording
@@ -23,10 +26,14 @@ from compress.pipelines.executors.launched import REMEDY, RunEnvironment
 from compress.pipelines.executors.task import StageTask, TaskResult, log_here, pickled, run_task
 from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.signals import raise_if_stopped
+from compress.training.config.parallel import Parallel, nodes_of
+from compress.training.launch.rank_group import RankGroup
 
 RETRIES = 2
 """Times that a task is run again after its process died; a training resumes from its checkpoint."""
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_NOTICE = 60.0
+"""Within which Ray notices that a node is lost, after a training has failed for that."""
 SECONDS_WITHOUT_NODES = 300.0
 """Without a node that is large enough, before stages fail: an autoscaler takes minutes."""
 
@@ -35,6 +42,7 @@ SECONDS_WITHOUT_NODES = 300.0
 class RayTasks:
     """Runs a limited number of stages at a time on a cluster."""
 
+    runs_apart: ClassVar[type] = Parallel
     places: int
     threads: int
     """CPU threads of each stage, which Ray reserves."""
@@ -78,10 +86,16 @@ class RayTasks:
         return cls(places, min(threads, max(cores, default=1)), started, environment)
 
     def submit(self, stage_task: StageTask) -> None:
-        """Run a stage in whichever process of the cluster is free."""
-        remote = ray.remote(_run_on_node).options(num_cpus=self.threads, max_retries=RETRIES)
-        level = logging.getLogger().level
-        running = remote.remote(stage_task.name, pickled(stage_task), self.environment, level)
+        """Run a stage in whichever process is free; on several nodes if it trains on these."""
+        arguments = (stage_task.name, pickled(stage_task), self.environment)
+        level, nodes = logging.getLogger().level, nodes_of(stage_task.stage)
+        remote: Any  # tasks of two kinds
+        if nodes == (1, 1):
+            remote = ray.remote(_run_on_node).options(num_cpus=self.threads, max_retries=RETRIES)
+            running = remote.remote(*arguments, level)
+        else:
+            remote = ray.remote(_run_on_nodes).options(num_cpus=0, max_retries=RETRIES)
+            running = remote.remote(*arguments, level, *nodes, self.threads)
         self._running[running] = stage_task
 
     def next(self) -> TaskResult:
@@ -94,15 +108,19 @@ class RayTasks:
             ready, _ = ray.wait(list(self._running), timeout=SECONDS_BETWEEN_LOOKS)
             if ready:
                 break
-            if max(_cores_of_nodes(), default=0) >= self.threads:
+            found = _nodes_with(self.threads)
+            needs = {task: nodes_of(t.stage)[0] for task, t in self._running.items()}
+            task = max(needs, key=needs.__getitem__)
+            if found >= needs[task]:
                 self._without_nodes_since = None
                 continue
             self._without_nodes_since = self._without_nodes_since or time.monotonic()
             if time.monotonic() - self._without_nodes_since > SECONDS_WITHOUT_NODES:
-                task, stage_task = self._running.popitem()
+                stage_task = self._running.pop(task)
                 ray.cancel(task, force=True)
+                few = f"{found} of {needs[task]} nodes" if needs[task] > 1 else "no node"
                 why = (
-                    f"the cluster has had no node of {self.threads} cores for "
+                    f"the cluster has had {few} of {self.threads} cores for "
                     f"{SECONDS_WITHOUT_NODES:.0f} s; start nodes, and run the same command again"
                 )
                 return TaskResult(stage_task.name, 0.0, StageFailed(f"{stage_task.name}: {why}"))
@@ -151,6 +169,87 @@ def _run_on_node(
     finally:
         root.removeHandler(collector)
     return *result, [records.get() for _ in range(records.qsize())]
+
+
+class _Node:
+    """One of the processes of a stage that trains on several nodes, as torchrun would start it."""
+
+    def address(self) -> tuple[str, str]:
+        """Return this node's address, and a port that is free on it."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            return host, str(free.getsockname()[1])
+
+    def run(self, rank: int, nodes: int, server: tuple[str, str], *arguments: Any) -> Any:
+        """Run the stage as rank 0; as another one take part in its trainings, and return None."""
+        numbers = {"RANK": rank, "WORLD_SIZE": nodes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        meeting = dict(zip(("MASTER_ADDR", "MASTER_PORT"), server, strict=True))
+        group = RankGroup.join({name: str(number) for name, number in numbers.items()} | meeting)
+        if rank:
+            arguments[2].enter()  # the folders of the run
+            group.serve(lambda request: "")
+            return None
+        try:
+            return _run_on_node(*arguments)
+        finally:
+            group.leave(0)
+
+
+def _run_on_nodes(
+    name: str,
+    pickled_task: bytes,
+    environment: RunEnvironment,
+    level: int,
+    fewest: int,
+    most: int,
+    threads: int,
+) -> Any:
+    """Run a stage by an actor on each of some nodes; again, from its checkpoint, if one is lost."""
+    label = f"{environment.run_id}-{name}"
+    for tries_left in reversed(range(RETRIES + 1)):
+        with suppress(ValueError):  # of a process of this function that died
+            ray.util.remove_placement_group(ray.util.get_placement_group(label))
+        nodes = max(fewest, min(most, _nodes_with(threads)))
+        bundles = [{"CPU": threads}] * nodes
+        places = ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=label)
+        try:
+            ray.get(places.ready())
+            start = ray.remote(_Node).options
+            actors: list[Any] = [
+                start(
+                    num_cpus=threads,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(places, bundle),
+                ).remote()
+                for bundle in range(nodes)
+            ]
+            server = ray.get(actors[0].address.remote())
+            arguments = (nodes, server, name, pickled_task, environment, level)
+            runs = [actor.run.remote(rank, *arguments) for rank, actor in enumerate(actors)]
+            waiting = [*runs]
+            while runs[0] in waiting:
+                (ended,), waiting = ray.wait(waiting)
+                try:
+                    result = ray.get(ended)
+                except ray.exceptions.RayTaskError:
+                    if ended == runs[0]:
+                        raise
+                    # It has lost rank 0, whose own end says why.
+            # Where a node is lost, that is the cause of the error.
+            with suppress(ray.exceptions.RayTaskError, ray.exceptions.GetTimeoutError):
+                if result[1] is not None:
+                    ray.get(waiting, timeout=SECONDS_TO_NOTICE)
+            return result
+        except ray.exceptions.RayActorError:
+            if not tries_left:
+                raise
+        finally:
+            ray.util.remove_placement_group(places)  # ends the actors
+    raise AssertionError
+
+
+def _nodes_with(threads: int) -> int:
+    return sum(cores >= threads for cores in _cores_of_nodes())
 
 
 def _cores_of_nodes() -> list[int]:

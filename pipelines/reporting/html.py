@@ -30,7 +30,7 @@ MODEL_KEYS = ("huggingface", "timm", "factory", "file")
 MAX_CHARACTERS = 40_000  # of facts and settings on the page; for more, it names the JSON file
 MAX_SIZE_ROWS, MAX_SENSITIVITY_ROWS = 15, 12  # rows of the size table and of each sensitivity table
 MAX_COLUMNS, MAX_TABLES = 6, 6  # stages in the size table, sensitivity tables on the page
-STRIP_WIDTH = 180  # width of a strip, in units of its SVG view box
+STRIP_WIDTH = 240  # width of a strip, in units of its SVG view box
 MAX_DRAWN_TRAININGS = 12  # with plots, to keep the page small; the table lists all of them
 
 
@@ -257,8 +257,9 @@ def latency_spreads(rows: Sequence[StageRow]) -> dict[str, Any] | None:
     """Compute box strips of latencies and speedups, one for each row; None without distributions.
 
     `calls` are x positions of the 5, 25, 50, 75 and 95 % quantiles by row number; `blocks` an SVG
-    path with a dot for the speedup of each block of calls, and positions of their median and its
-    interval; `equal` is the position of an equal speed, None where it lies beyond the axis.
+    path with a tick for the speedup of each block of calls, and positions of their median and its
+    interval; `calls_ticks` and `blocks_ticks` the positions and texts of both axes; `equal` the
+    position of an equal speed, None where it lies beyond the axis.
     """
     measured = {row.number: row.measured for row in rows if row.measured}
     times = {n: m.latency_ms.ventiles for n, m in measured.items() if not m.latency_ms.reason}
@@ -271,9 +272,9 @@ def latency_spreads(rows: Sequence[StageRow]) -> dict[str, Any] | None:
     if not times or not ratios:
         return None
     ends = [end for ventiles in times.values() for end in (ventiles[0], ventiles[-1])]
-    time = axis_for(ends, 3, STRIP_WIDTH - 3, log=True)
+    time = axis_for(ends, 12, STRIP_WIDTH - 12, log=True)
     ends = [end for own, _, interval in ratios.values() for end in (*own, *interval)]
-    ratio = axis_for(ends, 3, STRIP_WIDTH - 3, log=True)
+    ratio = axis_for(ends, 12, STRIP_WIDTH - 12, log=True)
     # The places of these quantiles among the 19 ventiles.
     places = {"low": 0, "first": 4, "median": 9, "third": 14, "high": 18}
     return {
@@ -283,15 +284,15 @@ def latency_spreads(rows: Sequence[StageRow]) -> dict[str, Any] | None:
         },
         "blocks": {
             number: {
-                "dots": "".join(f"M{ratio.position(one):g} 9h0" for one in own),
+                "dots": "".join(f"M{ratio.position(one):g} 3v18" for one in own),
                 "low": ratio.position(low),
                 "median": ratio.position(median),
                 "high": ratio.position(high),
             }
             for number, (own, median, (low, high)) in ratios.items()
         },
-        "calls_ends": (time.low, time.high),
-        "blocks_ends": (ratio.low, ratio.high),
+        "calls_ticks": [(time.position(v), f"{v:g}") for v in time.ticks(3)],
+        "blocks_ticks": [(ratio.position(v), f"{v:g}×") for v in ratio.ticks(3)],
         "equal": ratio.position(1) if ratio.low <= 1 <= ratio.high else None,
     }
 

@@ -142,32 +142,29 @@ def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | No
             title += f"{1 / speedup:.3g} of the baseline's time (95 %: {low:.3g} to {high:.3g})"
             times.append(replace(point, title=title, x=1 / speedup, x_interval=(low, high)))
     direction = {True: ", higher is better", False: ", lower is better", None: ""}[better]
-    smallest = set() if better is None else pareto_indices(sizes, better)
-    fastest = set() if better is None else pareto_indices(times, better)
-    upwards = f"{name} on val{direction}"
+    samples = found[0].measured.metric.samples  # type: ignore[union-attr]
+    upwards, counted = f"{name} on val{direction}", f"n = {samples}" if samples else ""
+    smallest, fastest = (
+        set() if better is None else pareto_indices(points, better) for points in (sizes, times)
+    )
+
+    def plot(points: list[Point], front: set[int], what: str, x_name: str, shown: Any) -> Plot:
+        title, names = f"{name} against {what}", (x_name, upwards)
+        return scatter_plot(points, front, title=title, names=names, shown=shown, counted=counted)
+
     relative = f"time of a call, {report.baseline_name} = 1"
     return ParetoFronts(
-        size=scatter_plot(
-            sizes,
-            smallest,
-            title=f"{name} against size",
-            names=("size of the file", upwards),
-            shown=lambda v: f"{v / 1e6:g} MB" if v >= 1e6 else readable_bytes(round(v)),
-        ),
-        time=scatter_plot(
-            times,
-            fastest,
-            title=f"{name} against latency",
-            names=(relative, upwards),
-            shown=lambda v: f"{v:g}",
-        )
-        if times
-        else None,
+        size=plot(sizes, smallest, "size", "size of the file", _size_on_axis),
+        time=plot(times, fastest, "latency", relative, "{:g}".format) if times else None,
         by_size=[found[i] for i in sorted(smallest, key=lambda i: sizes[i].x)],
         by_time=[timed[i] for i in sorted(fastest, key=lambda i: times[i].x)],
         absent=[row for row in rows if row not in found],
         untimed=[row for row in found if row not in timed],
     )
+
+
+def _size_on_axis(size: float) -> str:
+    return f"{size / 1e6:g} MB" if size >= 1e6 else f"{size / 1e3:g} kB"
 
 
 def _metric_interval(row: StageRow, higher_is_better: bool | None) -> tuple[float, float] | None:

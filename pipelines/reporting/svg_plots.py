@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-LEFT, RIGHT, TOP = 60, 390, 26
+LEFT, RIGHT, TOP = 60, 390, 44
 """Edges of a plot in view-box units; few units across, so that text stays readable on a phone."""
-FLOOR, LOW_FLOOR = 254, 144  # lower edge of a scatter plot, and of a line plot
+FLOOR, LOW_FLOOR = 272, 162  # lower edge of a scatter plot, and of a line plot
 LABEL_MARGIN = 30
 LOG_FROM_RATIO = 5.0  # an axis is logarithmic if its ends differ by this factor or more
-CHARACTER_WIDTH = 7.0  # estimated width of a label's character, in view-box units
+CHARACTER_WIDTH = 8.0  # estimated width of a label's character, in view-box units
 MAX_DRAWN_POINTS = 100  # of a line: more cannot be distinguished at this size
 
 Shape = Literal["front", "other", "refused"]
+Box = tuple[float, float, float, float]
+"""Left, upper, right and lower edge, in view-box units."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class Plot:
     description: str
     x_name: str
     y_name: str
+    y_note: str
+    """What stands below it: how many samples the values are of, whether lines are intervals."""
     xs: list[tuple[float, str]]
     ys: list[tuple[float, str]]
     floor: int = FLOOR
@@ -143,8 +147,12 @@ def scatter_plot(
     title: str,
     names: tuple[str, str],
     shown: Callable[[float], str],
+    counted: str = "",
 ) -> Plot:
-    """Lay out a scatter plot of points and their Pareto `front`; `shown` words a value of x."""
+    """Lay out a scatter plot of points and their Pareto `front`; `shown` words a value of x.
+
+    `counted` says how many samples or calls the values are of.
+    """
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
     x_axis = axis_for(ends, LEFT, RIGHT, log=True)
     # Refused points may be outliers: they do not stretch the vertical axis. Intervals do: what
@@ -160,21 +168,28 @@ def scatter_plot(
         x, y = x_axis.position(p.x), y_axis.clamped_position(p.y)
         marks.append(Mark(x, y, shape, p.title, whisker, bar))
     members = sorted({(marks[i].x, marks[i].y) for i in front})
-    steps = [f"{x},{y}" for x, y in members[:1]]
+    steps = members[:1]
     for (_, previous), (x, y) in pairwise(members):
-        steps += [f"{x},{previous}", f"{x},{y}"]
+        steps += [(x, previous), (x, y)]
+    intervals = "lines are 95 % intervals" if any(m.whisker or m.bar for m in marks) else ""
     named = [points[i].title for i in sorted(front, key=lambda i: points[i].x)]
     return Plot(
         title=title,
         description=f"On the Pareto front: {'; '.join(named)}." if named else "",
         x_name=f"{names[0]}{', log scale' if x_axis.log else ''}",
         y_name=names[1],
+        y_note=", ".join(filter(None, (counted, intervals))),
         xs=[(x_axis.position(v), shown(v)) for v in x_axis.ticks()],
         ys=[(y_axis.position(v), f"{v:.6g}") for v in y_axis.ticks()],
         marks=tuple(marks),
         beyond=sum(not y_axis.low <= p.y <= y_axis.high for p in points),
-        labels=tuple(_labels([(p.label, m) for p, m in zip(points, marks, strict=True)])),
-        lines=(" ".join(steps),) if len(members) > 1 else (),
+        labels=tuple(
+            _labels(
+                [(p.label, m) for p, m in zip(points, marks, strict=True) if p.label],
+                [*_drawn_lines(marks, steps)],
+            )
+        ),
+        lines=(" ".join(f"{x},{y}" for x, y in steps),) if len(members) > 1 else (),
     )
 
 
@@ -206,6 +221,7 @@ def line_plot(
         description=f"Epoch {first[0]}: {first[1]:.4f}; epoch {last[0]}: {last[1]:.4f}.",
         x_name=names[0],
         y_name=names[1],
+        y_note=f"{first[1]:.4g} → {last[1]:.4g}",
         xs=[(x_axis.position(v), f"{v:g}") for v in x_axis.ticks() if v == int(v)],
         ys=[(y_axis.position(v), f"{v:.4g}") for v in y_axis.ticks(3)],
         floor=LOW_FLOOR,
@@ -215,22 +231,35 @@ def line_plot(
     )
 
 
-def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
-    """Yield a label, the front's first, at each mark where one of four positions is free."""
+def _labels(named: Sequence[tuple[str, Mark]], lines: Sequence[Box]) -> Iterator[Label]:
+    """Yield a label, the front's first, at each mark where one of eight positions is free."""
     together: dict[tuple[float, float], list[str]] = {}
     for text, mark in named:
         together.setdefault((mark.x, mark.y), []).append(text)
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in together]
-    taken += [(m.whisker[0], m.y - 3, m.whisker[1], m.y + 3) for _, m in named if m.whisker]
+    taken += [(a - 2, b - 2, c + 2, d + 2) for a, b, c, d in lines]
     front = {(mark.x, mark.y) for _, mark in named if mark.shape == "front"}
     for (x, y), texts in sorted(together.items(), key=lambda item: item[0] not in front):
         text = ", ".join(texts) if len(texts) < 4 else f"{texts[0]} … {texts[-1]}"
         wide = len(text) * CHARACTER_WIDTH
-        # Right of the mark, above it, left of it, below it.
-        for left, base in ((7, 4), (-wide / 2, -8), (-wide - 7, 4), (-wide / 2, 17)):
+        # Right of the mark, above it, left of it, below it; then between these.
+        sides = ((7, 4), (-wide / 2, -8), (-wide - 7, 4), (-wide / 2, 17))
+        corners = ((8, -5), (-wide - 8, -5), (8, 15), (-wide - 8, 15))
+        for left, base in (*sides, *corners):
             x0, y0, x1, y1 = x + left, y + base - 10, x + left + wide, y + base + 1
             fits = x0 >= LEFT and x1 <= RIGHT + LABEL_MARGIN and TOP - 12 <= y0 <= FLOOR - 9
             if fits and not any(x0 < c and a < x1 and y0 < d and b < y1 for a, b, c, d in taken):
                 taken.append((x0, y0, x1, y1))
                 yield Label(round(x + left, 1), round(y + base, 1), text)
                 break
+
+
+def _drawn_lines(marks: Sequence[Mark], steps: Sequence[tuple[float, float]]) -> Iterator[Box]:
+    """Yield the lines that no label may cross: intervals of the marks, and the front's steps."""
+    for m in marks:
+        if m.whisker:
+            yield m.whisker[0], m.y, m.whisker[1], m.y
+        if m.bar:
+            yield m.x, min(m.bar), m.x, max(m.bar)
+    for (x0, y0), (x1, y1) in pairwise(steps):
+        yield min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)

@@ -162,7 +162,7 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
             text.style = "" if row.status == "skipped" else "bold red"
             table.add_row(row.name, text, *("–" for _ in shown[1:]))
             continue
-        cells = _measured_cells(row.measured)
+        cells = measured_cells(row.measured)
         if stage := row.report:  # else it is the imported model
             passed, total = sum(v.passed for v in stage.verdicts), len(stage.verdicts)
             style = "green" if passed == total else "bold red"
@@ -178,7 +178,8 @@ def _metric(report: Report) -> str:
     return next((m.name for m in measured if m), "metric")
 
 
-def _measured_cells(m: Measurements) -> dict[str, str | Text]:
+def measured_cells(m: Measurements) -> dict[str, str | Text]:
+    """Return an artifact's figures as text, by column."""
     missing = "–" if m.was_left_out else NOT_MEASURABLE
     return {
         "metric": f"{m.metric.value:.4f}" if m.metric else "–",

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, JsonValue, ValidationError
 
 from compress.common.atomic_files import write_atomically
-from compress.common.config import Settings
+from compress.common.config import Result, Settings
 from compress.common.errors import ArtifactInvalid
+from compress.common.printable import ShownInNotebooks
 from compress.common.sealed_json import LOCK, read_report, write_report
 from compress.core.verdict import Verdict
 from compress.pipelines.results.measurements import Measurements
@@ -59,7 +60,7 @@ class ArtifactReport(Settings):
         )
 
 
-class StageReport(Settings):
+class StageReport(Result):
     """One stage of a run."""
 
     name: str
@@ -135,7 +136,7 @@ class TestReport(Settings):
     """Where the metric on `test` and on `val` differ beyond their intervals: a line → its stage."""
 
 
-class Report(Settings):
+class Report(ShownInNotebooks, Result):
     """A whole run."""
 
     version: Literal[1] = 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import Artifact
 from compress.common.dependency_recorder import Recording, recording
-from compress.common.errors import CompressError
+from compress.common.errors import CompressError, first_line
 from compress.common.malloc import release_freed_memory
 from compress.common.requirements import undisturbed
 from compress.core.context import ExportCache
@@ -126,10 +126,12 @@ class PipelineExecutor:
             runtime = BASELINES[ExportOnnx.runtime.name]
             file = BaselineArtifact(runtime, source, replace(context, is_quick=True)).written()
             cache.seconds += time.monotonic() - began
-        except Exception:
+        except Exception as error:
             # Whatever the user's own code raises here, it raises again where the model is called.
             if signals.exit_code():  # the error is a consequence of it
                 raise
+            why = f"{type(error).__name__}: {first_line(error)}"
+            state.emit("message", None, f"{SOURCE}: no ONNX file answers for the model ({why})")
         else:
             state.baseline_file = file
 
@@ -376,7 +378,7 @@ class ParallelScheduler:
                 continue
             if len(self.running) >= self.engine.places:
                 continue
-            if undisturbed(planned.stage) and self.running:
+            if undisturbed(planned.stage, self.engine.runs_apart) and self.running:
                 continue
             # Another branch may be running the same stage: then its artifact will be in the store.
             path = state.store.entry(stage_key_parts(state, planned)).path
@@ -390,7 +392,7 @@ class ParallelScheduler:
         lookup = executor.lookup(name, stage_key_parts(executor.state, planned))
         if lookup.cached:
             self.finished[name] = lookup
-        elif undisturbed(planned.stage):
+        elif undisturbed(planned.stage, self.engine.runs_apart):
             task = executor.task_for(planned, lookup)
             self.finished[name] = executor.commit(lookup, *task(executor.state.progress))
         else:

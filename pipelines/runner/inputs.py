@@ -4,7 +4,7 @@ Importing torch and calling the user's factories takes longer than all else in a
 are cached, and in a second `compress check`. So what was found out about model and data is kept
 where nothing but what is recorded can have decided it: settings, files, environment variables and
 packages, which are compared with what they are now. :func:`is_self_contained` says of which data
-that holds; others are read again.
+that holds; others are read again. The files of data without code are compared by size and times.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorS
 from compress.core.context import Context
 from compress.core.objectives.task import TASKS
 from compress.core.progress import silent
+from compress.export.imported.exported_files import digest_of, import_file, signature_of
 from compress.pipelines.config.data_spec import FileData
 from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
@@ -47,7 +48,6 @@ from compress.pipelines.config.model_spec import (
     ModelFile,
     TimmModel,
 )
-from compress.pipelines.models.exported_files import digest_of, import_file, signature_of
 from compress.pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan, task_of
 from compress.pipelines.store.entry import StoredValue, Surroundings
@@ -314,6 +314,13 @@ def _carried_files(pipeline: PipelineConfig, data: Splits | None) -> dict[str, b
     return files_for_classes(first.class_names, data.source.arguments["files"].carried)
 
 
+def _carried_digests(pipeline: PipelineConfig, data: Any) -> dict[str, str]:
+    if isinstance(data, RememberedSplits):
+        return data.facts.carried
+    carried = _carried_files(pipeline, data)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(carried.items())}
+
+
 def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
     if isinstance(spec, FactoryModel):
         return Recipe(factory=spec.factory, arguments=spec.arguments)
@@ -354,8 +361,8 @@ def source_parts(pipeline: PipelineConfig, data: Splits | None = None) -> dict[s
     """
     spec = pipeline.model
     parts: dict[str, object] = {"stage": SOURCE, "settings": spec.model_dump(mode="json")}
-    if carried := _carried_files(pipeline, data):
-        parts["carried"] = {n: hashlib.sha256(x).hexdigest() for n, x in sorted(carried.items())}
+    if carried := _carried_digests(pipeline, data):
+        parts["carried"] = carried
     if isinstance(spec, HuggingFaceModel):
         return {
             **parts,
@@ -413,6 +420,8 @@ class DataFacts(Settings):
     """Of :class:`compress.data.fingerprint.Contents`, as `fingerprint`."""
     fingerprint: str
     warnings: tuple[str, ...]
+    carried: dict[str, str] = {}
+    """SHA-256 of the files that tell how data of files are prepared."""
 
 
 def key_of_inputs(pipeline: PipelineConfig, conditions: str) -> str | None:
@@ -431,8 +440,12 @@ def conditions_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -
     the `stages` that a run selects.
     """
     variables = {n: v for n, v in (_at_start or os.environ).items() if n not in VOLATILE_VARIABLES}
-    factory = getattr(pipeline.data, "factory", None)
+    factory, files = getattr(pipeline.data, "factory", None), ""
     data = local_sources(factory, pipeline.code_folder) if factory else ()
+    if isinstance(pipeline.data, FileData):
+        from compress.pipelines.data.records import state_of_files
+
+        files = state_of_files(pipeline.data, pipeline.folder)
     return canonical_json(
         {
             "settings": pipeline.model_dump(mode="json", by_alias=True),
@@ -442,6 +455,7 @@ def conditions_of_inputs(pipeline: PipelineConfig, stages: Sequence[str] = ()) -
             "machine": machine(),
             "folders": [os.getcwd(), str(pipeline.folder.absolute()), sys.path],  # noqa: PTH109
             "variables": variables,
+            "files": files,
         }
     )
 
@@ -466,9 +480,11 @@ def remember(
 def is_self_contained(data: Splits, contents: Contents) -> bool:
     """Whether only recorded files, variables and packages decide the data of these contents.
 
-    They are plain tensors that the user's own code made, from files that Python opened, and a
-    second call of newly imported code makes the same ones.
+    They are read from files without code, or are plain tensors that the user's own code made, from
+    files that Python opened, and a second call of newly imported code makes the same ones.
     """
+    if data.source is not None and data.source.factory == LOADER:
+        return not data.loading.collate_fn and not contents.unrepeatable
     from torch.utils.data import TensorDataset
 
     from compress.data.fingerprint import in_memory_tensors
@@ -568,7 +584,7 @@ class RememberedSplits:
         if data is None or data.contents().fingerprint != self.facts.fingerprint:
             self.file.unlink(missing_ok=True)
             raise PipelineInvalid(
-                "data.factory returns other samples than in the last run, and nothing that is "
+                "data: the samples are others than in the last run, and nothing that is "
                 "recorded of its reads has changed; run the same command again, and name what it "
                 "reads under `depends:`"
             )
@@ -627,6 +643,7 @@ class Inputs:
             parts=contents.parts,
             fingerprint=contents.fingerprint,
             warnings=warnings,
+            carried=_carried_digests(self.pipeline, data),
         )
         remember(self.file, self.key, facts.model_dump(mode="json"), recorded, surroundings)
 

@@ -31,10 +31,22 @@ def _environment(is_html: bool) -> Environment:
         keep_trailing_newline=not is_html,
         autoescape=is_html,
     )
+    environment.globals["outlined"] = outlined
     environment.filters.update(
         bytes=readable_bytes, count=readable_count, breakable=breakable, yaml=dump_on_one_line
     )
     return environment
+
+
+def outlined(body: Markup) -> tuple[Markup, list[tuple[str, Markup]]]:
+    """Return a page's body with an id in each `<h2>`, and the ids with the headings' texts."""
+    from markupsafe import Markup
+
+    parts = re.split(r"<h2>(.*?)</h2>", body)
+    ids = [re.sub(r"\W+", "-", text.lower()).strip("-") for text in parts[1::2]]
+    headings = list(zip(ids, map(Markup, parts[1::2]), strict=True))
+    parts[1::2] = [f'<h2 id="{name}">{text}</h2>' for name, text in headings]
+    return Markup("".join(parts)), headings
 
 
 def breakable(name: str) -> Markup:

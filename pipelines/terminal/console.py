@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from compress.common.errors import CompressError, cause_lines, exits_refused
+from compress.common.errors import CompressError, Unavailable, cause_lines, exits_refused
 from compress.common.printable import escape_warnings, printable
 from compress.common.process import gc_disabled
 from compress.core.progress import Progress, progress_bars
@@ -129,10 +130,23 @@ def fast_imports() -> Iterator[None]:
             gc.freeze()
 
 
+class _ImportNotice(MetaPathFinder):
+    """Says on a terminal what is being imported, before the first second is over."""
+
+    def __init__(self) -> None:
+        self.notices = {"compress.core.stage": "importing the stages", "torch": "importing torch"}
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        """Find nothing: other finders do."""
+        if (notice := self.notices.pop(name, None)) and sys.stderr.isatty():
+            notify(notice)
+
+
 def run_app(app: Callable[[], Any]) -> NoReturn:
     """Run the command line and exit with its code, or with a signal's."""
     signals.install_handlers()
     escape_warnings()
+    sys.meta_path.insert(0, _ImportNotice())
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -168,7 +182,7 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
         try:
             with use_mode(mode):
                 try:
-                    with exits_refused():
+                    with exits_refused(), _required_packages():
                         function(*args, **kwargs)
                 except BaseException as error:
                     if as_json and not mode.json_printed:
@@ -190,6 +204,16 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
     signed: Any = wrapped
     signed.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
     return wrapped
+
+
+@contextmanager
+def _required_packages() -> Iterator[None]:
+    # What stages need besides, they refuse by themselves.
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        advice = "which is not installed; compress doctor says what is missing"
+        raise Unavailable(f"needs {error.name}, {advice}") from error
 
 
 def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
@@ -230,7 +254,7 @@ def get_prompter() -> Callable[[str, str, Callable[[str], object]], str] | None:
 
 def _prompt(question: str, default: str, check: Callable[[str], object]) -> str:
     while True:
-        sys.stderr.write(printable(f"{question}{f' [{default}]' if default else ''}: "))
+        sys.stderr.write(printable(f"{question}{f' [{default}]' if default else ''} "))
         sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:  # Ctrl-D

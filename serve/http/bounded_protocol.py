@@ -24,7 +24,7 @@ from compress.serve.http.messages import HttpError, Response, response_bytes, ru
 from compress.serve.worker.tensors import UNREADABLE
 
 if TYPE_CHECKING:
-    from compress.serve.http.asgi_app import WholeRequest
+    from compress.serve.http.inference import WholeRequest
 
 HEAD_SECONDS = 10.0  # time limit for a request's head, and for the silence of a new connection
 HEAD_BYTES = 64 * 1024
@@ -307,7 +307,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             request = application.accept_whole(cycle.scope, partial(self._respond, cycle))
             if request is not None:  # a small one, which waits for its body without a task
                 self._whole_request = request
-                self.deadline.set(application.state.limits.seconds, request.expire)
+                self.deadline.set(request.seconds, request.expire)
                 return
         if cycle.scope["http_version"] == "1.0":
             app = partial(run_unchunked, app, cycle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.profiling.batch_dependence import Call
-    from compress.serve.worker.tensors import Named
+    from compress.serve.worker.tensors import Named, Specs
 
 SERVED_KINDS = tuple(LOADERS)
 RUNTIMES = {
@@ -55,7 +55,10 @@ class ServedModel:
     folder: Path = Path()
     """The artifact's, with the tokenizer."""
     classes: Named | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    specs: Specs = ()
+    """The inputs as requests are checked against them; by default the signature's."""
+    max_rows: int | None = None
+    """Most rows of one request, where the file records it."""
     notes: tuple[str, ...] = ()
     """Lines for whoever starts the server."""
     recorded: RecordedMeasurements = field(default_factory=RecordedMeasurements)
@@ -63,7 +66,7 @@ class ServedModel:
 
 @contextmanager
 def open_model(
-    artifact: Artifact, name: str, threads: int, report: Path | None = None
+    artifact: Artifact, name: str, threads: int | None = None, report: Path | None = None
 ) -> Iterator[ServedModel]:
     """Load an artifact's model, after its digests were checked, and warm it up.
 
@@ -78,7 +81,7 @@ def open_model(
         )
     artifact.verify()
     refuse_bfloat16(artifact.signature)
-    with _call_of(artifact, threads) as call:
+    with _call_of(artifact, threads or 1) as call:
         try:
             interface = infer_interface(call, artifact.signature)
             warm_up(call, artifact.signature)
@@ -108,7 +111,7 @@ def open_model(
             forms=forms.handler_settings(signature),
             folder=artifact.path,
             classes=classes,
-            facts=artifact.manifest.facts,
+            specs=signature.input_descriptions(artifact.manifest.facts),
             notes=tuple(notes),
             recorded=recorded,
         )

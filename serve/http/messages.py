@@ -7,12 +7,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from email import message_from_bytes
+from email.message import Message as FormPart
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.serve.worker import wire
-from compress.serve.worker.tensors import TOO_LARGE, check, describe_error
+from compress.serve.worker.tensors import TOO_LARGE, UNREADABLE, check, describe_error
 from compress.serve.worker.wire import (
     HEADER_LENGTH,
     JSON,
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES = 256 * 1024  # of a body, each sent once the client has read most of the one before
 UNSPECIFIED = ("", "application/x-www-form-urlencoded")  # where none is given, and of curl's -d
+FORM = "multipart/form-data"
 BODY_COPIES = 3  # a body, and a text that it holds, of two bytes for each character
 TOKEN_BYTES = 2048  # memory of a token, and of its text, while a text is tokenized
 PIXEL_BYTES = 10  # Pillow takes 4 bytes for each, twice while it converts an image
@@ -154,6 +157,8 @@ class RequestDecoder:
     def decode(self, headers: Headers, body: bytes | bytearray) -> tuple[list[Array], Named]:
         """Return the model's inputs, and which outputs an Open Inference Protocol request wants."""
         content_type = content_type_of(headers)
+        if content_type == FORM:
+            content_type, body = form_field(headers["content-type"], body)
         if content_type in UNSPECIFIED:
             content_type = wire.JSON  # as the protocol has it; NVIDIA's client sends no type
         json_bytes = headers.get(HEADER_LENGTH, "")
@@ -187,8 +192,8 @@ def with_readers(decoder: RequestDecoder, forms: Named, folder: Path) -> Request
 
 
 def memory_needed(forms: Named, limits: Limits) -> int:
-    """Return the bytes that reading the largest texts and images takes."""
-    image = MAX_PIXELS * PIXEL_BYTES if forms.get("image") else 0
+    """Return the bytes that reading the largest texts, images and sounds takes."""
+    image = MAX_PIXELS * PIXEL_BYTES if forms.get("image") or forms.get("audio") else 0
     most_tokens = forms["text"]["max_length"] or LONGEST_TEXT if forms.get("text") else 0
     return BODY_COPIES * limits.body_bytes + max(image, limits.rows * most_tokens * TOKEN_BYTES)
 
@@ -196,6 +201,19 @@ def memory_needed(forms: Named, limits: Limits) -> int:
 def content_type_of(headers: Headers) -> str:
     """Return the Content-Type without parameters, in lower case."""
     return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def form_field(content_type: str, body: bytes | bytearray) -> tuple[str, bytes | bytearray]:
+    """Return type and content of the field `data` of a form, as TorchServe's clients send one."""
+    head = FormPart()
+    head["content-type"] = content_type
+    boundary = str(head.get_param("boundary", "")).encode("latin-1", "replace")
+    for part in (b"\r\n" + body).split(b"\r\n--" + boundary)[1:-1] if boundary else ():
+        fields, _, content = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
+        found = message_from_bytes(bytes(fields))
+        if found.get_param("name", header="content-disposition") in ("data", "body"):
+            return found.get("content-type", wire.RAW).partition(";")[0].strip().lower(), content
+    raise HttpError(UNREADABLE, wire.NO_BODY)
 
 
 def most_numbers(specs: Specs, rows: int) -> float:

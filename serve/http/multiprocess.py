@@ -31,8 +31,15 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
     """Run a function in `count` processes, until one of them ends or this one is interrupted.
 
     Each runs `child`, which calls its argument once it answers requests; `ready` is called here
-    once all answer. They end within `stop_seconds` of SIGTERM, or shortly after get SIGKILL.
+    once all answer. They end within `stop_seconds` of SIGTERM, or shortly after get SIGKILL. SIGHUP
+    is passed on to them.
     """
+
+    def pass_on(number: int, _: object) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     read_end, write_end = os.pipe()
     pids: set[int] = set()
     with tempfile.TemporaryDirectory(prefix="serve-metrics-") as folder:
@@ -40,6 +47,7 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
         try:
             for _ in range(count):
                 pids.add(_fork(child, write_end))
+            signal.signal(signal.SIGHUP, pass_on)
             os.close(write_end)
             ready_count = 0
             while not _reap(pids):
@@ -67,6 +75,7 @@ def _fork(child: Callable[[Ready], None], write_end: int) -> int:
     code = 1
     try:
         end_with_parent(signal.SIGTERM)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has loaded what it would load again
         if os.getppid() == parent:  # it may have ended before
             child(report_ready)
         code = 0

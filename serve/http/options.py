@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +28,6 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8080
     """0 lets the operating system choose."""
-    name: str = "model"
     token: str = field(default="", repr=False)
     workers: int | None = None
     """Threads that call the model; by default as many as fit the cores."""
@@ -44,6 +44,15 @@ class Options:
     """report.json of the run that made the artifact; it decides whether requests are batched."""
     stop_seconds: float = 30.0
     """Time limit of the requests in progress when the server is stopped."""
+    watch: Path | None = None
+    """Folder of artifacts by name and version, whose changes are followed."""
+    canaries: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """Name → a version on trial, and its share of the requests that name none."""
+    repository_api: bool = False
+    """Whether clients may load and unload models."""
+    grpc_port: int | None = None
+    traces: str = ""
+    """URL to which OpenTelemetry traces are sent by OTLP over HTTP; empty for none."""
 
     @property
     def width(self) -> int:

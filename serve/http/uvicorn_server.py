@@ -7,8 +7,9 @@ import gc
 import logging
 import os
 import secrets
+import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from compress.common.errors import PipelineInvalid
 from compress.common.requirements import Requirement, pip_install, require_all
 
 if TYPE_CHECKING:
-    from compress.serve.http.asgi_app import BaseApplication
+    from compress.serve.http.asgi_app import Application
     from compress.serve.http.options import Options
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ REQUIREMENTS = tuple(
     for what in ("uvicorn", "httptools", "uvloop", "prometheus_client")
 )
 
+GRPC = ("tritonclient", "grpc")
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
 SILENT_SECONDS = 10  # how long the kernel keeps new connections on which nothing was sent
@@ -36,9 +38,14 @@ CANCEL_SECONDS = 1  # time limit of the requests that a stopping server has canc
 BACKLOG = 4096  # most connections that wait in the kernel to be accepted
 
 
-def refuse_missing() -> None:
-    """Raise Unavailable if a library of the `server` extra is missing."""
-    require_all(REQUIREMENTS, "compress serve")
+def refuse_missing(options: Options | None = None) -> None:
+    """Raise Unavailable if a library of an extra that the options need is missing."""
+    needed = [*REQUIREMENTS]
+    if options is not None and options.grpc_port is not None:
+        needed += [Requirement(what=w, install=pip_install("grpc")) for w in GRPC]
+    if options is not None and options.traces:
+        needed.append(Requirement(what="opentelemetry", install=pip_install("otel")))
+    require_all(needed, "compress serve")
 
 
 def token_from(file: Path | None) -> tuple[str, bool]:
@@ -75,7 +82,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def serve(
-    create_application: Callable[[], BaseApplication],
+    create_application: Callable[[], Awaitable[Application]],
     listener: socket.socket,
     options: Options,
     ready: Callable[[], None],
@@ -83,6 +90,7 @@ def serve(
     """Serve until SIGINT or SIGTERM; finish the requests in progress, then raise the signal again.
 
     The application is created in the event loop. `ready` is called once requests are answered.
+    SIGHUP loads the models that have changed.
     """
     import uvloop
 
@@ -91,7 +99,7 @@ def serve(
 
 
 async def _serve(
-    create_application: Callable[[], BaseApplication],
+    create_application: Callable[[], Awaitable[Application]],
     listener: socket.socket,
     options: Options,
     ready: Callable[[], None],
@@ -100,13 +108,14 @@ async def _serve(
 
     from compress.serve.http.bounded_protocol import BufferedHttpProtocol, WaitingConnections
 
-    application: Any = create_application()
+    application = await create_application()
     # What is here stays: a collection that visited it would hold up the requests meanwhile.
     gc.collect()
     gc.freeze()
     protocol: Any = partial(BufferedHttpProtocol, waiting=WaitingConnections())
+    asgi: Any = application
     config = uvicorn.Config(
-        application,
+        asgi,
         http=protocol,
         ws="none",
         lifespan="off",
@@ -126,11 +135,21 @@ async def _serve(
             await asyncio.sleep(0.01)
         ready()
 
-    notifying = asyncio.get_running_loop().create_task(notify_when_ready())
+    loop, repository = asyncio.get_running_loop(), application.repository
+    loop.add_signal_handler(signal.SIGHUP, lambda: repository.spawn(repository.reload()))
+    if options.watch is not None:
+        repository.spawn(repository.watch())
+    notifying, grpc_server = loop.create_task(notify_when_ready()), None
     try:
+        if options.grpc_port is not None:
+            from compress.serve.http.grpc_server import start_grpc
+
+            grpc_server = await start_grpc(application, options)
         await server.serve(sockets=[listener])
     finally:
         notifying.cancel()
         if unfinished := server.server_state.tasks:  # cancelled now: they may tell their clients
             await asyncio.wait(unfinished, timeout=CANCEL_SECONDS)
+        if grpc_server is not None:
+            await grpc_server.stop(options.stop_seconds)
         application.close()

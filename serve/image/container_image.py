@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import logging
+import os
 import platform
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from compress.common.sealed_json import write_sealed
 from compress.export.exporter import EXPORTERS
 from compress.profiling.batch_dependence import seeded_rows
 from compress.serve.http.loaded_model import RUNTIMES, open_model
-from compress.serve.http.uvicorn_server import refuse_missing
+from compress.serve.http.uvicorn_server import TOKEN_VARIABLE, refuse_missing, token_from
 from compress.serve.packaging.model_interface import PROBE_SIZES, REPORT
 from compress.serve.worker.wire import to_npz
 
@@ -158,14 +159,18 @@ class ImageFiles:
     """Digest of an OCI image's manifest; empty for a folder with a Dockerfile."""
 
     def lines(self) -> tuple[str, ...]:
-        """Return the lines for the terminal."""
+        """Return the lines for the terminal; their token is the environment's, or a new one."""
         size = f"{self.bytes / 2**20:.1f} MiB"
+        is_set = TOKEN_VARIABLE in os.environ
+        variable = TOKEN_VARIABLE if is_set else f"{TOKEN_VARIABLE}={token_from(None)[0]}"
+        run = f"run --rm --read-only -p 127.0.0.1:{PORT}:{PORT} -e {variable}"
         if self.image_digest:
-            return (f"{self.path}: OCI image layout, {size}, image {self.image_digest}",)
+            what = f"{self.path}: OCI image layout, {size}, image {self.image_digest}"
+            return what, f"podman {run} oci:{self.path}"
         return (
             f"{self.path}: Dockerfile and what it copies, {size}",
             f"docker build -t model {self.path}",
-            f"docker run --rm --read-only -p 127.0.0.1:{PORT}:{PORT} model",
+            f"docker {run} model",
         )
 
 
@@ -230,8 +235,9 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     for note in notes:
         logger.error("note: %s", note)  # the command shows errors only
     # What `compress serve` answers here, with the libraries of this machine, the image answers.
-    libraries = {"image": "pillow", "text": "tokenizers"}
-    readers = [libraries[form] for form in model.forms]
+    libraries = {"image": ["pillow"], "text": ["tokenizers"], "audio": ["soundfile", "soxr"]}
+    readers = [library for form in model.forms for library in libraries[form]]
+    readers += ["transformers"] if model.forms.get("audio", {}).get("extractor") else []
     requirements = locked_requirements(folder, RUNTIMES[artifact.kind], readers)
     (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
     return artifact

@@ -6,13 +6,12 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from compress.serve.http import asgi_app
-from compress.serve.http.asgi_app import BaseApplication, SharedState
+from compress.serve.http import messages, shared_state
 from compress.serve.http.helper_process import HelperProcess
 from compress.serve.http.messages import (
     UNSPECIFIED,
@@ -21,14 +20,19 @@ from compress.serve.http.messages import (
     content_type_of,
     send_response,
 )
+from compress.serve.http.shared_state import Served
+from compress.serve.openai import decoder as decoders
 from compress.serve.openai.decoder import GenerationJob, GenerationThreads, Part, ServedDecoder
 from compress.serve.openai.request import ApiError, DecoderTexts, GenerationRequest
 from compress.serve.worker.tensors import UNKNOWN_FORM, abbreviated
 from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:
+    from compress.artifacts.artifact import Artifact
     from compress.serve.http.messages import Headers, Message, Receive, Send
-    from compress.serve.http.options import Limits
+    from compress.serve.http.options import Limits, Options
+    from compress.serve.http.shared_state import SharedState
+    from compress.serve.worker.tensors import Named
 
 DONE = b"data: [DONE]\n\n"
 CODES = {401: "invalid_api_key", 404: "not_found", 503: "overloaded", 504: "timeout"}
@@ -104,48 +108,76 @@ def error_in_openai_format(error: Exception, response: Response) -> Response:
     return Response(response.status, json.dumps({"error": content}).encode(), response.headers)
 
 
-class OpenAIApplication(BaseApplication):
+def load_decoder(
+    artifact: Artifact, name: str, version: str, options: Options, shared: SharedState
+) -> Callable[[], DecoderService]:
+    """Load a decoder, in a thread; return what starts to answer requests, in the event loop."""
+    decoder = decoders.open_decoder(artifact, name, options.threads or 1)
+    body_bytes = min(options.limits.body_bytes, decoder.longest_body)
+    limits = replace(options.limits, body_bytes=body_bytes)
+    helper = text_helper(decoder, limits)
+
+    def start() -> DecoderService:
+        threads = GenerationThreads(decoder, options.width)
+        return DecoderService(decoder, threads, limits, shared, helper, version)
+
+    return start
+
+
+def text_helper(decoder: ServedDecoder, limits: Limits) -> HelperProcess:
+    """Start the process that reads the requests to a decoder and writes its texts."""
+    return HelperProcess(
+        DecoderTexts.open,
+        decoder.folder,
+        decoder.name,
+        what=decoder.folder,
+        seconds=limits.seconds,
+        needed_bytes=TOKEN_BYTES * decoder.context,
+    )
+
+
+class DecoderService(Served):
     """Answers requests for one decoder."""
 
+    prefix = "/v1/"
+
     def __init__(
-        self, decoder: ServedDecoder, threads: GenerationThreads, limits: Limits, token: str
+        self,
+        decoder: ServedDecoder,
+        threads: GenerationThreads,
+        limits: Limits,
+        shared: SharedState,
+        helper: HelperProcess,
+        version: str = "1",
     ) -> None:
-        self._decoder, self._threads = decoder, threads
-        self._helper = HelperProcess(
-            DecoderTexts.open,
-            decoder.folder,
-            decoder.name,
-            what=decoder.folder,
-            seconds=limits.seconds,
-            needed_bytes=TOKEN_BYTES * decoder.context,
-        )
-        model = {"id": decoder.name, "object": "model", "created": decoder.created}
-        model |= {"owned_by": "compress", "max_model_len": decoder.context}
-        content: dict[str, Any] = {
-            MODELS: {"object": "list", "data": [model]},
-            f"{MODELS}/{decoder.name}": model,
-        }
-        state = SharedState(decoder.name, threads, limits)
-        state.metrics.add_token_counter()
-        super().__init__(state, token, (COMPLETIONS, CHAT), content)
+        super().__init__(decoder.name, version, threads, limits, shared)
+        self._decoder, self._threads, self._helper = decoder, threads, helper
+        self.resources.callback(helper.close)
 
-    def close(self) -> None:
-        """End the threads, and the helper process."""
-        super().close()
-        self._helper.close()
+    @staticmethod
+    def error_response(error: Exception) -> Response:
+        """Return the response to an error, with OpenAI's body."""
+        return error_in_openai_format(error, messages.error_response(error))
 
-    async def _ask_model(
-        self, scope: Message, headers: Headers, receive: Receive, send: Send
-    ) -> None:
-        start, status = time.perf_counter(), asgi_app.CLIENT_CLOSED
+    def addresses(self, *, of_version: bool) -> list[str]:
+        """Return OpenAI's paths, which name no version."""
+        return [] if of_version else [COMPLETIONS, CHAT]
+
+    def pages(self, versions: list[str], *, of_version: bool) -> dict[str, Named]:
+        """Return OpenAI's list of models, of this one alone."""
+        del versions
+        model = {"id": self.name, "object": "model", "created": self._decoder.created}
+        model |= {"owned_by": "compress", "max_model_len": self._decoder.context}
+        listed: Named = {"object": "list", "data": [model]}
+        return {} if of_version else {MODELS: listed, f"{MODELS}/{self.name}": model}
+
+    async def answer(self, scope: Message, headers: Headers, receive: Receive, send: Send) -> None:
+        """Answer a request for a completion."""
+        start, status = time.perf_counter(), shared_state.CLIENT_CLOSED
         try:
             status = await self._complete(scope, headers, receive, send)
         finally:
-            self.state.metrics.count(status, 1, time.perf_counter() - start)
-
-    def error_response(self, error: Exception) -> Response:
-        """Return the response to an error, with OpenAI's body."""
-        return error_in_openai_format(error, super().error_response(error))
+            self.record(headers, status, 1, start)
 
     async def _complete(
         self, scope: Message, headers: Headers, receive: Receive, send: Send
@@ -153,7 +185,7 @@ class OpenAIApplication(BaseApplication):
         is_chat, streams = scope["path"] == CHAT, False
         try:
             # This request is in progress already.
-            self._admit(scope["method"], headers, self.state.in_progress - 1)
+            self.admit(scope["method"], headers, self.in_progress - 1)
             deadline = self._deadline()
             request = await self._read(is_chat, headers, receive, deadline)
             job = GenerationJob(*request[:4])
@@ -216,13 +248,13 @@ class OpenAIApplication(BaseApplication):
     async def _read(
         self, is_chat: bool, headers: Headers, receive: Receive, deadline: float
     ) -> GenerationRequest:
-        state, late = self.state, asgi_app.NO_MEMORY
-        size = state.body_size(headers)
+        late, limit = shared_state.NO_MEMORY, self.limits.body_bytes
+        size = shared_state.body_size(headers, limit)
         try:
-            async with asyncio.timeout_at(deadline), state.reserved(size):
-                late = asgi_app.NOT_RECEIVED
-                content = await state.read_body(receive)
-                late = asgi_app.NOT_READ
+            async with asyncio.timeout_at(deadline), self.shared.reserved(size):
+                late = shared_state.NOT_RECEIVED
+                content = await shared_state.read_body(receive, limit)
+                late = shared_state.NOT_READ
                 found = content_type_of(headers)
                 if found not in (JSON, *UNSPECIFIED) or "content-encoding" in headers:
                     message = f"found the Content-Type {abbreviated(found)}, expected {JSON}"
@@ -230,7 +262,7 @@ class OpenAIApplication(BaseApplication):
                 request: GenerationRequest = await self._helper.call("read", is_chat, body=content)
                 return request
         except TimeoutError:
-            raise state.late_error(late) from None
+            raise self.late_error(late) from None
 
     async def _next(self, parts: AsyncGenerator[Part, None], deadline: float) -> Part:
         """Return the next part of an answer; HttpError if it is not there in time."""
@@ -238,14 +270,15 @@ class OpenAIApplication(BaseApplication):
             async with asyncio.timeout_at(deadline):
                 return await anext(parts)
         except TimeoutError:
-            raise self.state.late_error(asgi_app.NOT_ANSWERED) from None
+            raise self.late_error(shared_state.NOT_ANSWERED) from None
 
     def _deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self.state.limits.seconds
+        return asyncio.get_running_loop().time() + self.limits.seconds
 
     def _usage(self, job: GenerationJob, last: Part) -> dict[str, int]:
         prompt, answer = len(job.prompt), last.tokens
-        self.state.metrics.count_tokens(prompt, answer)
+        for part, count in (("prompt", prompt), ("answer", answer)):
+            self.shared.metrics.tokens.labels(self.name, self.version, part).inc(count)
         usage = {"prompt_tokens": prompt, "completion_tokens": answer}
         return usage | {"total_tokens": prompt + answer}
 

@@ -169,14 +169,14 @@ class RecordedMeasurements(Settings):
         """Return what a server takes (no images unlike those of `val`), and notes for its user."""
         forms, notes = forms_of(artifact), []
         measured = {each.form: each for each in self.preparation}
-        taken = [name for name, form in (("image", forms.image), ("text", forms.text)) if form]
-        for name in taken:
+        for name in forms.by_name:
             if (found := measured.get(name)) is None:
                 notes.append(
                     f"no run's report shows that {name}s become inputs like those of `val`"
                 )
             elif found.is_wrong:
-                forms = replace(forms, image=None)
+                refused: Any = {name: None}
+                forms = replace(forms, **refused)
                 notes.append(f"{name}s are not taken: {found.difference}")
             elif found.difference:
                 notes.append(found.difference)

@@ -9,13 +9,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import field_validator
+from pydantic import JsonValue, field_validator
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Count, Positive, Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.requirements import Requirement, pip_install
+from compress.common.signature import TensorSpec
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -35,6 +36,9 @@ STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
 WITHOUT_EFFECT = ("do_convert_rgb", "do_reduce_labels")
 """Steps that change no answer: every image is read in the model's channels."""
 RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's, by number
+EXTRACTORS = ("ASTFeatureExtractor", "WhisperFeatureExtractor")
+"""Transformers' classes that compute spectra of sounds, each of one length."""
+COLOURS = 3  # channels of images for a model that declares no inputs
 TOP_LABELS = 5  # how many labels of each row are answered where no setting says
 
 
@@ -60,6 +64,7 @@ class ImageInput(Settings):
     std: tuple[Positive, ...] = (1.0,)
     """What they are divided by then."""
 
+    kind: ClassVar[str] = "image"
     requirements: ClassVar[tuple[Requirement, ...]] = (
         Requirement(what="PIL", install=pip_install("serve")),
     )
@@ -68,6 +73,13 @@ class ImageInput(Settings):
     @classmethod
     def _is_square(cls, size: object) -> object:
         return (size, size) if type(size) is int else size
+
+    def default_input(self) -> TensorSpec:
+        """Return the input of a model that declares none; StageFailed without a size."""
+        if self.size is None:
+            raise StageFailed("give the `size` of the model's images")
+        shape = [*self.size, COLOURS] if self.layout == "hwc" else [COLOURS, *self.size]
+        return TensorSpec(name="input", shape=("batch", *shape), dtype="float32")
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
         """Return the handler's settings; StageFailed if the model does not take one image a row."""
@@ -100,6 +112,47 @@ class ImageInput(Settings):
         return {**self.model_dump(mode="json"), "size": list(size), "mode": mode}
 
 
+class AudioInput(Settings):
+    """The model's input is a sound: WAV and FLAC bodies are taken."""
+
+    rate: Count = 16_000
+    """Samples a second that the model was trained with; other sounds are converted."""
+    seconds: Positive | None = None
+    """Longer sounds are cut off, and shorter ones filled up with zeros; by default as many as the
+    model's input takes."""
+    normalize: bool = False
+    """Whether each sound's mean is taken from it, and it is divided by its standard deviation."""
+    extractor: dict[str, JsonValue] = {}
+    """A `preprocessor_config.json` of transformers' ASTFeatureExtractor or WhisperFeatureExtractor,
+    which then compute the model's input; by default it is the waveform."""
+
+    kind: ClassVar[str] = "audio"
+    requirements: ClassVar[tuple[Requirement, ...]] = tuple(
+        Requirement(what=name, install=pip_install("audio")) for name in ("soundfile", "soxr")
+    )
+
+    def default_input(self) -> TensorSpec:
+        """Return the input of a model that declares none."""
+        length = round(self.seconds * self.rate) if self.seconds else "samples"
+        return TensorSpec(name="input", shape=("batch", length), dtype="float32")
+
+    def handler_settings(self, signature: Signature) -> dict[str, Any]:
+        """Return the handler's settings; StageFailed if the model does not take one sound a row."""
+        spec, *others = signature.inputs
+        shape, length = spec.shape, self.seconds and round(self.seconds * self.rate)
+        is_wave = len(shape) == 2 or (len(shape) == 3 and shape[1] == 1)
+        if others or "float" not in spec.dtype or not (self.extractor or is_wave):
+            shapes = {each.name: list(each.shape) for each in signature.inputs}
+            raise StageFailed(f"audio: the inputs are {shapes}, expected one of [batch, samples]")
+        if self.extractor and self.extractor.get("feature_extractor_type") not in EXTRACTORS:
+            raise StageFailed(f"audio: extractor is none of {', '.join(EXTRACTORS)}")
+        if not self.extractor and isinstance(shape[-1], int):
+            if length not in (None, shape[-1]):
+                raise StageFailed(f"audio: {length} samples, and the model takes {shape[-1]}")
+            length = shape[-1]
+        return {**self.model_dump(mode="json"), "samples": length}
+
+
 class TextInput(Settings):
     """The model's input is a text: `text/plain` bodies, and lists of texts, are taken."""
 
@@ -114,6 +167,7 @@ class TextInput(Settings):
     """What of an encoding each input is, where inputs have other names than `input_ids`,
     `attention_mask` and `token_type_ids`."""
 
+    kind: ClassVar[str] = "text"
     requirements: ClassVar[tuple[Requirement, ...]] = (
         Requirement(what="tokenizers", install=pip_install("text")),
     )
@@ -180,51 +234,60 @@ def _tokenizer_settings(
 
 @dataclass(frozen=True)
 class RequestForms:
-    """Settings of texts, images and class names."""
+    """Settings of texts, images, sounds and class names."""
 
     class_names: tuple[str, ...] = ()
     image: ImageInput | None = None
     text: TextInput | None = None
+    audio: AudioInput | None = None
+
+    @property
+    def by_name(self) -> dict[str, ImageInput | TextInput | AudioInput]:
+        """The forms that a client may send."""
+        return {form.kind: form for form in (self.image, self.text, self.audio) if form}
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
-        """Return the handler's settings of images and texts, for a model of this signature."""
-        forms = (("image", self.image), ("text", self.text))
-        return {name: form.handler_settings(signature) for name, form in forms if form}
+        """Return the handler's settings of each form, for a model of this signature."""
+        return {name: form.handler_settings(signature) for name, form in self.by_name.items()}
 
 
 def forms_of(artifact: Artifact) -> RequestForms:
     """Return what an artifact's carried files say; what does not fit its inputs is left out."""
-    image = text = None
-    try:
-        image = image_input(artifact.carried_json(IMAGES))
-        if image:
-            _require(image)
-            image.handler_settings(artifact.signature)
-    except StageFailed as error:
-        logger.warning("%s: %s is not used: %s", artifact.path, IMAGES, error)
-        image = None
-    if TOKENIZER in artifact.manifest.files:
-        artifact.check_files(hashed=[TOKENIZER])
-        text = TextInput(tokenizer=str(artifact.path / TOKENIZER))
+    found: dict[str, Any] = {}
+    form: ImageInput | AudioInput | TextInput
+    for file in (IMAGES, TOKENIZER):
+        if file not in artifact.manifest.files:
+            continue
+        artifact.check_files(hashed=[file])
         try:
-            _require(text)
-            text.handler_settings(artifact.signature)
+            if file == TOKENIZER:
+                form = TextInput(tokenizer=str(artifact.path / file))
+            else:
+                form = processor_input(artifact.carried_json(file))
+            if missing := [each for each in form.requirements if each.missing()]:
+                raise StageFailed(f"{missing[0].what} is not installed ({missing[0].install})")
+            form.handler_settings(artifact.signature)
+            found[form.kind] = form
         except StageFailed as error:
-            logger.warning("%s: %s is not used: %s", artifact.path, TOKENIZER, error)
-            text = None
-    return RequestForms(artifact.class_names, image, text)
+            logger.warning("%s: %s is not used: %s", artifact.path, file, error)
+    return RequestForms(artifact.class_names, **found)
 
 
-def _require(settings: ImageInput | TextInput) -> None:
-    missing = [each for each in settings.requirements if each.missing()]
-    if missing:
-        raise StageFailed(f"{missing[0].what} is not installed ({missing[0].install})")
+def processor_input(config: Mapping[str, Any]) -> ImageInput | AudioInput:
+    """Return what a `preprocessor_config.json` says of images or sounds; StageFailed as below."""
+    if "sampling_rate" not in config:
+        return image_input(config)
+    kind = str(config.get("feature_extractor_type"))
+    known: dict[str, Any] = {"rate": config["sampling_rate"], "seconds": config.get("seconds")}
+    if kind in EXTRACTORS:
+        return AudioInput(**known, extractor=dict(config))
+    if kind != "Wav2Vec2FeatureExtractor":
+        raise StageFailed(f"audio: {kind} is not computed here")
+    return AudioInput(**known, normalize=config.get("do_normalize", True))
 
 
-def image_input(config: Mapping[str, Any] | None) -> ImageInput | None:
+def image_input(config: Mapping[str, Any]) -> ImageInput:
     """Return the settings of a `preprocessor_config.json`; StageFailed for an unknown step."""
-    if config is None:
-        return None
     kind = str(config.get("image_processor_type", ""))
     others = {name for name in config if name.startswith("do_")} - {*STEPS, *WITHOUT_EFFECT}
     unknown = sorted(name for name in others if config[name])

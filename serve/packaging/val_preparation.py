@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.common.config import Settings
-from compress.serve.worker.wire import image_reader, text_reader, upright
+from compress.serve.worker.wire import audio_reader, image_reader, text_reader, upright
 
 if TYPE_CHECKING:
     from compress.common.signature import Signature
@@ -35,6 +35,7 @@ MOST_LEVELS = 12.0
 """Mean difference, of 255 grey levels, up to which images are still served, with a warning. In two
 photographs (scikit-learn's) another filter makes 1 to 9, exchanged channels 19 and 53, squashing
 for cropping 41 and 45, another usual mean and std 89."""
+SOUND_ROUNDING = 1e-4  # by which samples of sounds, from -1 to 1, may differ
 SAMPLES = 128  # samples of `val` without raw forms, spread over it
 OUTSIDE = 0.1  # share of the range of images by which samples may leave it: cubic filters overshoot
 LEAST_COVERED, USUALLY_COVERED = 0.25, 0.75
@@ -74,6 +75,8 @@ def compare_preparation(
     if forms.image:
         compared = _compare_images(settings["image"], signature, samples, columns)
         found.append(compared or _compare_ranges(settings["image"], signature, data))
+    if forms.audio:
+        found.append(_compare_sounds(settings["audio"], signature, samples, columns))
     if forms.text:
         file = Path(forms.text.tokenizer)
         found.append(_compare_texts(settings["text"], signature, file, samples, columns))
@@ -128,6 +131,32 @@ def _compare_images(
     )
     is_wrong = bool(levels.mean() > MOST_LEVELS)
     return result.model_copy(update={"difference": difference, "is_wrong": is_wrong})
+
+
+def _compare_sounds(
+    settings: Mapping[str, Any],
+    signature: Signature,
+    samples: Mapping[int, Inputs],
+    columns: Mapping[str, list[Any]],
+) -> Preparation:
+    """Compare files of sounds that `val` holds, once prepared, with its samples."""
+    read = audio_reader(settings, signature.input_descriptions()[0])
+    for name, entries in columns.items():
+        with suppress(ValueError, OSError, TypeError):
+            own = [read(sound_body(entry))[0][0] for entry in entries]
+            result = Preparation(form="audio", column=name, samples=len(samples))
+            for (index, (expected,)), prepared in zip(samples.items(), own, strict=True):
+                if not np.allclose(prepared, expected, rtol=0, atol=SOUND_ROUNDING):
+                    problem = f"audio: sample {index} of `val` ({name}), sent by a client, becomes "
+                    problem += "other numbers; prepare it as `val` does: rate, length, scale"
+                    return result.model_copy(update={"difference": problem, "is_wrong": True})
+            return result
+    return Preparation(form="audio", samples=0)
+
+
+def sound_body(entry: Any) -> bytes:
+    """Return a sound as a client sends it: the content of its file."""
+    return entry.read_bytes() if isinstance(entry, Path) else bytes(memoryview(entry))
 
 
 def image_body(entry: Any) -> bytes | None:

@@ -29,23 +29,10 @@ SERVER_SETTINGS = {
 """Entries of `model-config.yaml`; others have TorchServe start programs, such as torchrun."""
 HANDLER_SETTINGS = {
     *("kind", "threads", "max_rows", "rows_stay_first", "joins_rows", "probe_atol"),
-    *("inputs", "outputs", "classes", "image", "text"),
+    *("inputs", "outputs", "classes", "image", "text", "audio"),
     *("built_for", "optimize_for_inference", "one_call_at_a_time"),
 }
 """Entries of its section `handler`."""
-
-
-def refuse_wrong_artifact_hash(artifact: Artifact, sha256: str | None) -> None:
-    """Raise ArtifactInvalid if neither the digest nor the deployed file has the expected SHA-256.
-
-    The file's hash is read from the manifest: verify the files separately.
-    """
-    found = artifact.manifest.files[artifact.payload_name].sha256
-    if sha256 is not None and sha256.lower() not in (found, artifact.digest):
-        raise ArtifactInvalid(
-            f"{artifact.payload_path}: sha256 is {found}, expected {sha256}, which is not the "
-            f"artifact's digest {artifact.digest} either"
-        )
 
 
 class TorchServeArchive(Artifact):
@@ -99,8 +86,8 @@ class TorchServeArchive(Artifact):
         """Most rows of one request."""
         return int(str(self.fact("max_rows")))
 
-    def check(self) -> tuple[dict[str, bytes], Provenance]:
-        """Verify the ``.mar``, its code too; return its members and provenance."""
+    def check(self, *, runs_handler: bool = True) -> tuple[dict[str, bytes], Provenance]:
+        """Verify the ``.mar``, and the handler if that is run; return members and provenance."""
         # An archive contains code, so it is checked before it is started. That its hash is the
         # manifest's is not enough: whoever plants a handler can rewrite the manifest too.
         mar = self.payload_path
@@ -109,7 +96,7 @@ class TorchServeArchive(Artifact):
         if digest_of(members[PROVENANCE]).sha256 != self.manifest.facts.get("provenance"):
             raise ArtifactInvalid(f"{mar}: member {PROVENANCE} is not the one that was sealed")
         self.verify()
-        check_code(members, origin, mar)
+        check_code(members, origin, mar, runs_handler=runs_handler)
         lineage = self.manifest.lineage
         packaged = lineage[-1].inputs.get("input") if lineage else None
         if packaged != origin.artifact.origin or origin.lineage != lineage[:-1]:
@@ -123,25 +110,24 @@ class TorchServeArchive(Artifact):
 
 
 def check_bare_mar(
-    mar: Path, sha256: str | None = None, command: str = "verify"
+    mar: Path, sha256: str | None = None, *, runs_handler: bool = True
 ) -> tuple[dict[str, bytes], Provenance]:
     """Verify a ``.mar`` without its artifact's directory; return its members and provenance.
 
-    It must have the expected SHA-256, if any. ArtifactInvalid for a file that is no ``.mar`` says
-    what `command` takes instead.
+    It must have the expected SHA-256, if any, and this version's handler if that is run.
     """
     if mar.suffix != ".mar":
         hint = f"no {MANIFEST} beside it"
         if (mar.parent / MANIFEST).is_file():
-            hint = f"run compress {command} {mar.parent}"
+            hint = f"run compress verify {mar.parent}"
         raise ArtifactInvalid(
-            f"{mar}: compress {command} takes an artifact's directory, or a .mar: {hint}"
+            f"{mar}: compress verify takes an artifact's directory, or a .mar: {hint}"
         )
     if sha256 is not None and (found := sha256_of(mar)) != sha256.lower():
         raise ArtifactInvalid(f"{mar}: sha256 is {found}, expected {sha256}")
     members = read_mar(mar)
     origin = check_members(members, str(mar))
-    check_code(members, origin, mar)
+    check_code(members, origin, mar, runs_handler=runs_handler)
     return members, origin
 
 
@@ -170,7 +156,9 @@ def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
     return origin
 
 
-def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> None:
+def check_code(
+    members: Mapping[str, bytes], origin: Provenance, mar: Path, *, runs_handler: bool
+) -> None:
     """Raise ArtifactInvalid for code that is not this version's, or a payload of another kind."""
     import yaml
 
@@ -180,6 +168,8 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
         MAR_MANIFEST: mar_file.mar_manifest(mar_file.model_name_of(mar), origin.artifact.payload),
     }
     for name, expected in ours.items():
+        if name == HANDLER and not runs_handler:
+            continue
         if members.get(name) != expected:
             raise ArtifactInvalid(
                 f"{mar}: member {name} is not the one that this version writes, so nothing in it "

@@ -12,9 +12,11 @@ import io
 import json
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 
 from compress.checkpoint.safe_zip import refuse_unsafe
 from compress.common.atomic_files import stays_inside
@@ -72,6 +74,18 @@ def read_mar(path: Path) -> dict[str, bytes]:
             return {name: archive.read(name) for name in names}
     except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArtifactInvalid(f"{path}: not a readable .mar ({error})") from error
+
+
+@contextmanager
+def unpacked(members: Mapping[str, bytes]) -> Iterator[Path]:
+    """Write what `read_mar` returned into `model` in a temporary folder, and yield it."""
+    with TemporaryDirectory(prefix="compress-mar-") as temporary:
+        folder = Path(temporary) / "model"
+        for name, content in members.items():
+            file = folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        yield folder
 
 
 def model_name_of(path: Path) -> str:

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import logging
 import os
-import select
 import shutil
 import signal
 import socket
@@ -20,7 +19,6 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -28,14 +26,11 @@ from typing import TYPE_CHECKING, Any, Self
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import JAVA, pip_install
 from compress.serve.client.client import Client
-from compress.serve.torchserve import handler_runner_main
 from compress.serve.torchserve.mar_file import model_name_of
 from compress.serve.worker.loaders import THREADS_VARIABLE
-from compress.serve.worker.wire import from_npz, to_npz
 
 if TYPE_CHECKING:
     from compress.common.signature import Signature
-    from compress.serve.worker.tensors import Array
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +42,6 @@ STARTUP_FAILURES = ("Retry worker:", "Load model failed", "Failed to load model"
 WORKER_DIED = "Backend worker process died."
 WORKER_LOG_SECONDS = 15  # how long to wait for a dead worker's error in the log
 MAX_BYTES = 256 * 1024**2  # largest request and response; a larger response would kill the worker
-HANDLER_SECONDS = 120.0  # time limit of loading a handler's model, and of one response
 LOGGING = """\
 <Configuration>
   <Appenders>
@@ -91,16 +85,14 @@ class TorchServe:
         *,
         threads: int | None = None,
         startup_seconds: float = 120.0,
-        port: int = 0,
     ) -> None:
         """Configure the server of an archive, which is code: verify it before it is served.
 
-        `threads` are those of each worker's model, by default as the archive says; port 0 is any.
+        `threads` are those of each worker's model, by default as the archive says.
         """
         self.mar = mar.resolve()
         self.model_name = model_name_of(mar)
         self.startup_seconds = startup_seconds
-        self.port = port
         self.token = ""
         self.url = self._management_url = ""
         self._environment = {} if threads is None else {THREADS_VARIABLE: str(threads)}
@@ -131,10 +123,6 @@ class TorchServe:
         """PID of the server."""
         return self._process.pid
 
-    def has_ended(self) -> bool:
-        """Return whether the server has ended by itself."""
-        return has_ended(self.pid)
-
     def client(self, signature: Signature, max_rows: int) -> Client:
         """Return a client of the served model."""
         return Client(self.url, self.model_name, signature, token=self.token, max_rows=max_rows)
@@ -153,7 +141,6 @@ class TorchServe:
 
     def _start(self, java: str, packages: Path) -> None:
         folder, ports = self.folder, free_ports(5)
-        ports[0] = self.port or ports[0]
         (folder / "tmp").mkdir()
         (folder / "log4j2.xml").write_text(LOGGING.format(folder=folder))
         (folder / "config.properties").write_text(configuration(self.mar, ports))
@@ -183,9 +170,7 @@ class TorchServe:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.startup_seconds
         while not self._is_ready():
-            if "Address already in use" in (output := self._read("output.log")):
-                if self.port and f"127.0.0.1:{self.port}\n" in output:
-                    raise StageFailed(f"{self.mar}: port {self.port} is taken; set another --port")
+            if "Address already in use" in self._read("output.log"):
                 raise PortTaken(f"{self.mar}: TorchServe found its ports taken")
             if has_ended(self._process.pid):
                 raise StageFailed(self._failure("TorchServe ended while starting"))
@@ -318,73 +303,3 @@ def _group_is_alive(group: int) -> bool:
             if int(its_group) == group and state not in "ZX":
                 return True
     return False
-
-
-class HandlerProcess:
-    """Runs the handler as TorchServe's worker does; in the `with` block, its probe has passed."""
-
-    def __init__(self, members: Mapping[str, bytes], signature: Signature) -> None:
-        self._members = members
-        self._signature = signature
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        """Unpack the archive, start the process and load the model; StageFailed where it fails."""
-        with self._stack:
-            self._folder = Path(tempfile.mkdtemp(prefix="handler-"))
-            self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            for name, content in self._members.items():
-                file = self._folder / "model" / name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(content)
-            script, model = str(handler_runner_main.__file__), str(self._folder / "model")
-            with (self._folder / "log").open("wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-I", script, model],
-                    cwd=self._folder,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                )
-            # Callbacks run in reverse: the pipes are closed, the process killed, then waited for.
-            self._stack.callback(process.wait)
-            self._stack.callback(process.kill)
-            assert process.stdin is not None
-            assert process.stdout is not None
-            self._requests, self._answers = process.stdin, process.stdout
-            # Of buffered bytes that an ended process cannot read.
-            self._stack.enter_context(suppress(BrokenPipeError))
-            self._stack.enter_context(self._requests)
-            self._stack.enter_context(self._answers)
-            self._receive()
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def predict(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
-        """Return the outputs in the signature's order; StageFailed for an error of the handler."""
-        names = (spec.name for spec in self._signature.inputs)
-        body = to_npz(dict(zip(names, inputs, strict=True)))
-        try:
-            self._requests.write(len(body).to_bytes(8, "big") + body)
-            self._requests.flush()
-        except BrokenPipeError:
-            pass  # _receive raises with the end of the process's log
-        answer = from_npz(self._receive())
-        return tuple(answer[output.name] for output in self._signature.outputs)
-
-    def _receive(self) -> bytes:
-        ready, _, _ = select.select([self._answers], [], [], HANDLER_SECONDS)
-        sizes = self._answers.read(16) if ready else b""
-        if len(sizes) < 16:
-            log = (self._folder / "log").read_text(errors="replace")
-            what = "ended" if ready else f"did not answer within {HANDLER_SECONDS:g} s"
-            shown = log_tail(log.replace(f"{self._folder}/", ""))
-            raise StageFailed(f"the handler's process {what}; its log ends: {shown}")
-        length, status = (int.from_bytes(sizes[i : i + 8], "big") for i in (0, 8))
-        body = self._answers.read(length)
-        if status != 200:
-            raise StageFailed(f"the handler answered {status}: {json.loads(body)['message']}")
-        return body

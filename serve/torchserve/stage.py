@@ -26,7 +26,12 @@ from compress.export.openvino.stage import OpenVINOModel
 from compress.export.torchscript.stage import TorchScriptModel
 from compress.serve.packaging import provenance, request_forms
 from compress.serve.packaging.provenance import PROVENANCE, digest_of
-from compress.serve.packaging.request_forms import ImageInput, RequestForms, TextInput
+from compress.serve.packaging.request_forms import (
+    AudioInput,
+    ImageInput,
+    RequestForms,
+    TextInput,
+)
 from compress.serve.torchserve import mar_file
 from compress.serve.torchserve.artifact import PROBE, TorchServeArchive
 
@@ -81,6 +86,9 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     text: TextInput | None = None
     """How texts become the inputs, where the model takes tokens; by default as a Hugging Face
     folder's tokenizer does."""
+    audio: AudioInput | None = None
+    """How WAV and FLAC bodies become the input, where the model takes sounds; by default as a
+    Hugging Face folder's `preprocessor_config.json` says."""
     probe_atol: Annotated[float, Field(ge=0)] = 1e-4
     """Largest difference from the recorded probe with which a worker still becomes ready."""
     gates: tuple[AnyGate, ...] = (LabelAgreement(minimum=1.0), Parity(atol=1e-4))
@@ -112,14 +120,19 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         """Return the settings that decide the result; the tokenizer by its content."""
         return super().own_settings() | ({"text": self.text.identity()} if self.text else {})
 
+    @property
+    def forms(self) -> RequestForms:
+        """What requests may hold beside tensors."""
+        return RequestForms(image=self.image, text=self.text, audio=self.audio)
+
     def check_inputs(self, signature: Signature) -> None:
-        """Check `image` and `text` against the signature before anything is trained or exported."""
-        RequestForms(image=self.image, text=self.text).handler_settings(signature)
+        """Check what requests hold against the signature before anything is trained or exported."""
+        self.forms.handler_settings(signature)
 
     def with_carried(self, model: Servable) -> Self:
-        """Return the stage with `image` and `text` of the artifact where they are left out here."""
+        """Return the stage with the artifact's `image`, `text` and `audio` where left out here."""
         forms = request_forms.forms_of(model)
-        own = {"class_names": self.class_names, "image": self.image, "text": self.text}
+        own = {name: getattr(self, name) for name in ("class_names", "image", "text", "audio")}
         carried = {key: value for key in own if (value := getattr(forms, key))}
         used = [key for key in carried if not own[key]]
         overridden = ", ".join(key for key in carried if own[key])
@@ -159,7 +172,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             if probe.not_joined and self.batch_size > 1:
                 warnings.append(f"batch_size is 1, not {self.batch_size}: {probe.not_joined}")
             if context.data is not None and "val" in context.data.datasets:
-                forms = RequestForms(image=stage.image, text=stage.text)
+                forms = stage.forms
                 for found in compare_preparation(forms, model.signature, context.data):
                     if found.is_wrong:
                         raise StageFailed(found.difference)
@@ -254,7 +267,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
     for fact in ("built_for", "optimize_for_inference", "one_call_at_a_time"):
         if served.manifest.facts.get(fact):
             handler[fact] = served.manifest.facts[fact]
-    handler |= RequestForms(image=stage.image, text=stage.text).handler_settings(signature)
+    handler |= stage.forms.handler_settings(signature)
     return {
         "minWorkers": stage.workers,
         "maxWorkers": stage.workers,

@@ -30,7 +30,7 @@ from compress.serve.worker.tensors import (
 from compress.serve.worker.wire import (
     JSON,
     LABELS,
-    NPZ,
+    NO_BODY,
     create_readers,
     decode,
     encode,
@@ -138,7 +138,7 @@ def read_request(
     """Return a request's inputs in the signature's order, and :func:`decode`'s second result."""
     field = "body" if "body" in row else "data"
     if field not in row:
-        raise ValueError(UNREADABLE, f"the request has no body; send one as {JSON} or {NPZ}")
+        raise ValueError(UNREADABLE, NO_BODY)
     # TorchServe keeps each form field's own Content-Type under the field's name.
     content_type = (headers.get(field) or headers).get("content-type") or ""
     return decode(

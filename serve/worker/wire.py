@@ -11,6 +11,7 @@ Requests (by Content-Type; nothing is guessed from the bytes):
                               followed by raw tensors if Inference-Header-Content-Length is
                               sent: the length of the JSON
     image/png, image/jpeg     one image, if the archive was packed with ``image``
+    audio/wav, audio/flac     one sound, if it was packed with ``audio``
     text/plain                one text, if it was packed with ``text``; several as JSON [...]
 
 Responses (by Accept): ``application/x-npz``, lossless; ``application/octet-stream`` for a single
@@ -74,6 +75,10 @@ JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
 MEMBER_BYTES = 512  # per array in a zip's directory: 46 bytes, its name and extra fields
 END_OF_ZIP = struct.Struct("<4s4H2LH")
 RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "image/jpeg")
+SOUNDS = ("audio/wav", "audio/x-wav", "audio/wave", "audio/flac", "audio/x-flac")
+SOUND_FORMATS = ("WAV", "WAVEX", "FLAC")  # of those that libsndfile reads
+MAX_SOUND = 64_000_000  # numbers of a decoded sound, in all channels
+NO_BODY = f"the request has no body; send one as {JSON} or {NPZ}"
 TENSORS = (NPY, NPZ, RAW)  # bodies of bytes that hold nothing but tensors
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_PIXELS = 64_000_000  # largest decoded image: a small file can decompress to any size
@@ -192,7 +197,7 @@ def requested_outputs(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
 
 
 def to_protocol(
-    named: Named, wanted: Named, model_name: str, labels: list[list[dict[str, Any]]]
+    named: Named, wanted: Named, model: str, labels: list[list[dict[str, Any]]], version: str = ""
 ) -> tuple[bytes, dict[str, str]]:
     """Return the body and headers of a response to what :func:`requested_outputs` found.
 
@@ -217,8 +222,9 @@ def to_protocol(
             value = f'"data": {flat_json(array)}'
         tensors.append(f"{{{head}, {value}}}")
     request_id = f', "id": {json.dumps(str(wanted["id"]))}' if wanted["id"] is not None else ""
-    answer = f'"model_name": {quoted(model_name)}{request_id}, "outputs": [{", ".join(tensors)}]'
-    body = f"{{{answer}}}".encode()
+    named_version = f', "model_version": "{version}"' if version else ""
+    answer = f'"model_name": {quoted(model)}{named_version}{request_id}'
+    body = f'{{{answer}, "outputs": [{", ".join(tensors)}]}}'.encode()
     if not raw:
         return body, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(body))}
@@ -351,7 +357,12 @@ def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
 
 
 def encode(
-    named: dict[str, Array], accept: str, wanted: Named, model_name: str, classes: Named | None
+    named: dict[str, Array],
+    accept: str,
+    wanted: Named,
+    model_name: str,
+    classes: Named | None,
+    version: str = "",
 ) -> tuple[bytes, dict[str, str]]:
     """Encode outputs, none of which holds NaN; return the response's body and headers.
 
@@ -362,7 +373,7 @@ def encode(
         return to_npz(named), {"content-type": NPZ}
     labels = top_classes(next(iter(named.values())), classes) if classes else []
     if wanted:
-        return to_protocol(named, wanted, model_name, labels)
+        return to_protocol(named, wanted, model_name, labels, version)
     if RAW in accept:
         (output, *others) = named.values()
         if others:
@@ -427,6 +438,8 @@ def create_readers(settings: Named, specs: Specs, folder: Path) -> Readers:
     readers: dict[str, Callable[[Any], list[Array]]] = {}
     if settings.get("image"):
         readers |= dict.fromkeys(IMAGES, image_reader(settings["image"], specs[0]))
+    if settings.get("audio"):
+        readers |= dict.fromkeys(SOUNDS, audio_reader(settings["audio"], specs[0]))
     if settings.get("text"):
         from tokenizers import Tokenizer
 
@@ -498,6 +511,50 @@ def normalized(pixels: Array, settings: Named, dtype: str) -> Array:
     if settings["layout"] == "chw":
         row = row.transpose(0, 3, 1, 2)
     return np.ascontiguousarray(row, dtype)
+
+
+def audio_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]:
+    """Return a function that decodes a WAV or FLAC file to one row of the model's only input."""
+    import soundfile
+
+    rate, length = settings["rate"], settings["samples"]
+    extract: Any = None
+    if extractor := settings["extractor"]:
+        import transformers
+
+        extract = getattr(transformers, extractor["feature_extractor_type"])(**extractor)
+
+    def read(body: bytes) -> list[Array]:
+        try:
+            with soundfile.SoundFile(io.BytesIO(body)) as file:
+                if file.format not in SOUND_FORMATS:
+                    raise ValueError(
+                        UNREADABLE, f"the sound is {file.format}, expected WAV or FLAC"
+                    )
+                # One second more, for the filter that changes the rate.
+                needed = file.frames if length is None else (length // rate + 2) * file.samplerate
+                if min(needed, file.frames) * file.channels > MAX_SOUND:
+                    message = f"the sound has {file.frames} frames of {file.channels} channels"
+                    raise ValueError(TOO_LARGE, f"{message}, at most {MAX_SOUND} numbers")
+                sound = file.read(needed, "float32", always_2d=True).mean(1)
+                own_rate = file.samplerate
+        except soundfile.SoundFileError:
+            raise ValueError(UNREADABLE, "the body is no WAV or FLAC file, or truncated") from None
+        if own_rate != rate:
+            import soxr
+
+            sound = soxr.resample(sound, own_rate, rate)
+        sound = sound[:length]
+        if extract:
+            found = extract(sound, sampling_rate=rate, return_tensors="np")[spec["name"]]
+            return [np.ascontiguousarray(found, spec["dtype"])]
+        if settings["normalize"] and len(sound):  # as transformers does, before it fills up
+            sound = (sound - sound.mean()) / np.sqrt(sound.var() + 1e-7)
+        sound = np.pad(sound, (0, max(0, (length or 0) - len(sound))))
+        axes = [1] * (len(spec["shape"]) - 1)
+        return [np.ascontiguousarray(sound.reshape(*axes, -1), spec["dtype"])]
+
+    return read
 
 
 def text_reader(

@@ -7,8 +7,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.export.imported.exported_files import signature_of
 from compress.pipelines import Pipeline
-from compress.pipelines.models.exported_files import signature_of
 
 X = "{name: x, shape: [batch, 4]}"
 TWICE = r"input and output names must differ; found twice: \['x'\]"

@@ -2,7 +2,10 @@
 
 import hashlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,3 +147,22 @@ def test_the_doctor_names_what_is_missing(hide_java: Callable[[], None]) -> None
     assert any("java" in need for need in without.stages["package_torchserve"])
     assert any("apt-get install chromium" in need for need in without.stages["gate runs_in"])
     assert any(line.startswith("✗ package_torchserve: needs java") for line in without.lines())
+
+
+def test_without_torch_the_doctor_says_so_and_other_commands_name_it(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('none here', name='torch')\n")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from compress.cli import main; main()", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    said = run("doctor")
+    assert said.returncode == 0, said.stderr
+    assert "✗ torch: cannot be imported (ModuleNotFoundError: none here); pip" in said.stdout
+    assert "✗ train: needs torch\n" in said.stdout and "GiB\n" in said.stdout
+    (tmp_path / "net.py").write_text("import torch\n")
+    refused = run("init", "net.py")
+    assert (refused.returncode, refused.stderr) == (
+        4,
+        "error: needs torch, which is not installed; compress doctor says what is missing\n",
+    )

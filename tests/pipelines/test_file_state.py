@@ -10,8 +10,8 @@ from torch import nn
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature
+from compress.export.imported.exported_files import import_file
 from compress.export.torchscript.file_io import load, quiet
-from compress.pipelines.models.exported_files import import_file
 from compress.serve.http.loaded_model import open_model
 from compress.serve.worker.loaders import LOADERS
 

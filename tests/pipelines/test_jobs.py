@@ -79,6 +79,8 @@ def run(file: Path, out: str, **options) -> tuple[list[str], Report]:
 class InThisProcess:
     """An engine of two places that makes what was begun last first, and says what it does."""
 
+    runs_apart = ()
+
     events: list[tuple[str, str]]
 
     def __init__(self, places: int, *_) -> None:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.requirements import Requirement
@@ -201,3 +203,83 @@ def test_two_nodes_make_branches_for_a_bucket_and_one_of_them_is_lost(
     monkeypatch.setattr("compress.pipelines.executors.ray.SECONDS_WITHOUT_NODES", 1.0)
     with pytest.raises(StageFailed, match=r"thin-amount=0.25: the cluster has had no node of 1 co"):
         Pipeline.from_yaml(file).run(folder / "alone", engine="ray")
+
+
+TRAINING = """\
+version: 1
+device: cpu
+model:
+  factory: clusters:mlp
+  inputs: [{name: x, shape: [batch, 4]}]
+data: {factory: clusters:data, batch_size: 16}
+loss: cross_entropy
+metric: accuracy
+stages:
+  - {name: trained, stage: train, epochs: 3, batch_size: 16, optimizer: adamw, keep: last,
+     checkpoints: {every_steps: 2}, parallel: PARALLEL}
+"""
+CLUSTERS = """
+import os, pathlib, time
+import torch
+from torch import nn
+
+HERE = pathlib.Path("FOLDER")
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        if os.environ.get("RANK") == "1" and index % 5 == 0:  # of a training on two nodes
+            (HERE / "samples").open("a").write(".")
+            while (HERE / "wait").exists() and (HERE / "samples").stat().st_size > 10:
+                time.sleep(0.05)
+        drawn = torch.Generator().manual_seed(index)
+        return torch.rand(4, generator=drawn) + index % 3, index % 3
+
+def data():
+    return {"train": Samples(), "val": Samples()}
+"""
+
+
+@pytest.mark.slow
+def test_one_training_goes_over_two_nodes_and_resumes_where_one_of_them_is_lost(
+    tmp_path, nodes
+) -> None:
+    import ray
+
+    (cluster, added), folder = nodes, tmp_path
+    added.append(cluster.add_node(num_cpus=1))  # takes the place of the lost one
+    lost: list[str] = []
+    (folder / "clusters.py").write_text(CLUSTERS.replace("FOLDER", str(folder)))
+    (folder / "wait").touch()
+
+    def run(name: str, parallel: str, engine: str = "local") -> dict[str, torch.Tensor]:
+        file = folder / f"{name}.yaml"
+        file.write_text(TRAINING.replace("PARALLEL", parallel))
+        report = Pipeline.from_yaml(file).run(folder / name, engine=engine)
+        assert report.status == "passed"
+        return load_file(folder / name / "artifacts" / "trained" / "weights.safetensors")
+
+    def lose_a_node() -> None:
+        while not any((folder / "spread" / ".store").rglob("step-0*[0-9]")):
+            time.sleep(0.05)  # until there is a checkpoint
+        (table,) = ray.util.placement_group_table().values()
+        lost.append(table["bundles_to_node_id"][1])
+        cluster.remove_node(next(n for n in added if n.node_id == lost[0]), allow_graceful=False)
+        (folder / "wait").unlink()
+
+    loses = threading.Thread(target=lose_a_node, daemon=True)
+    loses.start()
+    spread = run("spread", "{nodes: 2}", "ray")
+    loses.join(60)
+    assert lost
+    here, alone = run("here", "{processes: 2}"), run("alone", "{}")
+    for name, weight in alone.items():
+        assert torch.equal(spread[name], here[name])
+        torch.testing.assert_close(spread[name], weight, atol=1e-5, rtol=0)
+    assert "resumed after" in (folder / "spread" / "log.jsonl").read_text()

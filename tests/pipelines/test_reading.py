@@ -21,8 +21,8 @@ from compress.checkpoint import safe_zip
 from compress.checkpoint.loading import read_state_dict
 from compress.common.errors import ArtifactInvalid, CompressError
 from compress.common.signature import Signature, TensorSpec
+from compress.export.imported.exported_files import digest_of, import_file, signature_of
 from compress.pipelines import Pipeline
-from compress.pipelines.models.exported_files import digest_of, import_file, signature_of
 from compress.pipelines.results.schema import Report
 from compress.serve.torchserve.mar_file import MAR_MANIFEST, model_name_of, read_mar
 from compress.serve.verify import verify

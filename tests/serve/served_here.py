@@ -18,6 +18,9 @@ from onnx import TensorProto, helper
 
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.export.onnx.stage import OnnxModel
+from compress.serve.http.asgi_app import Application
+from compress.serve.http.model_repository import ModelRepository
+from compress.serve.http.shared_state import Served as ServedVersion
 
 ROOT = Path(__file__).parents[2]
 COMPRESS = [sys.executable, "-m", "compress.cli"]
@@ -94,6 +97,13 @@ def sealed(path: Path) -> OnnxModel:
     with OnnxModel.atomic_write(path, SIGNATURE) as partial:
         onnx.save(model, partial / OnnxModel.payload)
     return OnnxModel.from_directory(path)
+
+
+def application_of(served: ServedVersion) -> Application:
+    """Return the application of one loaded model, inside a running event loop."""
+    repository = ModelRepository(load=lambda *_: lambda: served)
+    repository.add(served)
+    return Application(served.shared, repository)
 
 
 @dataclass

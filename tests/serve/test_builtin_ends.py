@@ -149,7 +149,9 @@ def test_several_processes_answer_at_one_address_and_end_together(artifact: Path
             [i % 8] for i in range(40)
         ]
         _, _, body = server.ask(path="/metrics", method="GET")
-        assert 'inference_requests_total{model="model",status="200"} 40.0' in body.decode()
+        assert (
+            'inference_requests_total{model="model",status="200",version="1"} 40.0' in body.decode()
+        )
         children[0].kill()  # the server does not go on with half of its processes
         assert server.process.wait(120) == 1
     _, left = psutil.wait_procs(children, timeout=60)

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.serve.image import container_image
 from compress.serve.image.container_image import write_build_folder
 from compress.serve.packaging.request_forms import ImageInput, forms_of, image_input
+from compress.serve.repository import PackageKServe, PackageTriton, refuse_foreign_entries
 from compress.serve.torchserve.mar_file import read_mar
 from compress.serve.torchserve.stage import PackageTorchServe
 from compress.serve.worker.wire import create_readers
@@ -192,6 +194,29 @@ def test_the_protocol_answers_labels_only_where_they_are_requested(served) -> No
     _, _, body = served.ask(json.dumps(request).encode())
     (labels,) = json.loads(body)["outputs"]
     assert labels["datatype"] == "BYTES" and set(labels["data"]) == set(NAMES)
+
+
+def test_a_triton_repository_names_classes_and_says_what_clients_prepare(
+    exported: OnnxModel, tmp_path: Path
+) -> None:
+    repository = PackageTriton(model_name="text")(exported, Context(root=tmp_path / "triton"))
+    service = PackageKServe(storage_uri="s3://bucket/text")(
+        repository, Context(root=tmp_path / "kserve")
+    )
+    for folder in (repository.path / "text", service.path / "model_repository/text"):
+        assert (folder / "labels.txt").read_text().splitlines() == [*NAMES]
+        config = (folder / "config.pbtxt").read_text()
+        assert 'label_filename: "labels.txt"' in config
+        (line,) = (line for line in config.splitlines() if 'string_value: "{' in line)
+        prepared = json.loads(json.loads(line.partition(": ")[2]))
+        assert prepared["text"]["max_length"] == LONGEST
+        assert (folder / prepared["text"]["tokenizer"]).is_file()
+    for artifact in (repository, service):
+        artifact.verify()
+    copy = shutil.copytree(repository.path, tmp_path / "copy")
+    (copy / "text/more.py").write_text("")
+    with pytest.raises(ArtifactInvalid, match="is not of model text"):
+        refuse_foreign_entries(copy, ["text/config.pbtxt", "text/more.py"], "text")
 
 
 def test_the_printed_command_sends_a_text(served) -> None:

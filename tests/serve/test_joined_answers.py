@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ from compress.core.gates import LabelAgreement
 from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.quantization.stages.dynamic import QuantizeDynamic
-from compress.serve import serve_command
 from compress.serve.http.dynamic_batcher import Batcher
+from compress.serve.http.inference import load_inference
 from compress.serve.http.loaded_model import ServedModel, open_model
 from compress.serve.http.options import Options
+from compress.serve.http.shared_state import SharedState
 from compress.serve.packaging.model_interface import NO_REPORT, read_recorded
 from compress.serve.repository import PackageKServe, PackageTriton
 from compress.serve.torchserve.mar_file import read_mar
@@ -188,11 +188,10 @@ def test_the_report_of_the_runs_folder_is_found(
 
 @pytest.mark.slow
 def test_why_requests_are_not_joined_is_logged_in_one_line(
-    models: dict[str, OnnxModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    models: dict[str, OnnxModel], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(serve_command.uvicorn_server, "serve", lambda *_: None)
-    with caplog.at_level(logging.ERROR), socket.socket() as listener:
-        serve_command._serve_model(models["float"], listener, Options(), lambda: None)
+    with caplog.at_level(logging.ERROR):
+        load_inference(models["float"], "text", "1", Options(), SharedState(Options().limits, "t"))
     assert caplog.messages == [f"note: requests are not joined: {NO_REPORT}"]
 
 

@@ -31,11 +31,11 @@ from compress.serve.http.loaded_model import open_model
 from compress.serve.packaging.provenance import Provenance, digest_of
 from compress.serve.packaging.request_forms import TextInput, are_probabilities
 from compress.serve.torchserve.mar_file import read_mar
-from compress.serve.torchserve.process import HandlerProcess
 from compress.serve.torchserve.stage import PackageTorchServe
 from compress.serve.worker.loaders import load_graph, missing_here
 from compress.serve.worker.wire import create_readers, decode
 from tests.export.builders import EXACT_BITS
+from tests.serve.handler_process import HandlerProcess
 
 pytestmark = pytest.mark.torchserve
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import subprocess
 import sys
 import tarfile
@@ -101,6 +102,8 @@ def test_the_written_server_answers_its_probe_without_torch_or_another_runtime(
     out, model = tmp_path / "image", request.getfixturevalue(kind)
     done = CliRunner().invoke(app, ["package", str(model), "--image", str(out)])
     assert done.exit_code == 0, done.output
+    run = done.output.splitlines()[-1]
+    assert re.fullmatch(r"docker run .* -e COMPRESS_SERVE_TOKEN=[\w-]{32} model", run)
     digest = Artifact.from_directory(model).digest
 
     lines = (out / "Dockerfile").read_text().splitlines()

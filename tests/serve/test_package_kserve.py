@@ -114,7 +114,7 @@ FORGED = {
         (b'name: "rows"', b"name: 'rows'"),
     ],
     "evil/config.pbtxt": [(b"rows", b"evil")],
-    "rows/labels.txt": [(b"", b"a")],
+    "rows/model.py": [(b"", b"a")],
 }
 
 

@@ -2,7 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import yaml
 
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OpenedModel
 from compress.common.sealed_json import load_sealed, write_report
 from compress.common.signature import OutputSpec, Signature, TensorSpec
@@ -30,7 +32,8 @@ from compress.serve.packaging.provenance import (
     model_card,
     refuse_broken_chain,
 )
-from compress.serve.serve_command import serve_artifact
+from compress.serve.serve_command import serve_artifacts
+from compress.serve.torchserve import served_archive
 from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.torchserve.mar_file import read_mar, write_mar
 from compress.serve.torchserve.stage import PackageTorchServe
@@ -62,11 +65,10 @@ def archive(exported: OnnxModel, blobs: Splits, tmp_path: Path) -> TorchServeArc
 
 @pytest.fixture
 def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    for what in (
-        "compress.serve.torchserve.process.TorchServe",
-        "compress.serve.torchserve.process.HandlerProcess",
-    ):
-        monkeypatch.setattr(f"{what}.__enter__", lambda _: pytest.fail("it was started"))
+    started = "compress.serve.torchserve.process.TorchServe.__enter__"
+    monkeypatch.setattr(started, lambda _: pytest.fail("it was started"))
+    loaded = "compress.serve.torchserve.served_archive.load_archive"
+    monkeypatch.setattr(loaded, lambda *_: pytest.fail("it was loaded"))
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ def test_native_code_of_unknown_origin_is_not_run(
     with pytest.raises(
         ArtifactInvalid, match="native code, which cannot be inspected: give the archive's"
     ):
-        serve_artifact(tmp_path / "x.mar", Options(), None, print)
+        serve_artifacts([tmp_path / "x.mar"], Options(port=0), None, print)
     folder = tmp_path / "forged"
     folder.mkdir()
     write_mar(folder / "model.mar", members | changed)
@@ -170,12 +172,12 @@ def test_files_that_cannot_be_served_or_verified_name_the_right_command(
         verify(alone)
     with pytest.raises(ArtifactInvalid, match=f"{takes}: run compress verify {archive.path}"):
         verify(named)
-    with pytest.raises(ArtifactInvalid, match=f"compress serve {no_manifest}"):
-        serve_artifact(alone, Options(), None, print)
+    with pytest.raises(ArtifactInvalid, match=f"{alone.name}: not a torch.export program"):
+        serve_artifacts([alone], Options(port=0), None, print)
     with pytest.raises(ArtifactInvalid, match=r"expected the directory, or its model\.mar"):
-        serve_artifact(named, Options(), None, print)
+        serve_artifacts([named], Options(port=0), None, print)
     with pytest.raises(ArtifactInvalid, match=r"sha256 is \w+, expected 00ff"):
-        serve_artifact(archive.path, Options(sha256="00ff"), None, print)
+        serve_artifacts([archive.path], Options(port=0, sha256="00ff"), None, print)
 
 
 @pytest.mark.usefixtures("never_started")
@@ -209,7 +211,7 @@ def _as_yaml(content: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.usefixtures("never_started")
-def test_a_foreign_handler_under_a_forged_manifest_is_started_by_no_command(
+def test_a_foreign_handler_under_a_forged_manifest_is_not_started(
     archive: TorchServeArchive, tmp_path: Path
 ) -> None:
     members = read_mar(archive.payload_path)
@@ -226,8 +228,6 @@ def test_a_foreign_handler_under_a_forged_manifest_is_started_by_no_command(
     forged.verify()  # every file is the one that the forged manifest names
     starting: list[Any] = [
         lambda: verify(folder),
-        lambda: serve_artifact(folder, Options(), None, print),
-        lambda: serve_artifact(folder / "model.mar", Options(), None, print),
         lambda: forged.open().__enter__(),
     ]
     for start in starting:
@@ -236,7 +236,7 @@ def test_a_foreign_handler_under_a_forged_manifest_is_started_by_no_command(
 
 
 @pytest.mark.usefixtures("without_java")
-def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
+def test_without_java_the_loader_answers_and_the_proof_says_so(
     archive: TorchServeArchive, tmp_path: Path
 ) -> None:
     sha256 = archive.manifest.files["model.mar"].sha256
@@ -255,29 +255,16 @@ def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
 def test_answers_that_differ_from_the_recorded_ones_are_refused(
     archive: TorchServeArchive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compress.serve.torchserve.process import HandlerProcess
+    load = served_archive.load_archive
 
-    predict = HandlerProcess.predict
-    monkeypatch.setattr(HandlerProcess, "predict", lambda *given: (predict(*given)[0] + 1,))
+    @contextmanager
+    def load_shifted(*given: Any) -> Iterator[Any]:
+        with load(*given) as model:
+            yield replace(model, call=lambda *inputs: [model.call(*inputs)[0] + 1])
+
+    monkeypatch.setattr(served_archive, "load_archive", load_shifted)
     with pytest.raises(ArtifactInvalid, match=r"probe\.npz: the served answers differ by 1"):
         verify(archive.payload_path)
-
-
-def test_an_ended_handler_process_is_reported_at_every_call() -> None:
-    from compress.serve.torchserve.process import HandlerProcess
-
-    handler = (
-        "import os\n"
-        "class PackagedModel:\n"
-        "    def initialize(self, context): pass\n"
-        "    def handle(self, data, context): os._exit(3)\n"
-    )
-    members = {"MAR-INF/MANIFEST.json": b"{}", "model-config.yaml": b"{}"}
-    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
-    with HandlerProcess(members | {"handler.py": handler.encode()}, signature) as harness:
-        for _ in range(2):
-            with pytest.raises(StageFailed, match="the handler's process ended"):
-                harness.predict([np.ones((1, 4))])
 
 
 def test_outputs_of_another_shape_or_nan_differ_infinitely() -> None:

@@ -134,7 +134,7 @@ class PackedWeight(NamedTuple):
     """Integers of a weight, two in a byte where they have 4 bits, the earlier one lower."""
 
     packed: torch.Tensor
-    """Bytes, `(outputs, inputs · bits / 8)`."""
+    """Bytes, `(outputs, inputs · bits / 8)`; of experts `(experts, outputs, …)`, as all parts."""
     scale: torch.Tensor
     """Scale of each group of inputs, `(outputs, groups)`."""
     zero_point: torch.Tensor
@@ -146,7 +146,7 @@ class PackedWeight(NamedTuple):
     @property
     def group_size(self) -> int:
         """Numbers of a row that share a scale."""
-        return self.packed.shape[1] * 8 // self.bits // self.scale.shape[1]
+        return self.packed.shape[-1] * 8 // self.bits // self.scale.shape[-1]
 
     def integers(self) -> torch.Tensor:
         """Return the integers, one in a byte."""
@@ -154,13 +154,13 @@ class PackedWeight(NamedTuple):
             return self.packed
         import torch
 
-        return torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(1)
+        return torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(-2)
 
     def dequantized(self) -> torch.Tensor:
         """Return the floats that the integers stand for."""
         grouped = self.integers().view(*self.scale.shape, -1).float()
         centred = grouped.sub_(self.zero_point.float()[..., None])
-        return centred.mul_(self.scale[..., None]).flatten(1)
+        return centred.mul_(self.scale[..., None]).flatten(-2)
 
 
 class PackedWeights(Mapping[tuple[str, bool], PackedWeight]):
@@ -187,8 +187,8 @@ class PackedWeights(Mapping[tuple[str, bool], PackedWeight]):
     def format_of(self, key: tuple[str, bool]) -> tuple[int, int]:
         """Return bits and group size of a weight, without reading it."""
         stem, bits = self._stems[key]
-        numbers = self._stored[stem + PARTS[0]].shape[1] * 8 // bits
-        return bits, numbers // self._stored[stem + PARTS[1]].shape[1]
+        numbers = self._stored[stem + PARTS[0]].shape[-1] * 8 // bits
+        return bits, numbers // self._stored[stem + PARTS[1]].shape[-1]
 
 
 def packed_weights(module: nn.Module, stored: Mapping[str, StoredTensor]) -> PackedWeights:
@@ -198,7 +198,7 @@ def packed_weights(module: nn.Module, stored: Mapping[str, StoredTensor]) -> Pac
         for name in names:
             for suffix, is_table in (("", False), (TABLE, True)):
                 if (stem := name + suffix) + PARTS[0] in stored:
-                    bits = stored[stem + PARTS[0]].shape[1] * 8 // parameter.shape[1]
+                    bits = stored[stem + PARTS[0]].shape[-1] * 8 // parameter.shape[-1]
                     stems |= {(own, is_table): (stem, bits) for own in names}
     return PackedWeights(stored, stems)
 
@@ -227,7 +227,7 @@ def _prepare_(
             if key in weights:
                 read = partial(weights.dequantized, key)
                 floats[name] = StoredTensor(tuple(parameter.shape), torch.float32, read)
-                if rounds and not key[1]:
+                if rounds and not key[1] and parameter.dim() == 2:
                     group_size = weights.format_of(key)[1]
                     layer.register_forward_pre_hook(partial(_round_input, group_size))
             elif at in stored:

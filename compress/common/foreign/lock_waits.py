@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from compress.common.errors import StageFailed
+from compress.common.foreign.patching import patched_attribute
 
 LONGEST_WAIT = 600.0
 """Seconds: more than a library needs to compile its C++ code while other processes wait for it."""
@@ -69,8 +69,8 @@ def bounded_lock_waits() -> Iterator[None]:
             ) from None
 
     with (
-        patch.object(FileBaton, "wait", wait),
-        patch.object(BaseFileLock, "acquire", acquire_in_time),
+        patched_attribute(FileBaton, "wait", wait),
+        patched_attribute(BaseFileLock, "acquire", acquire_in_time),
     ):
         yield
 

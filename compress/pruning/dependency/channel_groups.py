@@ -36,7 +36,7 @@ from compress.artifacts.edits.named_sizes import (
 )
 from compress.common.counts import count
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import plain_attention
+from compress.common.forward import batched_experts, plain_attention
 from compress.graph.torch_export import flat_outputs
 from compress.pruning.dependency.rules import elementwise
 from compress.pruning.dependency.rules.channel_labels import (
@@ -482,7 +482,7 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
         StageFailed: torch.export cannot trace it.
     """
     # With gradients enabled, torch.export refuses in-place operators on views.
-    with warnings.catch_warnings(), torch.no_grad(), plain_attention():
+    with warnings.catch_warnings(), torch.no_grad(), plain_attention(), batched_experts():
         # torch 2.13 warns that recurrent layers keep a list of their weights.
         warnings.filterwarnings("ignore", "The tensor attributes? self", UserWarning)
         try:

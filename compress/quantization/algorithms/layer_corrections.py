@@ -143,13 +143,14 @@ def input_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torc
 
     For a convolution these are the patches of its input under the kernel, of the given sizes.
     """
-    patches = input_patches(layer, values, kernel)
-    places = patches.shape[:1] + patches.shape[2 : 2 + len(kernel)]
+    if kernel:  # channels last, as all those of a pixel are chosen together
+        values = values.movedim(1, -1).contiguous().movedim(-1, 1)
+    patches = input_patches(layer, values, kernel).movedim(1, -1)
+    places = patches.shape[: 1 + len(kernel)]
     # Chosen before they are gathered: of 3x3 kernels all of them take nine times the input.
     chosen_N = sample_rows(torch.arange(math.prod(places)), ROWS_PER_BATCH)
-    samples_N, *positions_N = torch.unravel_index(chosen_N, places)
-    rows_NI = patches.movedim(1, 1 + len(kernel))[samples_N, *positions_N].flatten(1)
-    return rows_NI.view(len(rows_NI), groups_of(layer), -1).transpose(0, 1)
+    rows = patches[torch.unravel_index(chosen_N, places)].movedim(-1, 1)
+    return rows.reshape(len(rows), groups_of(layer), -1).transpose(0, 1)
 
 
 def sum_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> tuple[torch.Tensor, int]:
@@ -157,10 +158,11 @@ def sum_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> tuple[
 
     As float64: those of several batches would lose digits in float32.
     """
-    patches = input_patches(layer, values, kernel)
+    # Over samples first: patches of a 5x5 kernel hold each value 25 times.
+    patches = input_patches(layer, values.sum(0, keepdim=True).double(), kernel)
     summed = (0, *range(2, 2 + len(kernel)))
-    sums_GI = patches.sum(summed).double().view(groups_of(layer), -1)
-    return sums_GI, math.prod(patches.shape[axis] for axis in summed)
+    sums_GI = patches.sum(summed).view(groups_of(layer), -1)
+    return sums_GI, len(values) * math.prod(patches.shape[axis] for axis in summed)
 
 
 def input_patches(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:

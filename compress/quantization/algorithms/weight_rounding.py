@@ -207,7 +207,7 @@ def pack(integers_OI: torch.Tensor, bits: int) -> torch.Tensor:
     """Return integers as bytes; of two 4-bit ones in a byte the first takes the lower half."""
     if bits == 8:
         return integers_OI
-    return integers_OI[:, ::2] | (integers_OI[:, 1::2] << 4)
+    return integers_OI[..., ::2] | (integers_OI[..., 1::2] << 4)
 
 
 def _qparams(

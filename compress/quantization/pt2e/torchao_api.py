@@ -2,8 +2,8 @@
 
 from torch.fx import GraphModule
 
+from compress.common.foreign.patching import patched_attribute
 from compress.common.process import gc_disabled
-from compress.graph.library_cache import patched_attribute
 
 # Without garbage collection: the import creates many objects that all stay.
 with gc_disabled():

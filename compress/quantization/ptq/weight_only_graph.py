@@ -45,7 +45,7 @@ TABLE_GROUPS = (64, 32, 16)
 
 @dataclass
 class WeightQuantizer:
-    """Quantizes the weights of linear layers and embeddings; records which."""
+    """Quantizes the weights of linear layers, experts and embeddings; records which."""
 
     method: WeightMethod
     bits: int
@@ -97,6 +97,8 @@ class WeightQuantizer:
                 self._quantize_linear_(graph, node, moment_II)
             elif node.target is EMBEDDING and self.embeddings:
                 self._quantize_embedding_(graph, node)
+            elif node.target is aten.index.Tensor and is_constant(node.args[0]):
+                self._quantize_experts_(graph, node)
             else:
                 continue
             if self.after_weight is not None:
@@ -120,10 +122,8 @@ class WeightQuantizer:
             sizes = (self.bits, self.group_size)
             if self.method == "gptq" and moment_II is not None:
                 quantized = gptq(weight_OI, *sizes, moment_II, symmetric=self.symmetric)
-            elif self.method == "hqq":
-                quantized = in_parts(hqq, weight_OI, *sizes)
             else:  # AWQ's scales are in the weight already
-                quantized = in_parts(round_to_nearest, weight_OI, *sizes, symmetric=self.symmetric)
+                quantized = self._rounded_alone(weight_OI, sizes)
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
@@ -136,8 +136,14 @@ class WeightQuantizer:
             node.replace_input_with(features, self._rounded[features])
         self.quantized["linear"] = self.quantized.get("linear", 0) + 1
 
+    def _rounded_alone(self, weight_OI: torch.Tensor, sizes: tuple[int, int]) -> QuantizedWeight:
+        """Round a weight by its own values, without the data's."""
+        if self.method == "hqq":
+            return in_parts(hqq, weight_OI, *sizes)
+        return in_parts(round_to_nearest, weight_OI, *sizes, symmetric=self.symmetric)
+
     def _quantize_embedding_(self, graph: fx.GraphModule, node: fx.Node) -> None:
-        """Look up integers, scales and zero points of rows, and dequantize these alone."""
+        """Hold a table in few bits."""
         table = node.args[0]
         if not is_constant(table) or not is_float(table):
             return
@@ -154,23 +160,32 @@ class WeightQuantizer:
                 )
         sizes = (self.embedding_bits, group_size)
         quantized = in_parts(round_to_nearest, table_VD, *sizes, symmetric=self.symmetric)
-        packed = pack(quantized.integers_OI, self.embedding_bits)
-        with graph.graph.inserting_before(node):
-            call = graph.graph.call_function
-            parts = _register(graph, f"{table.target}_rows", packed, quantized)
-            integers, scale, zero = (call(EMBEDDING, (part, node.args[1])) for part in parts)
-            if self.embedding_bits == 4:
-                in_row = call(aten.flatten.using_ints, (_unpack(graph, integers), -2))
-                integers = call(aten.unflatten.int, (in_row, -1, [-1, group_size]))
-                scale, zero = (call(aten.unsqueeze.default, (part, -1)) for part in (scale, zero))
-            floats = call(aten.to.dtype, (integers, torch.float32))
-            centred = call(aten.sub.Tensor, (floats, call(aten.to.dtype, (zero, torch.float32))))
-            result = call(aten.mul.Tensor, (centred, scale))
-            if self.embedding_bits == 4:
-                result = call(aten.flatten.using_ints, (result, -2))
-            node.replace_all_uses_with(result, propagate_meta=True)
-        graph.graph.erase_node(node)
+        _look_up_(graph, node, f"{table.target}_rows", quantized, self.embedding_bits == 4)
         self.quantized["embedding"] = self.quantized.get("embedding", 0) + 1
+
+    def _quantize_experts_(self, graph: fx.GraphModule, node: fx.Node) -> None:
+        """Hold the matrices of a mixture's experts in few bits, of which each row looks some up.
+
+        By rounding or `hqq`: an expert's few inputs give no second moments for the other methods.
+        """
+        weight: Any = node.args[0]
+        indices: Any = node.args[1]
+        if not is_float(weight) or weight.meta["val"].dim() != 3 or len(indices) != 1:
+            return
+        weight_EOI = value_of(graph, weight)
+        inputs = weight_EOI.shape[2]
+        if inputs % self.group_size:
+            reason = f"rows of {inputs} are not a multiple of group_size {self.group_size}"
+            self.left_float[str(weight.target)] = reason
+            return
+        sizes = (self.bits, self.group_size)
+        flat, experts = self._rounded_alone(weight_EOI.flatten(0, 1), sizes), weight_EOI.shape[:2]
+        integers, scale, zero = (
+            part.view(*experts, -1) for part in (flat.integers_OI, flat.scale_OG, flat.zero_OG)
+        )
+        quantized = QuantizedWeight(integers, scale, zero, self.bits)
+        _look_up_(graph, node, str(weight.target), quantized)
+        self.quantized["experts"] = self.quantized.get("experts", 0) + 1
 
 
 def quantize_weights(
@@ -233,6 +248,37 @@ def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx
     scales = call(aten.unsqueeze.default, (scale, -1))
     dequantized = call(aten.mul.Tensor, (call(aten.sub.Tensor, (floats, zeros)), scales))
     return call(aten.view.default, (dequantized, [outputs, -1]))
+
+
+def _look_up_(
+    graph: fx.GraphModule,
+    node: fx.Node,
+    name: str,
+    weight: QuantizedWeight,
+    grouped: bool = True,
+) -> None:
+    """Look up integers, scales and zero points in place of a node's rows; dequantize these alone.
+
+    Not `grouped`, a row of a table has one scale.
+    """
+    ids: Any = node.args[1]
+    with graph.graph.inserting_before(node):
+        call: Any = graph.graph.call_function
+        parts = _register(graph, name, pack(weight.integers_OI, weight.bits), weight)
+        integers, scale, zero = (call(node.target, (part, ids)) for part in parts)
+        if weight.bits == 4:
+            integers = call(aten.flatten.using_ints, (_unpack(graph, integers), -2))
+        if grouped:
+            size = weight.integers_OI.shape[-1] // weight.scale_OG.shape[-1]
+            integers = call(aten.unflatten.int, (integers, -1, [-1, size]))
+            scale, zero = (call(aten.unsqueeze.default, (part, -1)) for part in (scale, zero))
+        floats = call(aten.to.dtype, (integers, torch.float32))
+        centred = call(aten.sub.Tensor, (floats, call(aten.to.dtype, (zero, torch.float32))))
+        result = call(aten.mul.Tensor, (centred, scale))
+        if grouped:
+            result = call(aten.flatten.using_ints, (result, -2))
+        node.replace_all_uses_with(result, propagate_meta=True)
+    graph.graph.erase_node(node)
 
 
 def _unpack(graph: fx.GraphModule, integers: fx.Node) -> fx.Node:

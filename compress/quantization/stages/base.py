@@ -48,6 +48,11 @@ class CalibrationData:
         return self.data.calibration(self.samples, self.seed)
 
 
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a graph is a matrix, a kernel or a table in float32."""
+    return tensor.dim() > 1 and str(tensor.dtype) == "torch.float32"
+
+
 class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
     """A stage that turns a float model into a graph of fewer bits."""
 
@@ -137,13 +142,21 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
         from compress.quantization.numeric_debug.compare import compare
 
         graph = program.module(check_guards=False)
-        fidelity = compare(model.load(), graph, model.signature, context, rescaled)
+        module = model.load()
+        fidelity = compare(module, graph, model.signature, context, rescaled)
         counts = dict(sorted(quantized.items()))
         summary = "; ".join(
             shorten(f"{name.replace('_', ' ')}: {value or 'none'}", LONGEST_FACT)
             for name, value in facts.items()
         )
-        logger.info("%s: quantized %s; %s", self.title, counts, summary)
+        left, total = (
+            sum(x.numel() for name, x in state.items() if is_weight(x) and "_scale" not in name)
+            for state in (program.state_dict, module.state_dict())
+        )
+        logger.info(
+            "%s: quantized %s; %.0f %% of the weights stay in float32; %s",
+            *(self.title, counts, 100 * left / max(1, total), summary),
+        )
         logger.info("%s: %s", self.title, fidelity.line())
         facts = {"quantized_operators": counts, **facts, FIDELITY: fidelity.model_dump(mode="json")}
         return GraphModel.create(

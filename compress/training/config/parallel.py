@@ -25,6 +25,7 @@ IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 """Schedules that take as many micro-batches at a time as there are stages."""
 ONLY_FOR = {
     "bucket_mebibytes": REPLICATED,
+    "buffer_dtype": SHARDED,
     "communication": REPLICATED,
     "cpu_offload": (*SHARDED, "deepspeed"),
     "find_unused_parameters": REPLICATED,
@@ -66,6 +67,15 @@ DEEPSPEED_OWNED = {
 DEEPSPEED = Requirement(
     what="deepspeed", install=f"{pip_install('deepspeed')}, or use zero1 to zero3"
 )
+
+
+class Prefetch(Settings):
+    """How many blocks FSDP gathers ahead, by the direction; torch decides where none is given."""
+
+    forward: Count | None = None
+    """Blocks in the order of the model; without it the next one is gathered once this one ends."""
+    backward: Count | None = None
+    """Blocks in the reverse order; without it the next one is gathered meanwhile."""
 
 
 class PipelineParallel(Settings):
@@ -209,12 +219,17 @@ class Parallel(Settings):
     cpu_offload: bool = False
     """Whether `fsdp` keeps weights and optimizer state in main memory, and `deepspeed` optimizer
     state, and in stage 3 weights."""
-    prefetch: Count | None = None
-    """Blocks that `fsdp` gathers ahead of the present one, forward and backward; by default torch
-    decides."""
+    prefetch: Count | Prefetch | None = None
+    """Blocks that `fsdp` gathers ahead of the present one, forward and backward, or apart as
+    `{forward: 2, backward: 1}`; by default torch decides."""
     param_dtype: Literal["fp32"] | None = None
     """Type in which `fsdp` gathers weights; by default that of `precision`. With `fp32` they are
     gathered whole and rounded by each operator, as in `ddp`, and models are evaluated in fp32."""
+    buffer_dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, Field(exclude_if=lambda value: value is None)
+    ] = None
+    """Type in which `fsdp` computes with buffers, such as tables of positions; by default that in
+    which they are stored. Those of normalizations, and checkpoints, keep theirs."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which `fsdp` adds up gradients between processes; `bf16` sends half the bytes, and
     rounds."""
@@ -391,6 +406,7 @@ class Parallel(Settings):
             how.append("int8 by stochastic rounding")
         elif self.communication != "none":
             how.append(self.communication)
+        how += [f"buffers in {self.buffer_dtype}"] if self.buffer_dtype else []
         how += ["gradients in bf16"] if self.reduce_dtype == "bf16" else []
         if self.sync_batchnorm and self.replicas > 1:
             how.append("synchronized BatchNorm")
@@ -417,3 +433,10 @@ class Parallel(Settings):
     def communication_group(self) -> int:
         """Processes of a group in `hierarchical`."""
         return self.group_processes or self.processes
+
+
+def nodes_of(settings: Settings) -> tuple[int, int]:
+    """Return the fewest and the most machines that the trainings of a stage need."""
+    parts = [part for _, part in settings.nested() if isinstance(part, Parallel)]
+    fewest = max((part.min_nodes or part.nodes for part in parts), default=1)
+    return fewest, max((part.nodes for part in parts), default=1)

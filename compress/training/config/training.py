@@ -103,8 +103,8 @@ class Callbacks(Settings):
     `learning_rate`, `samples_per_second` and more."""
 
 
-# Those of torch.optim but LBFGS (wants a closure), SparseAdam and Muon (want special weights). The
-# rates are torch's own defaults, except those of sgd and adamw, which are 0.001 there.
+# Those of torch.optim but LBFGS (wants a closure) and SparseAdam (wants sparse gradients). The
+# rates are torch's own defaults, except those of sgd, adamw and muon, which are 0.001 there.
 DEFAULT_LEARNING_RATE = {
     "adadelta": 1.0,
     "adafactor": 1e-2,
@@ -113,6 +113,7 @@ DEFAULT_LEARNING_RATE = {
     "adamax": 2e-3,
     "adamw": 2e-3,
     "asgd": 1e-2,
+    "muon": 2e-3,
     "nadam": 2e-3,
     "radam": 1e-3,
     "rmsprop": 1e-2,
@@ -134,7 +135,7 @@ Optimizer = Annotated[
     Field(json_schema_extra={"enum": [*DEFAULT_LEARNING_RATE]}),
 ]
 """Name of an optimizer, in any case."""
-DEFAULT_WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
+DEFAULT_WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05, "muon": 0.05}
 UNSHARDED_ONLY = ("adafactor", "rprop")  # optimizers that cannot step sharded weights (torch 2.13)
 SCHEDULES = (
     "onecycle",
@@ -233,12 +234,14 @@ class Training(Settings):
     last, for which convolutions have faster kernels on CUDA (tensor cores) and on most CPUs.
     Results differ by rounding. A model that calls `view` on such tensors needs `reshape`."""
     optimizer: Optimizer = "sgd"
-    """An optimizer of torch.optim; `sgd` has momentum. The fused variant is used if possible."""
+    """An optimizer of torch.optim; `sgd` has momentum. The fused variant is used if possible.
+    `muon` steps matrices by Muon, and tables of embeddings, kernels and vectors by AdamW, with one
+    learning rate (`adjust_lr_fn: match_rms_adamw`)."""
     optimizer_arguments: dict[str, JsonValue] = {}
     """Further arguments of the optimizer, such as `betas` or `eps`."""
     learning_rate: Positive | None = None
-    """Highest learning rate; by default 0.1 for `sgd`, 0.002 for `adamw`, and torch's own for the
-    others."""
+    """Highest learning rate; by default 0.1 for `sgd`, 0.002 for `adamw` and `muon`, torch's own
+    for the others."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Momentum of `sgd`, by default 0.9. `onecycle` lowers the momentum (`betas[0]` of the Adam
     family) from 0.95 to 0.85 while the rate rises, and back, unless it is set here or in
@@ -246,7 +249,8 @@ class Training(Settings):
     nesterov: bool = True
     """Whether the momentum of `sgd` is Nesterov's."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Decay of matrices and kernels; by default 0.0005 for `sgd`, 0.05 for `adamw`, else 0."""
+    """Decay of matrices and kernels; by default 0.0005 for `sgd`, 0.05 for `adamw` and
+    `muon`, else 0."""
     schedule: Annotated[str, NameOrReference("schedule", lambda: SCHEDULES)] = "onecycle"
     """Learning rate over time, by torch's schedulers: `onecycle` rises, then falls; `cosine`,
     `linear` and `polynomial` fall; `cosine_restarts` falls again and again, in `schedule_epochs`
@@ -370,7 +374,10 @@ class Training(Settings):
     @model_validator(mode="after")
     def _check_deepspeed(self) -> Self:
         cannot = {
-            "precision: fp16": self.precision == "fp16",
+            # DeepSpeed (0.19) clips gradients that are still scaled, but in stage 0.
+            "clip_norm with precision: fp16 and zero_stage 1 or more": bool(
+                self.precision == "fp16" and self.clip_norm and self.parallel.zero_stage
+            ),
             "on_nan: skip": self.on_nan == "skip",
             "ema_decay": self.ema_decay is not None,
         }

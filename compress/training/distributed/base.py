@@ -84,6 +84,11 @@ class Strategy:
         """Build the optimizer of a wrapped module."""
         return build_optimizer(module, training)
 
+    def loss_scaler(self, training: Training, device: str) -> torch.amp.GradScaler:
+        """Return what scales the loss of `fp16`; at other precisions it passes all through."""
+        is_fp16 = training.precision == "fp16"
+        return torch.amp.GradScaler(torch.device(device).type, enabled=is_fp16)
+
     def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Return the context of one micro-batch; gradients are exchanged in the last one's."""
         return nullcontext()

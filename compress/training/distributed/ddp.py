@@ -355,6 +355,18 @@ class DeepSpeedStrategy(DDPStrategy):
         """Return an optimizer whose ``step()`` is the engine's."""
         return EngineOptimizer(self.engine)
 
+    def loss_scaler(self, training: Training, device: str) -> torch.amp.GradScaler:
+        """Return one that leaves the loss to the engine, and saves and restores its scale."""
+        if training.precision != "fp16":
+            return super().loss_scaler(training, device)
+        # The engine scales in `backward` and unscales in `step`; its checkpoints lack the scale.
+        scaler = torch.amp.GradScaler(torch.device(device).type, enabled=False)
+        of_stage_0 = self.engine.torch_autocast_z0_gradscaler
+        own: Any = of_stage_0 or self.engine.optimizer.torch_autocast_gradscaler
+        for name in ("get_scale", "state_dict", "load_state_dict"):
+            setattr(scaler, name, getattr(own, name))
+        return scaler
+
     def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Mark the last micro-batch, after which the engine reduces gradients."""
         self.engine.set_gradient_accumulation_boundary(is_last)
@@ -447,8 +459,9 @@ def deepspeed_configuration(parallel: Parallel, training: Training, ranks: int) 
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,  # never: progress is reported by epoch
     }
-    if training.precision == "bf16":
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    if training.precision in ("bf16", "fp16"):
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}[training.precision]
+        config["torch_autocast"] = {"enabled": True, "dtype": dtype}
     return config | more
 
 

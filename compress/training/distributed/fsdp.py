@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from compress.common.errors import StageFailed
 from compress.training.checkpoint import DeferredWeights
+from compress.training.config.parallel import Prefetch
 from compress.training.distributed.base import wait_for_hours_on_cpu
 from compress.training.distributed.ddp import DDPStrategy
 from compress.training.distributed.gradient_compression import CommCounter, shaped_like
@@ -279,9 +280,43 @@ def shard_(
         if block not in norms:
             fully_shard(block, mp_policy=inner, **policy)
     fully_shard(module, mp_policy=outer, **policy)
+    if parallel.buffer_dtype:
+        for part in module.modules():
+            if not isinstance(part, NORMS):
+                round_buffers_(part, PRECISION[parallel.buffer_dtype])
     if parallel.prefetch:
-        chosen = set(blocks)
-        prefetch_([part for part in module.modules() if part in chosen], parallel.prefetch)
+        chosen, ahead = set(blocks), parallel.prefetch
+        ahead = Prefetch(forward=ahead, backward=ahead) if isinstance(ahead, int) else ahead
+        prefetch_([part for part in module.modules() if part in chosen], ahead)
+
+
+def round_buffers_(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let a module compute with float buffers of another type; between calls they are as stored.
+
+    As FSDP1's `buffer_dtype`, which FSDP2 has not.
+    """
+    own = [(name, x) for name, x in module._buffers.items() if x is not None]
+    names = [name for name, x in own if x.is_floating_point() and x.dtype != dtype]
+    replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def replace(*_: Any) -> None:
+        for name in names:
+            stored: Any = module._buffers[name]
+            module._buffers[name] = rounded = stored.to(dtype)
+            replaced[name] = stored, rounded
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def restore(*_: Any) -> None:
+        for name, (stored, rounded) in replaced.items():
+            value: Any = module._buffers[name]
+            if value is not rounded or rounded._version:  # the call has written it
+                stored.copy_(value)
+            module._buffers[name] = stored
+
+    if names:
+        module.register_forward_pre_hook(replace)
+        module.register_forward_hook(restore, always_call=True)
 
 
 class CountedAllGather(DefaultAllGather):
@@ -357,13 +392,15 @@ def blocks_to_wrap(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
     return named_blocks(module, parallel.wrap, "parallel.wrap")
 
 
-def prefetch_(blocks: Sequence[Any], count: int) -> None:
+def prefetch_(blocks: Sequence[Any], ahead: Prefetch) -> None:
     """Let each sharded block gather the weights of the next ones while it computes."""
     # Results are right for any order in which the model calls its blocks; this one saves time.
     for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])
-        before = blocks[max(0, index - count) : index]
-        block.set_modules_to_backward_prefetch(before[::-1])
+        if ahead.forward:
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead.forward])
+        if ahead.backward:
+            before = blocks[max(0, index - ahead.backward) : index]
+            block.set_modules_to_backward_prefetch(before[::-1])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

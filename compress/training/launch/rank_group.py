@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -84,6 +85,8 @@ SECONDS_BETWEEN_POLLS = 0.1
 SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 _joined: list[RankGroup] = []
+nodes_by_engine: ContextVar[bool] = ContextVar("nodes_by_engine", default=False)
+"""Whether stages with a training on several machines are sent to an engine that has these."""
 
 
 def launched_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -129,7 +132,11 @@ def joined_group() -> RankGroup | None:
 def need_group(parallel: Parallel) -> None:
     """Refuse a training on several machines that needs other processes than were started."""
     group = joined_group()
-    if parallel.nodes == 1 or (group.fits(parallel) if group else parallel.min_nodes == 1):
+    if (
+        parallel.nodes == 1
+        or nodes_by_engine.get()
+        or (group.fits(parallel) if group else parallel.min_nodes == 1)
+    ):
         return
     started = "this process was started alone"
     if group:

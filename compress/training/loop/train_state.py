@@ -192,9 +192,7 @@ class TrainState:
         """What forward passes call: the module, or DDP or DeepSpeed around it."""
         # After wrapping: the optimizer and the average refer to the shards.
         self.optimizer = strategy.optimizer(module, training)
-        device_type = torch.device(device).type
-        # At other precisions it passes everything through.
-        self.scaler = torch.amp.GradScaler(device_type, enabled=training.precision == "fp16")
+        self.scaler = strategy.loss_scaler(training, device)
         self.loss_scale = 1.0  # by which the loss of the last step was multiplied
         self.ema = EMA(module, training.ema_decay) if training.ema_decay else None
         self.gradient_norm: torch.Tensor | None = None
@@ -210,7 +208,7 @@ class TrainState:
         it lowers the loss scale. Steps are counted from 0 over the whole training.
         ``measure_norm`` computes the gradient norm even where `clip_norm` does not need it.
         """
-        training, strategy, scales = self.training, self.strategy, self.scaler.is_enabled()
+        training, strategy, scales = self.training, self.strategy, self.training.precision == "fp16"
         self.gradient_norm = None
         skips = training.on_nan == "skip"
         buffers = [buffer.clone() for buffer in self.module.buffers()] if skips or scales else []

@@ -45,16 +45,61 @@ def parameter_groups(module: torch.nn.Module, training: Training) -> list[dict[s
     trainable = [p for p in module.parameters() if p.requires_grad]
     if not trainable:
         raise StageFailed("the model has no weights that require gradients: nothing to train")
+    # Muon is for the matrices of hidden layers: not for tables, also those that a head shares.
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+    hidden, is_muon = set[int](), training.optimizer == "muon"
+    if is_muon:
+        hidden = {id(p) for p in trainable if p.ndim == 2} - tables
+        if not hidden and not training.parallel.pipeline:  # of which a stage may have none
+            raise StageFailed(
+                "optimizer muon is for matrices, and the model trains none; use adamw"
+            )
     groups = [
-        ([p for p in trainable if p.ndim > 1], training.weight_decay_or_default),
+        ([p for p in trainable if id(p) in hidden], training.weight_decay_or_default),
+        (
+            [p for p in trainable if p.ndim > 1 and id(p) not in hidden],
+            training.weight_decay_or_default,
+        ),
         ([p for p in trainable if p.ndim <= 1], 0.0),
     ]
     # torch's foreach and fused steps reject weights of several meshes in one group.
     return [
-        {"params": same_mesh, "weight_decay": decay}
-        for members, decay in groups
+        {"params": same_mesh, "weight_decay": decay} | ({MUON: i == 0} if is_muon else {})
+        for i, (members, decay) in enumerate(groups)
         for same_mesh in group_by_mesh(members)
     ]
+
+
+MUON = "muon"
+"""Option of a parameter group: whether its weights are matrices that Muon steps."""
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the groups of matrices, AdamW for the others, as torch documents Muon."""
+
+    def __init__(self, params: Iterable[dict[str, Any]], **options: Any) -> None:
+        """Divide options among the two by their names: `betas` is AdamW's, `ns_steps` Muon's."""
+        groups = [*params]
+        super().__init__([{**group} for group in groups], {})
+        kinds = {True: torch.optim.Muon, False: torch.optim.AdamW}
+        known = {kind: inspect.signature(kind).parameters.keys() for kind in kinds.values()}
+        if unknown := options.keys() - set().union(*known.values()):
+            raise TypeError(f"unexpected {', '.join(sorted(unknown))}")
+        self.parts: dict[bool, torch.optim.Optimizer] = {}
+        for is_muon, kind in kinds.items():
+            if own := [{**group} for group in groups if group[MUON] is is_muon]:
+                taken = {name: v for name, v in options.items() if name in known[kind]}
+                self.parts[is_muon] = kind(own, **taken)
+        self.param_groups = [g for part in self.parts.values() for g in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step all weights."""
+        for is_muon, part in self.parts.items():
+            # Loading a checkpoint replaces both.
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if group[MUON] is is_muon]
+            part.step()
 
 
 def optimizer_class(training: Training) -> Any:
@@ -63,6 +108,8 @@ def optimizer_class(training: Training) -> Any:
         from torchao.optim import _AdamW
 
         return _AdamW
+    if training.optimizer == "muon":
+        return MuonWithAdamW
     classes = {name.lower(): getattr(torch.optim, name) for name in torch.optim.__all__}
     return classes[training.optimizer]
 
@@ -74,6 +121,8 @@ def optimizer_arguments(training: Training) -> dict[str, Any]:
         arguments["bf16_stochastic_round"] = True
     if training.optimizer == "sgd":
         arguments |= {"momentum": training.momentum_or_default, "nesterov": training.nesterov}
+    if training.optimizer == "muon":
+        arguments["adjust_lr_fn"] = "match_rms_adamw"  # with it one rate fits both
     has_fused = "fused" in inspect.signature(optimizer_class(training)).parameters
     is_sharded = training.parallel.sharding_mode is not None or training.parallel.tensor > 1
     # torch refuses `fused` beside either of the other two.
@@ -183,7 +232,7 @@ class Schedule:
         values = {name: scheduled[name] for name in SCHEDULED if name in scheduled}
         for group in self.optimizer.param_groups:
             rate = group["lr"]
-            group.update(values)
+            group.update({name: v for name, v in values.items() if name in group})
             if isinstance(rate, torch.Tensor):
                 group["lr"] = rate.fill_(values["lr"])
 

@@ -32,7 +32,7 @@ ROUNDING = (
 
 
 def use_packed_weights(program: ExportedProgram, signature: Signature) -> ExportedProgram:
-    """Return a program whose linear layers and 4-bit tables are read by onnxruntime's operators."""
+    """Return a program whose packed layers, tables and experts onnxruntime's operators read."""
     # Otherwise the exporter folds the dequantization of the weights, and writes them as floats.
     if not any(name.endswith(PACKED) for name in program.state_dict):
         return program
@@ -45,7 +45,7 @@ def use_packed_weights(program: ExportedProgram, signature: Signature) -> Export
             for reader in node.users:
                 if reader.target is LINEAR and reader.args[1] is node:
                     layers[reader] = weight
-                elif reader.target is aten.embedding.default:
+                elif reader.target in (aten.embedding.default, aten.index.Tensor):
                     lookups[reader] = weight
                 else:
                     values.append(reader)
@@ -95,13 +95,17 @@ def gather_block_quantized(
     zero: torch.Tensor,
     group_size: int,
 ) -> torch.Tensor:
-    """Call onnxruntime's lookup in a table of 4 bits, for tracing alone."""
+    """Call onnxruntime's lookup in a table of 4 bits, or of experts, for tracing alone."""
+    *between, groups = scale_VG.shape[1:]
     rows: torch.Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::GatherBlockQuantized",
         (bytes_VD, ids, scale_VG, zero),
-        attrs={"bits": 4, "block_size": group_size, "gather_axis": 0, "quantize_axis": 1},
+        attrs={
+            **{"bits": 4, "block_size": group_size},
+            **{"gather_axis": 0, "quantize_axis": scale_VG.dim() - 1},
+        },
         dtype=scale_VG.dtype,
-        shape=(*ids.shape, scale_VG.shape[1] * group_size),
+        shape=(*ids.shape, *between, groups * group_size),
         version=1,
     )
     return rows
@@ -153,7 +157,8 @@ def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -
 def _use_gather_(graph: fx.GraphModule, lookup: fx.Node, packed: fx.Node) -> None:
     stem = str(packed.target).removesuffix(PACKED)
     packed_table, scale_VG, zero_VG = _parts(graph, stem)
-    group_size = packed_table.shape[1] * 2 // scale_VG.shape[1]
+    group_size = packed_table.shape[-1] * 2 // scale_VG.shape[-1]
+    ids: Any = lookup.args[1]
     graph.register_buffer(f"{stem}_zeros", pack_pairs(zero_VG))
     rows = lookup
     while rows.target is not aten.mul.Tensor:  # what is scaled is flattened from groups into rows
@@ -162,7 +167,7 @@ def _use_gather_(graph: fx.GraphModule, lookup: fx.Node, packed: fx.Node) -> Non
     with graph.graph.inserting_before(rows):
         names = (f"{stem}_packed", f"{stem}_scale", f"{stem}_zeros")
         table, scale, zeros = (graph.graph.get_attr(name) for name in names)
-        call = (table, lookup.args[1], scale, zeros, group_size)
+        call = (table, ids[0] if isinstance(ids, list) else ids, scale, zeros, group_size)
         result = graph.graph.call_function(gather_block_quantized, call)
     rows.replace_all_uses_with(result)
 
@@ -179,5 +184,5 @@ def _reads_halves(node: fx.Node) -> bool:
 
 def pack_pairs(zero_NG: torch.Tensor) -> torch.Tensor:
     """Return 4-bit zero points in bytes, each row padded to whole bytes."""
-    padded = torch.nn.functional.pad(zero_NG, (0, zero_NG.shape[1] % 2))
-    return padded[:, ::2] | (padded[:, 1::2] << 4)
+    padded = torch.nn.functional.pad(zero_NG, (0, zero_NG.shape[-1] % 2))
+    return padded[..., ::2] | (padded[..., 1::2] << 4)

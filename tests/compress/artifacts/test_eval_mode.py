@@ -10,8 +10,8 @@ from torch import nn
 import compress
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature
+from compress.export.imported.exported_files import import_file
 from compress.export.torchscript.file_io import quiet
-from compress.pipelines.models.exported_files import import_file
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 

@@ -81,7 +81,7 @@ def test_an_archive_that_reads_otherwise_from_its_beginning_is_refused(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_what_python_and_torch_write_reads_the_same_from_either_end(tmp_path) -> None:
     given = tmp_path / "given"
     torch.save({"ü": torch.ones(1000), "y": torch.ones(1)}, given)

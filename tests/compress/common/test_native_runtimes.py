@@ -10,7 +10,7 @@ import pytest
 from benchmarks.attack import cases_folders
 from compress import cli
 from compress.common.errors import ArtifactInvalid
-from compress.pipelines.models.exported_files import import_file, signature_of
+from compress.export.imported.exported_files import import_file, signature_of
 
 SESSION = """
 import sys

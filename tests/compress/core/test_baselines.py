@@ -43,7 +43,7 @@ def speedup(name: str | None) -> MinSpeedup:
     return MinSpeedup(ratio=1e-6, against=name)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 @pytest.mark.parametrize("name", [pytest.param("compiled", marks=pytest.mark.slow), "onnxruntime"])
 def test_the_uncompressed_model_runs_in_another_runtime(name: str, mlp, graph, context) -> None:
     torch._dynamo.utils.counters.clear()

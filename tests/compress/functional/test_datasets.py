@@ -108,3 +108,12 @@ def test_a_hugging_face_dataset_is_read_as_its_columns() -> None:
         )
         assert torch.equal(batch.inputs[0], X)
         assert torch.equal(batch.target, Y)
+
+
+def test_columns_of_a_mapping_may_have_any_key() -> None:
+    for name in ("self", 0):
+        splits = make_splits({"train": {name: X, "other": 2 * X, "label": Y}})
+        assert splits is not None
+        (batch,) = splits.batches("train", 6)
+        assert [x.tolist() for x in batch.inputs] == [X.tolist(), (2 * X).tolist()]
+        assert torch.equal(batch.target, Y)

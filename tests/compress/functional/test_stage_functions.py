@@ -1,5 +1,6 @@
 import inspect
 import logging
+import pydoc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,28 @@ def test_a_signature_shows_the_settings_with_their_defaults() -> None:
     assert {"data", "calibration", "out"} <= parameters.keys()
     assert "How a range is estimated" in str(compress.quantize_static.__doc__)
     assert [*inspect.signature(compress.export_onnx).parameters][:2] == ["model", "file"]
+
+
+def test_help_fits_a_screen_and_shows_an_example() -> None:
+    from compress.pipelines.config.registry import stages
+
+    for name in stages():
+        function = getattr(compress, name)
+        shown = pydoc.plain(pydoc.render_doc(function)).splitlines()[2:]
+        assert sum(max(1, -(-len(line) // 100)) for line in shown) <= 54, name
+        assert f"small = compress.{name}(model, " in "".join(shown), name
+        for setting, text in function.settings.items():
+            assert text and setting in function.__doc__, (name, setting)
+    assert "observer='percentile'" in compress.quantize_static.__doc__
+
+
+def test_errors_are_shown_in_a_line() -> None:
+    error = PipelineInvalid("prune_channels: ratio:\n  found 2")
+    error.add_note("a note")
+    assert error._render_traceback_() == [
+        "PipelineInvalid: prune_channels: ratio: found 2",
+        "PipelineInvalid: a note",
+    ]
 
 
 def test_every_stage_has_a_function() -> None:

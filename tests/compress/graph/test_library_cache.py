@@ -12,11 +12,8 @@ from torch._export import utils
 from torch._export.serde import schema, serialize
 from torch.export.pt2_archive._package import load_pt2
 
-from compress.graph.library_cache import (
-    cached_composite_ops,
-    cached_deserialization,
-    patched_attribute,
-)
+from compress.common.foreign.patching import patched_attribute
+from compress.graph.library_cache import cached_composite_ops, cached_deserialization
 from compress.graph.torch_export import load_program, save_program
 
 
@@ -73,6 +70,23 @@ def test_a_release_without_the_attribute_is_not_patched() -> None:
     with patched_attribute(library, "private", 1):
         assert not hasattr(library, "private")
     assert not hasattr(library, "private")
+
+
+def test_blocks_of_several_threads_may_end_in_any_order() -> None:
+    library = types.ModuleType("library")
+    library.value = 0  # type: ignore[attr-defined]
+    first, second, third = (patched_attribute(library, "value", n) for n in (1, 2, 2))
+    found = []
+    for step in (first.__enter__, second.__enter__, third.__enter__):
+        step()
+        found.append(library.value)
+    for block in (first, third, second):
+        block.__exit__(None, None, None)
+        found.append(library.value)
+    assert found == [1, 2, 2, 2, 2, 0]
+    with pytest.raises(KeyError), patched_attribute(library, "value", 1):
+        raise KeyError
+    assert library.value == 0
 
 
 def test_type_hints_of_a_stored_graph_are_evaluated_once(

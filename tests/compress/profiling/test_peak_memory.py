@@ -188,7 +188,7 @@ def in_torchscript(model: EagerModel, path: Path) -> TorchScriptModel:
     ],
     ids=["eager", "onnx", "torchscript"],
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_intermediate_tensors_are_counted(make: Make, written, context, tmp_path) -> None:
     """Of the smaller model, too, though the larger was opened before: no heap is used again."""
     large = written(make("Square", width=WIDTH), tmp_path / "large")

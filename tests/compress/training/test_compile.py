@@ -76,7 +76,7 @@ def test_compiled_models_reach_the_weights_of_others(tmp_path, trained, launch, 
 
 
 # Importing the compiler, torch 2.13 warns of itself.
-of_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+of_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 
 
 class Block(nn.Module):

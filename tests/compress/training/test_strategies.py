@@ -7,8 +7,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from pydantic import ValidationError
+from torch import nn
 
-from compress.training.distributed.fsdp import prefetch_
+from compress.training.config.parallel import Parallel, Prefetch
+from compress.training.distributed.fsdp import prefetch_, round_buffers_
 from tests.compress.training.builders import import_net
 from tests.compress.training.nets import ignored
 
@@ -31,7 +34,7 @@ STRATEGIES = {
     "none": {**FULL, "sharding": "no_shard"},
     "hybrid": {**FULL, "sharding": "hybrid_shard"},
     "offload": {**FULL, "cpu_offload": True},
-    "prefetch": {**FULL, "prefetch": 2},
+    "prefetch": {**FULL, "prefetch": {"forward": 2, "backward": 1}},
 }
 ACCUMULATED = ("ddp", "ddp-static", "zero1", "zero2", "full")
 ON_FOUR = {"sgd": ("ddp", "zero1", "full", "hybrid"), "adamw": ("zero1", "full")}
@@ -72,7 +75,9 @@ ADAMW = {
 }
 F1 = "torchmetrics.classification.MulticlassF1Score 3"
 ODD = {**SGD, "data": "nets:odd", "metric": F1}
-ALONE = {"sgd": SGD, "adamw": ADAMW, "metric": {**SGD, "metric": "loss"}, "odd": ODD}
+MUON = {**SGD, "epochs": 2, "optimizer": "muon", "learning_rate": 1e-3}
+WITH_MUON = {name: STRATEGIES[name] for name in ("zero1", "full")}
+ALONE = {"sgd": SGD, "adamw": ADAMW, "metric": {**SGD, "metric": "loss"}, "odd": ODD, "muon": MUON}
 TWO_BY_TWO = {"communication": "hierarchical", "group_processes": 2}
 
 
@@ -91,6 +96,9 @@ def trainings(ranks):
         yield from trainings_that_go_on(adamw)
         yield "metric-loss", {**SGD, "metric": "loss", "parallel": FULL}
         yield "bf16", {**SGD, "precision": "bf16", "parallel": FULL}
+        for name, parallel in WITH_MUON.items():
+            yield f"muon-{name}", {**MUON, "parallel": parallel}
+            yield f"halves/muon-{name}", {**MUON, "parallel": parallel}
 
 
 def trainings_that_go_on(adamw):
@@ -189,6 +197,16 @@ def test_a_resumed_training_ends_bit_identical(two, strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", WITH_MUON)
+def test_muon_steps_shards_as_whole_matrices_and_resumes_bit_identical(two, strategy):
+    alone, whole, halves = two["muon"], two[f"muon-{strategy}"], two[f"halves/muon-{strategy}"]
+    # Muon multiplies in bf16, where products of shards add up in another order.
+    tolerance = {"zero1": 1e-6, "full": 1e-3}[strategy]
+    assert largest_difference(alone.weights, whole.weights) < tolerance
+    assert largest_difference(whole.weights, halves.weights) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("communication", by("adamw", COMPRESSED, how="halves/"))
 def test_fewer_bytes_are_sent(two, communication):
     sent = [two[f"adamw-{name}"].history[0].sent_bytes for name in (communication, "ddp")]
@@ -225,7 +243,7 @@ def test_a_checkpoint_of_several_processes_is_resumed_by_one(two, strategy):
 
 def test_the_next_blocks_are_gathered_ahead_and_backward_the_last():
     blocks = [Mock() for _ in range(4)]
-    prefetch_(blocks, 2)
+    prefetch_(blocks, Prefetch(forward=2, backward=2))
     ahead = [b.set_modules_to_forward_prefetch.call_args.args[0] for b in blocks]
     assert ahead == [blocks[1:3], blocks[2:4], blocks[3:], []]
     behind = [b.set_modules_to_backward_prefetch.call_args.args[0] for b in blocks]
@@ -277,3 +295,28 @@ def test_an_epoch_says_what_it_sent_between_groups(results_of):
     assert between == pytest.approx(whole / 2, abs=4)
     assert total == 4 * between
     assert {e.sent_between_bytes for e in alone.history} == {None}
+
+
+def test_buffers_are_rounded_for_a_call_and_what_it_writes_is_kept():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.tensor([1.001, 2.0]))
+            self.register_buffer("calls", torch.zeros(1))
+            self.register_buffer("ids", torch.arange(2))
+
+        def forward(self, x):
+            self.calls += 1
+            self.seen = self.table.dtype, self.ids.dtype
+            return x + self.table
+
+    module = Shifted()
+    stored = module.table
+    round_buffers_(module, torch.bfloat16)
+    assert module(torch.zeros(2)).tolist() == [1.0, 2.0]
+    assert module.seen == (torch.bfloat16, torch.int64)
+    assert module.table is stored and stored[0] == torch.tensor(1.001)
+    assert (module.calls.tolist(), module.calls.dtype) == ([1.0], torch.float32)
+    with pytest.raises(ValidationError, match="buffer_dtype is for strategy: fsdp"):
+        Parallel(buffer_dtype="bf16")
+    assert "buffers in bf16" in Parallel(strategy="fsdp", buffer_dtype="bf16").layout

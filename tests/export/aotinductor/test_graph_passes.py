@@ -46,7 +46,9 @@ def test_a_weight_is_packed_anew_for_the_size_of_the_image() -> None:
     here = torch.ops.onednn.qconv_prepack(
         module.packed.to_dense(), scales, 0.1, 3, *SPREAD, 1, [1, CHANNELS, SIDE, SIDE]
     )
-    assert _order(getattr(module, name)) == _order(here) != _order(module.packed)
+    assert _order(getattr(module, name)) == _order(here)
+    if torch.__version__ < "2.15":  # which packs them so by itself
+        assert _order(here) != _order(module.packed)
     assert torch.equal(module(image), before)
     assert counted.macs == {True: 2 * SIDE * SIDE * CHANNELS * CHANNELS * 9}
 

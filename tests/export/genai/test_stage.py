@@ -113,6 +113,26 @@ def test_four_bits_stay_in_the_file(llama, folder, in_four_bits, folder_in_four_
     assert_nearer(llama, in_four_bits, folder_in_four_bits)
 
 
+@pytest.mark.slow
+def test_experts_of_four_bits_stay_in_the_file(tmp_path) -> None:
+    sizes = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    mixture = decoder(tmp_path / "mixture", "Mixtral", **sizes)
+    context = context_for(mixture, tmp_path / "quantized")
+    packed = QuantizeWeights(bits=4, group_size=32)(mixture, context)
+    counts = packed.manifest.facts["quantized_operators"]
+    assert counts == {"embedding": 1, "experts": 2, "linear": 6}
+    for name, parts in (("gate_up_proj", (192, 32)), ("down_proj", (64, 48))):
+        stem = f"model_layers_0_mlp_experts_{name}_packed"
+        (key,) = (k for k in packed.program().state_dict if k.endswith(stem))
+        assert packed.program().state_dict[key].shape == (4, *parts)
+    exported = ExportGenai()(packed, context_for(mixture, tmp_path / "genai"))
+    facts = exported.manifest.facts
+    assert facts["operators"]["GatherBlockQuantized"] == 2
+    assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
+    assert exported.payload_bytes < 0.35 * mixture.payload_bytes
+    assert mixture.load().config._experts_implementation == "grouped_mm"
+
+
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(1200)

@@ -149,15 +149,37 @@ def test_a_runtime_that_is_unknown_or_not_installed_is_refused(
     assert "net.yaml:10: auto.space.runtimes: openvino needs openvino" in capfd.readouterr().err
 
 
-def test_stages_that_the_search_adds_itself_are_refused(file: Path, capfd) -> None:
-    file.write_text(FILE.replace("- {stage: train, epochs: 6}", "- {stage: export_onnx}"))
-    assert auto(file) == 2
-    assert "`compress auto` itself prunes, quantizes and exports" in capfd.readouterr().err
+def test_data_are_needed(file: Path, capfd) -> None:
+    assert auto("nets:net") == 2
+    assert "`val`: give --data, or a pipeline file" in capfd.readouterr().err
+    assert auto(file, "--data", "nets:data") == 2
+    assert "net.yaml names its model and data" in capfd.readouterr().err
     content = yaml.safe_load(FILE)
     del content["data"]
     file.write_text(yaml.safe_dump(content))
     assert auto(file) == 2
     assert "`compress auto` decides by `val`; add a `data:` section" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_and_its_data_need_no_file(tmp_path: Path, capfd, monkeypatch) -> None:
+    (tmp_path / "nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    limits = ("--size", "1MB", "--time", "1s")
+    assert auto("nets:net", "--data", "nets:data", *limits, "--json") in (0, 3)
+    front = json.loads(capfd.readouterr().out)
+    assert front["checked"][0]["name"] == "float-whole"
+    written = yaml.safe_load(Path("runs/nets-net/pipeline.yaml").read_text())
+    assert written["stages"] == [{"stage": "train", "epochs": 10}]
+    assert written["auto"] == {"limits": {"size": "1000000.0B"}, "time": "1.0s"}
+
+    # The file that `init` writes has stages that are searched.
+    with pytest.raises(SystemExit):
+        cli.app(["init", "nets:net", "--data", "nets:data"])
+    assert "quantize_static" in Path("pipeline.yaml").read_text()
+    assert auto("pipeline.yaml", "--out", "runs/nets-net", *limits) in (0, 3)
+    left_out = "left out, as the search chooses them: prune_channels, quantize_static, export_onnx"
+    assert f"pipeline.yaml: {left_out}" in capfd.readouterr().err
 
 
 def test_a_file_of_a_search_alone_is_no_pipeline_to_run(file: Path, capfd) -> None:

@@ -398,15 +398,16 @@ def test_a_wrong_option_is_one_line_and_nothing_is_written(
 
 
 def test_what_is_missing_is_asked_for_and_wrong_answers_are_asked_again() -> None:
-    answers = {"Model": "nets:mlp", "Checkpoint": "none", "Data": "none", "Format": "aot"}
-    answers |= {"Goal": "faster", "Inputs": "x=batch,4 y=batch,2:int64"}
+    answers = {"Which model": "nets:mlp", "Which file": "none", "Which data": "none"}
+    answers |= {"Which format": "aot", "What shall": "faster"}
+    answers |= {"Which inputs": "x=batch,4 y=batch,2:int64"}
     questions = []
 
     def ask(question, usual, check):
-        questions.append(question.partition(",")[0].partition(":")[0])
-        for wrong in {"Model": ["nets"], "Inputs": ["x"], "Goal": ["slower"]}.get(
-            questions[-1], []
-        ):
+        assert question.endswith("?") and len(question) < 78  # a sentence, on a line of its own
+        questions.append(" ".join(question.split()[:2]))
+        mistakes = {"Which model": ["nets"], "Which inputs": ["x"], "What shall": ["slower"]}
+        for wrong in mistakes.get(questions[-1], []):
             with pytest.raises(PipelineInvalid):
                 check(wrong)
         check(answers[questions[-1]])

@@ -22,7 +22,7 @@ from compress.pipelines.commands.verify import VerifierInputs, check_file_anchor
 from compress.serve import attestation
 from compress.serve.attestation import MODEL_SIGNATURE, Attestation, read_attestation, statement_of
 from compress.serve.http.options import Options
-from compress.serve.serve_command import serve_artifact
+from compress.serve.serve_command import serve_artifacts
 from tests import forging
 from tests.forging import forge_report
 
@@ -153,7 +153,7 @@ def test_any_artifact_is_anchored_by_a_hash_that_was_given(
     with pytest.raises(ArtifactInvalid, match="--sha256 names neither its digest"):
         verify_command(alone, VerifierInputs(before))
     with pytest.raises(ArtifactInvalid, match=f"expected {before}, which is not the artifact's"):
-        serve_artifact(alone, Options(sha256=before), None, print)
+        serve_artifacts([alone], Options(port=0, sha256=before), None, print)
 
 
 def test_a_signed_attestation_anchors_what_it_names_and_nothing_else(

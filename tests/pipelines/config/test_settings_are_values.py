@@ -139,7 +139,7 @@ def test_what_a_manifest_records_of_a_stage_runs_again(name: str) -> None:
 def test_no_setting_behaves_by_whether_it_was_written() -> None:
     root = Path(__file__).parents[3]
     # Whether a model's outputs are known is no setting: `common/forward.py` completes a signature.
-    known = {"compress/common/forward.py", "pipelines/models/exported_files.py"}
+    known = {"compress/common/forward.py", "export/imported/exported_files.py"}
     asking = {
         str(file.relative_to(root))
         for folder in ("compress", "export", "serve", "pipelines")

@@ -17,11 +17,13 @@ from compress.common.signature import Signature
 from compress.pipelines.api import Pipeline
 from compress.pipelines.commands.init import InitOptions, _data_section
 from compress.pipelines.config.pipeline import PipelineConfig, relocated
+from compress.pipelines.data import records, samples
 from compress.pipelines.data.describe import describe_files
 from compress.pipelines.data.records import Records, divide
 from compress.pipelines.data.samples import targets_of
 from compress.pipelines.runner.inputs import import_source, load_data
 from compress.serve.packaging.request_forms import ImageInput, forms_of
+from compress.serve.packaging.val_preparation import image_body
 from tests.serve.served_here import serving
 
 NET = """
@@ -377,7 +379,7 @@ def test_init_describes_what_it_is_given(tmp_path: Path) -> None:
         **split,
     }
     assert found["house.csv"] == {"table": str(tmp_path / "house.csv"), "label": "price", **split}
-    with pytest.raises(PipelineInvalid, match=r"expected a folder of images, a \.csv"):
+    with pytest.raises(PipelineInvalid, match=r"expected a folder of images or sounds, a \.csv"):
         (tmp_path / "notes.txt").write_text("")
         describe_files(tmp_path / "notes.txt")
 
@@ -455,9 +457,33 @@ def test_photos_are_served_as_they_were_judged(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(content))
     report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "run")
     (found,) = report.stages[-1].measurements.preparation
-    assert (found.form, found.column, found.difference) == ("image", "images", "")
+    assert (found.form, found.column, found.difference) == ("image", "files", "")
     with serving(tmp_path / "run/artifacts/export_onnx") as server:
         body = (tmp_path / "photos/light/3.png").read_bytes()
         status, _, answer = server.ask(body, {"Content-Type": "image/png"})
     labels = json.loads(answer)["labels"][0]
     assert status == 200 and {each["label"] for each in labels} == {"dark", "light"}
+
+
+def test_a_run_of_cached_results_reads_no_photo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{split}/{kind}/{i}.png" for split in ("train", "val") for kind in "ab" for i in "01"]
+    images(tmp_path / "photos", names)
+    pipeline = write(tmp_path, {"images": "photos", "prepare": PREPARE})
+    read: list[object] = []
+    monkeypatch.setattr(samples, "image_body", lambda f: read.append(f) or image_body(f))
+
+    def run() -> tuple[int, set[bool]]:
+        read.clear()
+        report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "out")
+        return len(read), {stage.cached for stage in report.stages}
+
+    monkeypatch.setattr(records, "RACY_SECONDS", 1e9)
+    assert pipeline.data and run()[0]
+    assert run()[0], "files that were just written may change without a new time"
+    monkeypatch.setattr(records, "RACY_SECONDS", 0.0)
+    assert run()[0]
+    assert run() == (0, {True})
+    images(tmp_path / "photos/val", ["a/2.png"])
+    assert run()[0]

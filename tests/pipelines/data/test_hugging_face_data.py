@@ -46,6 +46,19 @@ def test_a_parquet_file_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert batch.target.tolist() == [1.5, 2.5, 0.5]
 
 
+def test_a_parquet_file_names_its_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    features = datasets.Features(
+        size=datasets.Value("float32"), label=datasets.ClassLabel(names=["mid", "low", "high"])
+    )
+    rows = {"size": [1.0, 2.0, 3.0, 4.0], "label": [1, 2, 1, 2]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet("train.parquet")
+    assert "classes" not in describe_files(Path("train.parquet"))
+    splits = compress.load_data(table=".", label="label")
+    assert next(iter(splits.batches("train"))).target.tolist() == [1, 2, 1, 2]
+    assert splits.datasets["train"].class_names == ("mid", "low", "high")  # type: ignore[attr-defined]
+
+
 def test_columns_are_inputs_by_their_names_and_minus_one_is_no_label(tmp_path: Path) -> None:
     features = datasets.Features(
         a=datasets.Value("float32"),

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import compress
+from compress.artifacts.artifact import Artifact
 from compress.pipelines.reporting.html import proof_chain, render, source_hashes, trainings_of
 from compress.pipelines.reporting.stage_rows import (
     Headline,
@@ -117,7 +119,7 @@ def test_operators_of_traced_trainings_are_listed(finished_run) -> None:
     )
     traced = report.stages[0].model_copy(update={"operators": tables})
     page = render(report.model_copy(update={"stages": (traced, *report.stages[1:])}))
-    plain, full = page.split("Most expensive operators")[1].split("</table>")[:2]
+    plain, full = page.split("Most expensive operators in training</h2>")[1].split("</table>")[:2]
     assert "train: 3 traced steps" in plain and "tune: 1 traced step<" in full
     assert "&lt;mm&gt;" in plain and "<td>25.0 %</td><td>1.500</td><td>2.250</td></tr>" in plain
     assert '<td class="wrap">[[2, 3]]</td><td>6</td><td>50.0 %</td><td>3.000</td>' in full
@@ -189,7 +191,7 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     gained = f"4.00 MB → 250 kB, {speed}, {{}} {{:.4f}} → {{:.4f}}".format(*metric)
     gained += " (loses 0 points, 0 of 60 samples; 95 %: -6 to 6)"
     assert found == Headline(gained, "artifacts/fast", last.artifact.file, is_served=True)
-    verdict = render(report).split("<h2>")[0]
+    verdict = render(report).split("<h2")[0]
     assert verdict.index(gained) < verdict.index("Passed")
     assert list(closing_lines(report, Path("out")))[-1].plain == (
         "serve it: compress serve out/artifacts/fast"
@@ -228,7 +230,7 @@ def test_failures_come_first_on_the_page_and_have_rows(finished_run) -> None:
     assert "train" not in [row.name for row in deployable_rows(rows, fronts, report)]
     page = render(report)
     assert "no &lt;samples&gt; left" in page
-    before_stages = page.partition("<h2>Stages")[0]
+    before_stages = page.partition('<h2 id="stages">Stages')[0]
     assert "1 refused, 1 failed, 2 skipped" in before_stages
     for name in ("worse", "int8", "int8_onnx, mar"):
         assert f"<b>{name}</b>:" in before_stages
@@ -357,3 +359,36 @@ def test_a_run_that_made_nothing_has_a_page(finished_run) -> None:
     assert "✗ source: no such checkpoint" in page
     assert "fewer than two artifacts" in page
     assert "No stage made an artifact" in page
+
+
+def test_the_contents_lead_to_every_heading_and_a_refusal_stands_before_the_plots(
+    finished_run,
+) -> None:
+    report = broken(Report.read(finished_run.out))
+    for status in ("passed", "refused"):
+        page = render(report.model_copy(update={"status": status}))
+        nav = page.partition("<nav")[2].partition("</nav>")[0]
+        assert re.findall('href="#(.+?)"', nav) == re.findall('<h2 id="(.+?)"', page)
+        is_first = page.index('<h2 id="gates"') < page.index('<h2 id="artifacts-to-choose-from"')
+        assert is_first is (status == "refused")
+    assert "What refused" in page and "<details><summary>All " in page
+
+
+def test_a_notebook_shows_a_verdict_a_table_and_a_plot(finished_run) -> None:
+    report = Report.read(finished_run.out)
+    shown = report._repr_html_()
+    assert len(shown) < 8_000 and "script" not in shown
+    assert shown.count("<tr>") == 1 + len(build_rows(report)) and shown.count("<svg") == 1
+    assert "3 stages: 2 passed their gates, 1 had no gates" in shown
+    ids = re.findall(r'id="(.+?)"', shown + report._repr_html_())
+    assert len(set(ids)) == len(ids) > 0
+    assert len(repr(report)) < 300 and all(len(repr(stage)) < 400 for stage in report.stages)
+    refused = broken(report)._repr_html_()
+    assert 'class="head refused"' in refused and "no &lt;samples&gt; left" in refused
+    artifact = Artifact.from_directory(finished_run.out / report.stages[-1].artifact.path)
+    facts = artifact._repr_html_()
+    assert len(facts) < 4_000
+    for text in ("train → prune_channels → export_onnx", artifact.payload_name, "x: float32"):
+        assert text in facts
+    with pytest.raises(TypeError, match="found a list"):
+        compress.html_of([])

@@ -114,3 +114,30 @@ def test_an_axis_is_no_shorter_than_the_intervals_that_are_drawn_on_it() -> None
     assert plot.marks[0].bar is None
     # One sample of 360 is an eighth of the interval, and was nearly the whole axis.
     assert abs(plot.marks[0].y - plot.marks[1].y) < (low - high) / 7
+
+
+def test_no_line_crosses_a_label_and_axes_say_what_they_are_of() -> None:
+    found = [
+        Point(str(i), f"p{i}", 1 + i % 7, y, (0.9 + i % 7, 1.3 + i % 7), False, (y - 0.2, y + 0.2))
+        for i, y in enumerate(math.cos(i) / 2 + i % 7 / 4 for i in range(12))
+    ]
+    plot = scattered(
+        found,
+        pareto_indices(found, higher_is_better=True),
+        title="t",
+        names=("x", "y"),
+        shown=str,
+        counted="n = 360",
+    )
+    assert plot.y_note == "n = 360, lines are 95 % intervals"
+    corners = [tuple(map(float, corner.split(","))) for corner in plot.lines[0].split()]
+    lines = [*pairwise(corners)]
+    lines += [((m.whisker[0], m.y), (m.whisker[1], m.y)) for m in plot.marks]
+    lines += [((m.x, m.bar[0]), (m.x, m.bar[1])) for m in plot.marks]
+    assert len(plot.labels) > 5
+    for label in plot.labels:
+        left, right = label.x, label.x + 8 * len(label.text)
+        top, bottom = label.y - 10, label.y + 1
+        for (x0, y0), (x1, y1) in lines:
+            beside = max(x0, x1) < left or min(x0, x1) > right
+            assert beside or max(y0, y1) < top or min(y0, y1) > bottom, (label, (x0, y0, x1, y1))

@@ -1,7 +1,15 @@
+import io
 import logging
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from compress.core.progress import progress_bars
 from compress.pipelines.terminal.console import OutputMode, show_progress, use_mode
 
 OWN = logging.getLogger("compress.training.fit")
@@ -41,3 +49,23 @@ def test_a_log_that_is_shown_is_not_shown_twice(capfd, root_level, level) -> Non
     with show_progress():
         OWN.warning("once")
     assert "warning: once" not in capfd.readouterr().err
+
+
+def test_stage_epoch_and_loss_are_shown_on_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    note = "epoch 3/12 loss 0.508 val accuracy 0.9917 (193 samples/s)"
+    with progress_bars(console) as progress:
+        progress("prune_channels", 3, 12, note)
+    line = next(x for x in console.file.getvalue().splitlines() if "prune_channels" in x)
+    assert "epoch 3/12 loss 0.508" in line
+
+
+def test_a_terminal_says_what_is_imported(finished_run, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    options = ["run", finished_run.file, "--dry-run", "--out", tmp_path]
+    command = [sys.executable, "-c", "from compress.cli import main; main()", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=120)
+    os.close(theirs)
+    assert done.returncode == 0 and b"train: runs" in done.stdout
+    assert os.read(ours, 1000) == b"importing the stages\r\nimporting torch\r\n"
+    os.close(ours)

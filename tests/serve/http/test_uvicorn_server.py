@@ -210,7 +210,7 @@ def test_good_and_bad_rows_are_joined_and_each_gets_its_own_answer(server: Serve
     before = counted(server)
     with ThreadPoolExecutor(7) as pool:
         slow = pool.submit(server.rows, [150.0, 0.0, 0.0, 0.0])  # the others queue up behind it
-        while counted(server)['inference_queue_length{model="model"}'] < 1:
+        while counted(server)['inference_queue_length{model="model",version="1"}'] < 1:
             assert not slow.done()
         answers = [*pool.map(server.rows, rows)]
     for row, (status, answer) in zip(rows, answers, strict=True):
@@ -222,10 +222,10 @@ def test_good_and_bad_rows_are_joined_and_each_gets_its_own_answer(server: Serve
             assert answer["outputs"][0]["data"] == [2 * value for value in row]
             assert answer["outputs"][2]["data"] == [row[1]]
     after = counted(server)
-    name = 'inference_requests_total{model="model",status="%d"}'
+    name = 'inference_requests_total{model="model",status="%d",version="1"}'
     assert after[name % 200] - before.get(name % 200, 0) == 5
     assert after[name % 422] - before.get(name % 422, 0) == 2
-    rows_name = 'inference_rows_total{model="model"}'
+    rows_name = 'inference_rows_total{model="model",version="1"}'
     assert after[rows_name] - before[rows_name] == 5
 
 
@@ -323,7 +323,7 @@ def test_the_address_is_printed_as_one_line_of_json(artifact: Path) -> None:
         process.terminate()
         assert process.wait(60) == 143
         assert process.stdout.read() == ""
-    assert place.keys() == {"artifact", "url", "server", "curl", "warnings"}
+    assert place.keys() == {"artifact", "url", "server", "curl", "warnings", "others"}
     assert place["server"] == "built-in"
     assert place["url"].endswith("/v2/models/model")
     assert place["url"] in place["curl"]

@@ -136,7 +136,7 @@ def metric(server: Served, line: str) -> float:
 def counts(server: Served) -> Counter[int]:
     """Return how many requests `/metrics` counts, by status."""
     text = server.ask(path="/metrics", method="GET")[2].decode()
-    found = re.findall(r'^inference_requests_total\{.*status="(\d+)"\} (\S+)', text, re.MULTILINE)
+    found = re.findall(r'^inference_requests_total\{.*status="(\d+)".*\} (\S+)', text, re.MULTILINE)
     return Counter({int(status): int(float(count)) for status, count in found})
 
 

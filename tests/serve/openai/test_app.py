@@ -16,13 +16,16 @@ import pytest
 from compress.artifacts.artifact import Artifact
 from compress.export.genai.runtime import Sampling
 from compress.export.genai.text import TextTokenizer
+from compress.serve.http.asgi_app import Application
 from compress.serve.http.options import Limits
-from compress.serve.openai.app import OpenAIApplication
+from compress.serve.http.shared_state import SharedState
+from compress.serve.openai.app import DecoderService, text_helper
 from compress.serve.openai.decoder import GenerationJob, GenerationThreads, ServedDecoder
 from compress.serve.openai.request import LEAST, ApiError, ChatTemplate, DecoderTexts
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 from tests.serve.openai import session_decoder
 from tests.serve.openai.session_decoder import open_decoder
+from tests.serve.served_here import application_of
 
 Message = dict[str, Any]
 
@@ -32,7 +35,7 @@ def decoder(folder: Artifact) -> ServedDecoder:
     return open_decoder(folder)
 
 
-async def ask(application: OpenAIApplication, send: Any, **body: Any) -> None:
+async def ask(application: Application, send: Any, **body: Any) -> None:
     """Ask for a completion of 20 tokens."""
     content = json.dumps({"prompt": "a", "max_tokens": 20, "temperature": 0, **body}).encode()
     headers = [(b"authorization", b"Bearer t"), (b"content-length", b"%d" % len(content))]
@@ -45,11 +48,13 @@ async def ask(application: OpenAIApplication, send: Any, **body: Any) -> None:
 
 
 @asynccontextmanager
-async def serving(decoder: ServedDecoder, limits: Limits) -> AsyncIterator[OpenAIApplication]:
+async def serving(decoder: ServedDecoder, limits: Limits) -> AsyncIterator[Application]:
     """Create the application, with one thread; nothing may be left over in the end."""
-    application = OpenAIApplication(decoder, GenerationThreads(decoder, 1), limits, "t")
+    shared, threads = SharedState(limits, "t"), GenerationThreads(decoder, 1)
+    service = DecoderService(decoder, threads, limits, shared, text_helper(decoder, limits))
+    application = application_of(service)
     yield application
-    assert (application.state.in_progress, application.state.workers.depth) == (0, 0)
+    assert (service.in_progress, threads.depth) == (0, 0)
     application.close()
 
 

@@ -68,7 +68,7 @@ def _stays_up(request: pytest.FixtureRequest) -> Iterator[None]:
     with counted(server, {200: 1}):
         assert text_of(server, **NORMAL) == text
     assert metric(server, "inference_queue_length") == 0
-    assert metric(server, 'inference_requests_total{model="model",status="500"}') == 0
+    assert metric(server, 'inference_requests_total{model="model",status="500",version="1"}') == 0
     assert psutil.Process(server.process.pid).num_threads() >= threads
 
 

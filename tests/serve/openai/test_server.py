@@ -215,14 +215,15 @@ def test_paths_tokens_and_forms(server: Served) -> None:
 
 def test_metrics_count_requests_and_tokens(server: Served) -> None:
     answers, prompts = (
-        f'inference_tokens_total{{model="model",part="{part}"}}' for part in ("answer", "prompt")
+        f'inference_tokens_total{{model="model",part="{part}",version="1"}}'
+        for part in ("answer", "prompt")
     )
     before = metric(server, answers), metric(server, prompts)
     asked(server, prompt=[1, 2, 3], max_tokens=5, temperature=0)
     events(server, prompt=[1, 2], max_tokens=4, temperature=0)
     assert metric(server, answers) == before[0] + 9
     assert metric(server, prompts) == before[1] + 5
-    assert metric(server, 'inference_requests_total{model="model",status="200"}') > 0
+    assert metric(server, 'inference_requests_total{model="model",status="200",version="1"}') > 0
 
 
 LONG = {"prompt": "a", "max_tokens": LONGEST - 1, "temperature": 2, "stream": True}

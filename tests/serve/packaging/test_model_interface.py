@@ -17,16 +17,23 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.export.exported_program import ExportProgram
 from compress.export.torchscript.stage import ExportTorchScript
-from compress.serve.http.asgi_app import Application
 from compress.serve.http.dynamic_batcher import Batcher
+from compress.serve.http.inference import Inference
 from compress.serve.http.loaded_model import ServedModel, open_model, warm_up
 from compress.serve.http.options import Limits
+from compress.serve.http.shared_state import SharedState
 from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
 from compress.serve.worker.tensors import run_batched
+from tests.serve.served_here import application_of
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)
 )
+
+
+def inference(model: ServedModel, batcher: Batcher, limits: Limits | None = None) -> Inference:
+    limits = limits or Limits()
+    return Inference(model, batcher, limits, SharedState(limits, "t"))
 
 
 def test_an_axis_that_follows_another_varies() -> None:
@@ -130,7 +137,7 @@ def test_a_failure_is_422_if_the_model_answers_its_example(breaks: bool, status:
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
-        await Application(model, batcher, Limits(), "t")(INFER, receive, send)
+        await application_of(inference(model, batcher))(INFER, receive, send)
         batcher.close()
         return sent[0]["status"], json.loads(sent[1]["body"])["error"]
 
@@ -149,14 +156,14 @@ def test_a_client_that_leaves_while_it_is_answered_is_counted_once() -> None:
 
     async def metrics() -> str:
         model = ServedModel("m", "onnx", SIGNATURE, infer_interface(call, SIGNATURE), call, "")
-        application = Application(model, Batcher(call), Limits(), "t")
+        application = application_of(inference(model, Batcher(call)))
         with pytest.raises(asyncio.CancelledError):
             await application(INFER, receive, send)
         application.close()
-        return application.state.metrics.text().decode()
+        return application.shared.metrics.text().decode()
 
     counts = re.findall(
-        r'^inference_requests_total\{.*status="(\d+)"\} (.+)', asyncio.run(metrics()), re.M
+        r'^inference_requests_total\{.*status="(\d+)".*\} (.+)', asyncio.run(metrics()), re.M
     )
     assert counts == [("200", "1.0")]
 
@@ -175,7 +182,7 @@ def test_a_server_whose_calls_all_hang_is_not_ready_until_one_ends() -> None:
         interface = Interface((tensor,), (tensor,), rows_stay_first=True)
         model = ServedModel("m", "onnx", SIGNATURE, interface, call, "")
         batcher = Batcher(call, workers=2, joins_rows=False)
-        application = Application(model, batcher, Limits(seconds=0.01), "t")
+        application = application_of(inference(model, batcher, Limits(seconds=0.01)))
 
         async def ready(path: str = "/v2/health/ready") -> int:
             sent: list[MutableMapping[str, Any]] = []

@@ -3,15 +3,17 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from compress.common.errors import Unavailable
 from compress.core.context import Context
 from compress.training.config.parallel import DEEPSPEED, Parallel
-from compress.training.config.training import Training
-from compress.training.distributed.ddp import deepspeed_configuration
+from compress.training.config.training import Training, unmet_by_machine
+from compress.training.distributed.ddp import DeepSpeedStrategy, deepspeed_configuration
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train
@@ -104,7 +106,7 @@ def test_bf16_keeps_fp32_weights(results):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"precision": "fp16"}, "deepspeed has no precision: fp16 here"),
+        ({"precision": "fp16", "clip_norm": 1}, "deepspeed has no clip_norm with precision: fp16"),
         ({"on_nan": "skip"}, "deepspeed has no on_nan: skip here"),
         ({"ema_decay": 0.9}, "deepspeed has no ema_decay here"),
     ],
@@ -177,3 +179,29 @@ def test_without_deepspeed_training_is_refused_before_it_starts(tmp_path, monkey
     with pytest.raises(Unavailable, match=words):
         fit(source, stage.hyper_parameters(), TargetLoss(0.1), context, "train")
     assert not (tmp_path / "a.work").exists()
+
+
+def test_fp16_is_for_a_gpu_where_the_engine_scales_the_loss(tmp_path):
+    training = Training(epochs=1, precision="fp16", parallel={"strategy": "deepspeed"})
+    (unmet,) = unmet_by_machine(training, "cpu")
+    assert unmet.problem.startswith("fp16 needs a CUDA device and this is cpu; ")
+    assert [*unmet_by_machine(training, "cuda")] == []
+    config = deepspeed_configuration(training.parallel, training, 1)
+    assert config["torch_autocast"] == {"enabled": True, "dtype": "float16"}
+
+
+def test_the_engines_loss_scale_is_saved_and_restored():
+    def scaler_of(own):
+        strategy = object.__new__(DeepSpeedStrategy)
+        optimizer = SimpleNamespace(torch_autocast_gradscaler=own)
+        strategy.engine = SimpleNamespace(torch_autocast_z0_gradscaler=None, optimizer=optimizer)
+        training = Training(epochs=1, precision="fp16", parallel={"strategy": "deepspeed"})
+        return strategy.loss_scaler(training, "cpu")
+
+    own, later = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (256.0, 2.0))
+    scaler = scaler_of(own)
+    loss = torch.ones(())
+    assert scaler.scale(loss) is loss  # `backward` of the engine multiplies it
+    own.scale(loss)
+    scaler_of(later).load_state_dict(scaler.state_dict())
+    assert scaler_of(later).get_scale() == scaler.get_scale() == 256.0

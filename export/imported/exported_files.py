@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from compress.artifacts.artifact import Artifact, FileVersion
+from compress.artifacts.artifact import MANIFEST, Artifact, FileVersion
 from compress.common.atomic_files import refuse_irregular, sha256_while_unchanged, stays_inside
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line, raised_as
 from compress.common.foreign.child_process import read_in_child
@@ -24,8 +27,78 @@ from compress.common.signature import (
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 Kind = Literal["onnx", "graph", "torchscript"]
+KINDS: dict[str, Kind] = {
+    ".onnx": "onnx",
+    ".pt2": "graph",
+    **dict.fromkeys((".ts", ".torchscript", ".pt", ".pth"), "torchscript"),
+}
+"""Kind of artifact that a file becomes, by the ending of its name."""
 MAX_ONNX_BYTES = 2 * 2**30  # bytes of one ONNX file: protobuf's limit
+
+
+@contextmanager
+def opened_artifact(path: Path, sha256: str | None = None) -> Iterator[Artifact]:
+    """Yield the artifact of a directory, or of its deployed file, or of an exported file alone.
+
+    The last has no manifest: it is imported into a temporary folder, with the signature that it
+    tells. ArtifactInvalid for other files, for TorchScript, which tells none, and where neither
+    the deployed file nor the artifact's digest has the expected SHA-256.
+    """
+    signature = signature_of_file(path)
+    if signature is None:
+        artifact = Artifact.from_directory(path.parent if path.is_file() else path)
+        if path.is_file() and path.name != artifact.payload_name:
+            raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
+        refuse_wrong_artifact_hash(artifact, sha256)
+        yield artifact
+        return
+    if sha256 is not None and (found := sha256_while_unchanged(path)) != sha256.lower():
+        raise ArtifactInvalid(f"{path}: sha256 is {found}, expected {sha256}")
+    # The commands show errors only.
+    logger.error(
+        "note: %s is a file alone: its inputs and outputs are those that it tells, nothing was "
+        "validated, and no answer is checked against a validation",
+        path,
+    )
+    with TemporaryDirectory(prefix="compress-file-") as temporary:
+        # The folder has the file's name, by which `bench` shows the model.
+        imported = Path(temporary) / "artifacts" / path.name
+        yield import_file(KINDS[path.suffix], path, signature, imported)
+
+
+def signature_of_file(path: Path) -> Signature | None:
+    """Read the signature of an exported file alone; None for an artifact, or a file of one.
+
+    ArtifactInvalid as :func:`opened_artifact`.
+    """
+    if path.is_dir() or (path.parent / MANIFEST).is_file():
+        return None
+    if path.suffix not in KINDS:
+        raise ArtifactInvalid(
+            f"{path}: expected an artifact's directory, or a file that ends in {', '.join(KINDS)}"
+        )
+    signature = signature_of(KINDS[path.suffix], path)
+    if signature is None:
+        raise ArtifactInvalid(
+            f"{path}: a TorchScript file does not tell what its inputs are: `compress init {path}` "
+            "writes a pipeline file, whose run makes an artifact of it"
+        )
+    return signature
+
+
+def refuse_wrong_artifact_hash(artifact: Artifact, sha256: str | None) -> None:
+    """Raise ArtifactInvalid if neither the digest nor the deployed file has the expected SHA-256.
+
+    The file's hash is read from the manifest: verify the files separately.
+    """
+    found = artifact.manifest.files[artifact.payload_name].sha256
+    if sha256 is not None and sha256.lower() not in (found, artifact.digest):
+        raise ArtifactInvalid(
+            f"{artifact.payload_path}: sha256 is {found}, expected {sha256}, which is not the "
+            f"artifact's digest {artifact.digest} either"
+        )
 
 
 def signature_of(kind: Kind, file: Path) -> Signature | None:
@@ -35,7 +108,7 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
         return None
     if kind == "onnx":
         return read_in_child(str(file), lambda: _onnx_signature(file), file)
-    from compress.pipelines.models.pt2_files import signature_of_program
+    from compress.export.imported.pt2_files import signature_of_program
 
     return read_in_child(str(file), lambda: signature_of_program(file), file)
 
@@ -99,7 +172,7 @@ def import_file(
     if to_module:
         importer = _import_module
     if kind == "graph":
-        from compress.pipelines.models.pt2_files import import_program as importer
+        from compress.export.imported.pt2_files import import_program as importer
     sizes = {a: signature.bounds(a).nearest(EXAMPLE_LENGTH) for a in signature.dynamic_axes}
     made_up = [spec.nbytes(sizes) for spec in signature.inputs]
     needed = sum([x.nbytes for x in inputs] if inputs else made_up)
@@ -231,9 +304,12 @@ def _onnx_signature(file: Path) -> Signature:
             dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
             shape: list[int | str] = []
             for axis, dim in enumerate(tensor.shape.dim):
-                named = dim.dim_param or ("batch" if axis == 0 else f"{value.name}_{axis}")
+                # Paddle writes -1, and "?" for all unknown axes, which need not be equal.
+                named = dim.dim_param if re.search(r"\w", dim.dim_param) else ""
+                named = named or ("batch" if axis == 0 else f"{value.name}_{axis}")
                 word = re.sub(r"\W", "_", named)
-                shape.append(dim.dim_value or (word if word.isidentifier() else f"axis_{word}"))
+                word = word if word.isidentifier() else f"axis_{word}"
+                shape.append(dim.dim_value if dim.dim_value > 0 else word)
             content = {"name": value.name, "shape": shape, "dtype": dtype}
             inputs.append(TensorSpec.model_validate(content))
         except (KeyError, ValueError) as error:
