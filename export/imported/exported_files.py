@@ -259,10 +259,12 @@ def _import_module(
 
     graph = read_graph(file)
     module = module_of(graph)
-    sizes = [{}, dict.fromkeys(signature.dynamic_axes, EXAMPLE_LENGTH + 1)]
-    examples = [tuple(inputs or signature.example())]
-    prove(module, graph, file, examples)
-    recipe = Recipe(factory="compress.graph.from_onnx.module:build", arguments={"graph": pack(graph)})
+    batch = signature.inputs[0].shape[0]
+    other = [signature.example(batch=3)] if isinstance(batch, str) else []
+    prove(module, graph, file, [tuple(inputs or signature.example()), *other])
+    recipe = Recipe(
+        factory="compress.graph.from_onnx.module:build", arguments={"graph": pack(graph)}
+    )
     return import_module(path, recipe, module, signature, inputs=inputs, carried=carried)
 
 

@@ -185,7 +185,9 @@ class PipelineConfig(Settings):
         if kind != "onnx":
             return kind
         readers = (
-            stage for i, stage in enumerate(self.stages) if (stage.input or (SOURCE if not i else "")) == SOURCE
+            stage
+            for i, stage in enumerate(self.stages)
+            if (stage.input or (SOURCE if not i else "")) == SOURCE
         )
         takes = all(kind in {k.kind for k in members_of(stage.reads())} for stage in readers)
         return kind if takes and self.auto is None else "eager"

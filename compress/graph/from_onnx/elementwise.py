@@ -21,10 +21,14 @@ DTYPES = {
     16: torch.bfloat16,
 }
 """ONNX's number of an element type → PyTorch's type."""
+SAME_NAME = (
+    *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Det"),
+    *("Erf", "Exp", "Floor", "IsNaN", "Log", "Neg", "Round", "Sigmoid", "Sign", "Sin", "Sinh"),
+    *("Sqrt", "Tan", "Tanh"),
+)
+"""Operators that PyTorch has by the same name."""
 UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    **{n: getattr(torch, n.lower()) for n in "Abs Acos Acosh Asin Asinh Atan Atanh Ceil".split()},
-    **{n: getattr(torch, n.lower()) for n in "Cos Cosh Erf Exp Floor Log Neg Round Sign".split()},
-    **{n: getattr(torch, n.lower()) for n in "Sigmoid Sin Sinh Sqrt Tan Tanh IsNaN Det".split()},
+    **{name: getattr(torch, name.lower()) for name in SAME_NAME},
     **{"Relu": F.relu, "Softplus": F.softplus, "Softsign": F.softsign, "Mish": F.mish},
     **{"HardSwish": F.hardswish, "Not": torch.logical_not, "BitwiseNot": torch.bitwise_not},
     **{"Reciprocal": torch.reciprocal, "Identity": lambda x: x},
@@ -61,7 +65,7 @@ def _divide(x: Any, y: Any) -> Any:
     if isinstance(x, float | torch.SymFloat) or isinstance(y, float | torch.SymFloat):
         return x / y
     if isinstance(x, int) and isinstance(y, int):
-        return int(math.trunc(x / y)) if abs(x) < 2**52 else x // y
+        return x // y if (x < 0) == (y < 0) else -(-x // y)
     return x // y
 
 
@@ -221,7 +225,9 @@ ACTIVATIONS: dict[str, Callable[[Node, torch.Tensor], torch.Tensor]] = {
     "ThresholdedRelu": lambda n, x: F.threshold(x, n.get("alpha", 1.0), 0.0),
     "HardSigmoid": lambda n, x: _hard_sigmoid(x, n.get("alpha", 0.2), n.get("beta", 0.5)),
     "Gelu": lambda n, x: F.gelu(x, approximate=n.get("approximate", "none")),
-    "Swish": lambda n, x: F.silu(x) if n.get("alpha", 1.0) == 1 else x * (x * n.get("alpha")).sigmoid(),
+    "Swish": lambda n, x: (
+        F.silu(x) if n.get("alpha", 1.0) == 1 else x * (x * n.get("alpha")).sigmoid()
+    ),
     "Softmax": lambda n, x: _softmax(F.softmax, n, x),
     "LogSoftmax": lambda n, x: _softmax(F.log_softmax, n, x),
     "Hardmax": lambda n, x: _softmax(_hardmax, n, x),
@@ -303,7 +309,9 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, list[int], bool], torch.Tensor]] =
 }
 
 
-def _extreme(function: Callable[..., torch.Tensor], x: torch.Tensor, axes: list[int], keep: bool) -> Any:
+def _extreme(
+    function: Callable[..., torch.Tensor], x: torch.Tensor, axes: list[int], keep: bool
+) -> Any:
     if x.numel() == 0:
         low = function is torch.amax
         shape = [1 if i in {a % x.ndim for a in axes} else n for i, n in enumerate(x.shape)]

@@ -62,7 +62,7 @@ def _flatten(node: Node, x: torch.Tensor) -> torch.Tensor:
     axis = axis + x.ndim if axis < 0 else axis
     if axis == 1:
         return x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
-    return x.unsqueeze(0).flatten() [None] if axis == 0 else x.flatten(axis).flatten(0, axis - 1)
+    return x.unsqueeze(0).flatten()[None] if axis == 0 else x.flatten(axis).flatten(0, axis - 1)
 
 
 def _given_axes(node: Node, axes: Value | None) -> list[int] | None:
@@ -228,7 +228,12 @@ def _scatter_nd(node: Node, x: Value, indices: Value, updates: Value) -> torch.T
 @operator("Expand")
 def _expand(node: Node, x: Value, shape: Value) -> Value:
     sizes = to_sizes(shape)
-    if isinstance(x, ShapeTensor) and len(x.values) == 1 and len(sizes) == 1 and isinstance(sizes[0], int):
+    if (
+        isinstance(x, ShapeTensor)
+        and len(x.values) == 1
+        and len(sizes) == 1
+        and isinstance(sizes[0], int)
+    ):
         return vector(x.values * sizes[0], x.dtype)
     x = to_tensor(x)
     sizes = [1] * (x.ndim - len(sizes)) + sizes
@@ -245,7 +250,9 @@ def _tile(node: Node, x: Value, repeats: Value) -> torch.Tensor:
 @operator("ConstantOfShape")
 def _constant_of_shape(node: Node, shape: Value) -> Value:
     fill = node.get("value")
-    number, dtype = (fill.reshape(-1)[0].item(), fill.dtype) if fill is not None else (0.0, torch.float32)
+    number, dtype = (
+        (fill.reshape(-1)[0].item(), fill.dtype) if fill is not None else (0.0, torch.float32)
+    )
     sizes = to_sizes(shape)
     if len(sizes) == 1 and isinstance(sizes[0], int) and not dtype.is_floating_point:
         return vector([number] * sizes[0], dtype)
@@ -293,7 +300,11 @@ def _compress(node: Node, x: torch.Tensor, condition: Value) -> torch.Tensor:
 
 @operator("Pad")
 def _pad(
-    node: Node, x: Value, pads: Value | None = None, fill: Value | None = None, axes: Value | None = None
+    node: Node,
+    x: Value,
+    pads: Value | None = None,
+    fill: Value | None = None,
+    axes: Value | None = None,
 ) -> torch.Tensor:
     x = to_tensor(x)
     sizes = (node.get("pads") or node.get("paddings")) if pads is None else to_sizes(pads)
@@ -304,7 +315,9 @@ def _pad(
         before[axis], after[axis] = sizes[i], sizes[len(dims) + i]
     mode = node.get("mode", "constant")
     if mode == "constant":
-        return F.pad(x, [n for a in reversed(range(x.ndim)) for n in (before[a], after[a])], value=number)
+        return F.pad(
+            x, [n for a in reversed(range(x.ndim)) for n in (before[a], after[a])], value=number
+        )
     for axis in range(x.ndim):  # torch pads otherwise at most the last three axes
         if (before[axis], after[axis]) != (0, 0):
             size = x.shape[axis]
@@ -387,7 +400,9 @@ def _sequence_length(node: Node, sequence: list[Value]) -> ShapeTensor:
 
 
 @operator("SequenceInsert")
-def _sequence_insert(node: Node, sequence: list[Value], value: Value, place: Value | None = None) -> list[Value]:
+def _sequence_insert(
+    node: Node, sequence: list[Value], value: Value, place: Value | None = None
+) -> list[Value]:
     longer = list(sequence)
     longer.insert(len(longer) if place is None else to_number(place), value)
     return longer

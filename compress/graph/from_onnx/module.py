@@ -15,7 +15,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compress.graph.from_onnx import control_flow, elementwise, indexing, layers  # noqa: F401
+from compress.graph.from_onnx import (  # noqa: F401 - each registers its operators
+    control_flow,
+    elementwise,
+    indexing,
+    integers,
+    layers,
+    recurrence,
+    resizing,
+)
 from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported
 from compress.graph.from_onnx.shape_tensor import from_constant, from_numpy, to_tensor
 
@@ -71,7 +79,9 @@ class OnnxModule(nn.Module):
         graph = model.graph
         opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
         self.sources: dict[str, _Source] = {}
-        self.input_names = [value.name for value in graph.inputs if value.name not in graph.initializers]
+        self.input_names = [
+            value.name for value in graph.inputs if value.name not in graph.initializers
+        ]
         self.output_names = [value.name for value in graph.outputs]
         self._constants: dict[str, Any] = {}
         self._owners: dict[str, str] = {}
@@ -153,9 +163,11 @@ class _Builder:
             outer: weights of the graphs around it.
         """
         weights = dict(outer or {})
+        scales = names_of_scales(graph)
         for name, value in graph.initializers.items():
-            constant = value.const_value
-            held = None if is_weight(constant) else from_constant(from_numpy(constant.numpy()))
+            constant, held = value.const_value, None
+            if name in scales or not is_weight(constant):
+                held = from_constant(from_numpy(constant.numpy()))
             if held is not None:
                 self.module._constants[name] = held
             else:
@@ -330,6 +342,17 @@ def _biases(
     return found
 
 
+def names_of_scales(graph: Any) -> set[str]:
+    """Return the values that a graph resizes by, which are no weights."""
+    return {
+        value.name
+        for node in graph
+        if node.op_type in ("Resize", "Upsample")
+        for value in node.inputs[1:]
+        if value is not None
+    }
+
+
 def is_weight(constant: Any) -> bool:
     """Return whether an initializer is kept with the weights, and not in the graph."""
     shape = tuple(constant.shape)
@@ -393,7 +416,11 @@ def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made |
         return None
     bias = node.inputs[2] if len(node.inputs) > 2 else ""
     is_gemm = node.operator == "Gemm"
-    if is_gemm and (node.get("alpha", 1.0), node.get("beta", 1.0), node.get("transA", 0)) != (1, 1, 0):
+    if is_gemm and (node.get("alpha", 1.0), node.get("beta", 1.0), node.get("transA", 0)) != (
+        1,
+        1,
+        0,
+    ):
         return None
     transposed = not node.get("transB")
     rows, columns = weight.shape if not transposed else reversed(weight.shape)

@@ -78,9 +78,7 @@ def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
     return relative_error(expected.double(), found.double())
 
 
-def _first_difference(
-    module: OnnxModule, graph: ir.Model, inputs: Sequence[torch.Tensor]
-) -> str:
+def _first_difference(module: OnnxModule, graph: ir.Model, inputs: Sequence[torch.Tensor]) -> str:
     """Describe the first node whose output differs, from inputs that ONNX Runtime computed."""
     import onnx
     import onnx_ir as ir
@@ -91,7 +89,11 @@ def _first_difference(
     proto.graph.output.extend(onnx.ValueInfoProto(name=n) for n in named if n not in known)
     try:
         expected = dict(
-            zip(named, _session(proto.SerializeToString()).run(named, _feed(module, inputs)), strict=True)
+            zip(
+                named,
+                _session(proto.SerializeToString()).run(named, _feed(module, inputs)),
+                strict=True,
+            )
         )
     except Exception:  # noqa: BLE001 - of a graph whose every value is an output
         return ""

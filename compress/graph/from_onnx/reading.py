@@ -8,16 +8,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from compress.common.errors import ArtifactInvalid
-from compress.graph.from_onnx.module import STANDARD, OnnxModule, is_weight
+from compress.graph.from_onnx.module import STANDARD, OnnxModule, is_weight, names_of_scales
 from compress.graph.from_onnx.registry import OPERATORS
 from compress.graph.from_onnx.shape_tensor import from_numpy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    import torch
 
 EXPANDED = "expanded"  # domain of functions that ONNX defines, until they are inlined
 LEVELS = 4  # functions that consist of functions
@@ -56,7 +54,9 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
             full = ".".join(filter(None, (node.domain, node.op_type)))
             missing[full].append(node.name or node.outputs[0].name)
     if missing:
-        raise ArtifactInvalid(f"{what}: has operators without an equivalent in PyTorch: {_listed(missing)}")
+        raise ArtifactInvalid(
+            f"{what}: has operators without an equivalent in PyTorch: {_listed(missing)}"
+        )
     return model
 
 
@@ -81,11 +81,7 @@ def _expand_functions(model: ir.Model) -> None:
     import onnx_ir.passes.common as passes
 
     for _ in range(LEVELS):
-        wanted = [
-            node
-            for node in model.graph.all_nodes()
-            if not is_known(node)
-        ]
+        wanted = [node for node in model.graph.all_nodes() if not is_known(node)]
         if wanted:
             passes.AddDefaultAttributesPass()(model)
             passes.ShapeInferencePass()(model)
@@ -135,8 +131,11 @@ def pack(model: ir.Model) -> str:
     import onnx_ir as ir
 
     proto = ir.to_proto(model)
+    scales = names_of_scales(model.graph)
     for tensor in proto.graph.initializer:
-        if is_weight(model.graph.initializers[tensor.name].const_value):
+        if tensor.name not in scales and is_weight(
+            model.graph.initializers[tensor.name].const_value
+        ):
             for part in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
                 tensor.ClearField(part)  # type: ignore[arg-type]
     return base64.b64encode(zlib.compress(proto.SerializeToString(), 9)).decode()

@@ -72,8 +72,6 @@ def from_constant(tensor: torch.Tensor) -> ShapeTensor | None:
     """Return a constant as a ShapeTensor; None if it has more axes or entries."""
     if tensor.ndim > 1 or tensor.numel() > LARGEST or tensor.is_complex():
         return None
-    if tensor.is_floating_point() and tensor.numel() != 1:
-        return None
     return ShapeTensor(tuple(tensor.reshape(-1).tolist()), tensor.ndim == 1, tensor.dtype)
 
 

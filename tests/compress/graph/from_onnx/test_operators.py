@@ -34,7 +34,9 @@ def _is_float(model: onnx.ModelProto) -> bool:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    return from_numpy(onnx.numpy_helper.to_array(value) if isinstance(value, TensorProto) else value)
+    return from_numpy(
+        onnx.numpy_helper.to_array(value) if isinstance(value, TensorProto) else value
+    )
 
 
 def _cases() -> Iterator[Any]:
