@@ -261,7 +261,7 @@ def _import_module(
     module = module_of(graph)
     batch = signature.inputs[0].shape[0]
     other = [signature.example(batch=3)] if isinstance(batch, str) else []
-    prove(module, graph, file, [tuple(inputs or signature.example()), *other])
+    prove(module, file, [tuple(inputs or signature.example()), *other])
     recipe = Recipe(
         factory="compress.graph.from_onnx.module:build", arguments={"graph": pack(graph)}
     )

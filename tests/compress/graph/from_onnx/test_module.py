@@ -76,10 +76,9 @@ def test_layers_have_the_names_of_their_weights(file: Path) -> None:
 
 
 def test_a_file_and_its_module_answer_alike_at_any_size(file: Path) -> None:
-    graph = read_graph(file)
-    module = module_of(graph)
+    module = load(file)
     sizes = [(1, 3, 8, 8), (3, 3, 5, 9)]
-    assert prove(module, graph, file, [(torch.randn(size),) for size in sizes]) < 1e-6
+    assert prove(module, file, [(torch.randn(size),) for size in sizes]) < 1e-6
 
 
 def test_a_module_is_rebuilt_from_its_packed_graph(file: Path) -> None:
@@ -104,11 +103,10 @@ def test_named_axes_stay_dynamic_in_a_traced_program(file: Path) -> None:
 
 
 def test_the_first_wrong_node_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = read_graph(file)
     monkeypatch.setitem(registry.OPERATORS, "Relu", lambda node, x: x)
-    module = module_of(graph)
+    module = load(file)
     with pytest.raises(ArtifactInvalid, match=re.escape("first at Relu (last)")):
-        prove(module, graph, file, [(torch.randn(1, 3, 8, 8),)])
+        prove(module, file, [(torch.randn(1, 3, 8, 8),)])
 
 
 def test_branches_on_constants_are_taken_and_loops_unrolled() -> None:
