@@ -25,10 +25,11 @@ def _if(node: Node, condition: Value) -> Any:
 
 
 @operator("Loop")
-def _loop(node: Node, count: Value | None, go_on: Value | None, *carried: Any) -> Any:
+def _loop(node: Node, count: Value | None, go_on: Value | None, *initial: Any) -> Any:
     limit, active = _known(count, "number of steps"), _known(go_on, "condition")
-    active = True if active is None else active
-    carried, rows, step = list(carried), [], 0
+    active, carried = True if active is None else active, list(initial)
+    rows: list[list[torch.Tensor]] = []
+    step = 0
     outputs = len(node.outputs) - len(carried)
     while active and (limit is None or step < limit):
         number = ShapeTensor((step,), False, torch.int64)

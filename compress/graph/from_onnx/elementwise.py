@@ -146,12 +146,13 @@ def _folded(name: str, function: Callable[..., Any], node: Node, *values: Value)
     return total / len(tensors) if name == "Mean" else total
 
 
-for _name, _function in {
+FOLDED: dict[str, Any] = {
     "Max": torch.maximum,
     "Min": torch.minimum,
     "Sum": torch.add,
     "Mean": torch.add,
-}.items():
+}
+for _name, _function in FOLDED.items():
     OPERATORS[_name] = partial(_folded, _name, _function)
 
 

@@ -326,7 +326,7 @@ def _matmul(node: Node, a: Value, b: Value) -> torch.Tensor:
 
 @operator("Col2Im")
 def _col2im(node: Node, x: torch.Tensor, image: Value, block: Value) -> torch.Tensor:
-    sizes, kernel = to_sizes(image), to_sizes(block)
+    sizes, kernel = tuple(to_sizes(image)), tuple(to_sizes(block))
     n = len(sizes)
     pads, strides = node.get("pads", [0] * 2 * n), node.get("strides", [1] * n)
     dilations = node.get("dilations", [1] * n)

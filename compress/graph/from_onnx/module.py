@@ -76,13 +76,13 @@ class OnnxModule(nn.Module):
         Raises Unsupported if the graph has operators without an equivalent.
         """
         super().__init__()
-        graph = model.graph
+        graph: Any = model.graph
         opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
         self.sources: dict[str, _Source] = {}
-        self.input_names = [
+        self.input_names: list[str] = [
             value.name for value in graph.inputs if value.name not in graph.initializers
         ]
-        self.output_names = [value.name for value in graph.outputs]
+        self.output_names: list[str] = [value.name for value in graph.outputs]
         self._constants: dict[str, Any] = {}
         self._owners: dict[str, str] = {}
         builder = _Builder(self, opset)
@@ -198,7 +198,8 @@ class _Builder:
     def _step(
         self, node: Any, weights: Mapping[str, Any], bias: tuple[Any, str] | None = None
     ) -> Step:
-        attributes, graphs = {}, {}
+        attributes: dict[str, Any] = {}
+        graphs: dict[str, Any] = {}
         for name, attribute in node.attributes.items():
             value = attribute.value
             if attribute.type.name == "GRAPH":
@@ -381,9 +382,9 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
     pads = node.get("pads", [0] * 2 * n)
     fixed = node.get("auto_pad", "NOTSET") in ("NOTSET", "VALID")
     symmetric = fixed and (pads[:n] == pads[n:] or node.get("auto_pad") == "VALID")
-    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    kinds: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     with torch.device("cpu"):
-        layer = kinds[n - 1](
+        layer: Any = kinds[n - 1](
             per_group * group,
             out,
             tuple(kernel),

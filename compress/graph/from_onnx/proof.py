@@ -41,14 +41,14 @@ def prove(module: OnnxModule, file: Path, examples: Sequence[Sequence[torch.Tens
         for name, ours, theirs in zip(outputs, found, expected, strict=True):
             reference = torch.from_numpy(theirs)
             is_half = reference.dtype == torch.float16
-            error = _error(reference, ours)
-            if not error <= LARGEST_ERROR * (10 if is_half else 1):
+            difference = _error(reference, ours)
+            if not difference <= LARGEST_ERROR * (10 if is_half else 1):
                 where = _first_difference(module, file, inputs)
                 raise ArtifactInvalid(
                     f"{file}: output {name!r} of the model in PyTorch differs from ONNX Runtime's "
-                    f"by {error:.2g} of its norm, expected at most {LARGEST_ERROR:g}{where}"
+                    f"by {difference:.2g} of its norm, expected at most {LARGEST_ERROR:g}{where}"
                 )
-            largest = max(largest, error)
+            largest = max(largest, difference)
     return largest
 
 
@@ -74,7 +74,7 @@ def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def _first_difference(module: OnnxModule, file: Path, inputs: Sequence[torch.Tensor]) -> str:
-    """Describe the first node whose output differs, where the nodes before it are ONNX Runtime's."""
+    """Describe the first node that differs where those before it are as ONNX Runtime computes."""
     import onnx
 
     try:

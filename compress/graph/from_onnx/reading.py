@@ -52,7 +52,7 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
     for node in model.graph.all_nodes():
         if not is_known(node):
             full = ".".join(filter(None, (node.domain, node.op_type)))
-            missing[full].append(node.name or node.outputs[0].name)
+            missing[full].append(str(node.name or node.outputs[0].name))
     if missing:
         raise ArtifactInvalid(
             f"{what}: has operators without an equivalent in PyTorch: {_listed(missing)}"
@@ -91,7 +91,7 @@ def _expand_functions(model: ir.Model) -> None:
                 continue  # which onnx-ir cannot inline
             version = model.opset_imports.get(node.domain, 0)
             try:
-                schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+                schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)
             except onnx.defs.SchemaError:
                 continue
             if schema.has_function:
@@ -137,7 +137,7 @@ def pack(model: ir.Model) -> str:
             model.graph.initializers[tensor.name].const_value
         ):
             for part in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
-                tensor.ClearField(part)  # type: ignore[arg-type]
+                tensor.ClearField(part)
     return base64.b64encode(zlib.compress(proto.SerializeToString(), 9)).decode()
 
 

@@ -42,7 +42,12 @@ def _recurrent(node: Node, x: torch.Tensor, w: Value, r: Value, *rest: Value | N
     return (y, h) if c is None else (y, h, c)
 
 
-_FUNCTIONS = {"Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Relu": F.relu, "Softsign": F.softsign}
+_FUNCTIONS: dict[str, Any] = {
+    "Sigmoid": torch.sigmoid,
+    "Tanh": torch.tanh,
+    "Relu": F.relu,
+    "Softsign": F.softsign,
+}
 
 
 def _steps(
@@ -52,7 +57,7 @@ def _steps(
     r: torch.Tensor,
     b: torch.Tensor | None,
     h: torch.Tensor | None,
-    c: torch.Tensor | None,
+    c: Any,
     p: torch.Tensor | None,
     direction: int,
 ) -> Any:
@@ -85,7 +90,10 @@ def _steps(
         y, hn = torch._VF.gru(x, h[None], [wi, ri, bi, bh], True, 1, 0.0, False, False, False)
         return y, hn[0], None
     rows = []
-    limit = (lambda t: t.clamp(-clip, clip)) if clip else (lambda t: t)
+
+    def limit(values: torch.Tensor) -> torch.Tensor:
+        return values.clamp(-clip, clip) if clip else values
+
     for step in x:
         if kind == "RNN":
             h = functions[0](limit(F.linear(step, w, bw) + F.linear(h, r, br)))
@@ -147,7 +155,7 @@ def _stft(
     if x.ndim == 3 and x.shape[-1] == 2:
         raise Unsupported("of complex signals")
     signal = x.squeeze(-1) if x.ndim == 3 else x
-    given = None if window is None else to_tensor(window)
+    given: Any = None if window is None else to_tensor(window)
     size = given.shape[0] if length is None else int(to_number(length))
     frames = signal.unfold(-1, size, int(to_number(step)))
     frames = frames if given is None else frames * given

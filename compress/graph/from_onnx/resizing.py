@@ -39,7 +39,7 @@ def _floats(value: Value) -> list[Any]:
 def _interpolate(
     node: Node,
     x: torch.Tensor,
-    scales: list[Any] | None,
+    scales: Any,
     sizes: list[Any] | None,
     coordinates: str,
     nearest: str,

@@ -52,7 +52,8 @@ class ShapeTensor:
         return ShapeTensor(values, is_vector, dtype or self.dtype)
 
 
-Value = torch.Tensor | ShapeTensor
+Value = Any
+"""A tensor, a ShapeTensor, or a list of them for a sequence: which, the graph decides."""
 
 
 def vector(values: Any, dtype: torch.dtype = torch.int64) -> ShapeTensor:
