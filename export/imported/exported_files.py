@@ -251,7 +251,9 @@ def _import_module(
     inputs: Sequence[torch.Tensor] | None,
     carried: Mapping[str, bytes] | None,
 ) -> Artifact:
-    """Import an ONNX file as a module, compared with ONNX Runtime on `inputs` and other sizes."""
+    """Import an ONNX file as a module, compared with ONNX Runtime on two numbers of rows."""
+    import torch
+
     from compress.artifacts.importing import import_module
     from compress.artifacts.recipe import Recipe
     from compress.graph.from_onnx.proof import prove
@@ -259,9 +261,11 @@ def _import_module(
 
     graph = read_graph(file)
     module = module_of(graph)
-    batch = signature.inputs[0].shape[0]
-    other = [signature.example(batch=3)] if isinstance(batch, str) else []
-    prove(module, file, [tuple(inputs or signature.example()), *other])
+    first = tuple(inputs or signature.example())
+    examples = [first]
+    if all(isinstance(spec.shape[0], str) for spec in signature.inputs if spec.shape):
+        examples.append(tuple(torch.cat([x, x[:1]]) if x.ndim else x for x in first))
+    prove(module, file, examples)
     recipe = Recipe(
         factory="compress.graph.from_onnx.module:build", arguments={"graph": pack(graph)}
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import onnx
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import ArtifactInvalid
 from compress.graph.from_onnx import registry
 from compress.pipelines import Pipeline
@@ -60,17 +60,12 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_onnx_file_is_pruned_quantized_and_exported_again(folder: Path) -> None:
-    result = Pipeline.from_yaml(folder / "p.yaml").run(folder / "out")
-    assert [stage.name for stage in result.report.stages] == [
-        "prune_channels",
-        "quantize_static",
-        "export_onnx",
-    ]
+    Pipeline.from_yaml(folder / "p.yaml").run(folder / "out")
+    pruned = EagerModel.from_directory(folder / "out" / "artifacts" / "prune_channels")
+    assert pruned.parameters() < 16 * 3 * 9 + 16 * 16 * 9
     written = onnx.load(folder / "out" / "artifacts" / "export_onnx" / "model.onnx")
     assert [value.name for value in written.graph.input] == ["input"]
     assert [value.name for value in written.graph.output] == ["scores"]
-    report = json.loads((folder / "out" / "report.json").read_text())
-    assert report["stages"][0]["parameters"] < 16 * 3 * 9 + 16 * 16 * 9
 
 
 @pytest.mark.slow

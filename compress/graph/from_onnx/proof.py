@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, raised_as
 from compress.common.tensor_difference import relative_error
 from compress.graph.from_onnx.shape_tensor import to_tensor
 
@@ -36,7 +36,7 @@ def prove(module: OnnxModule, file: Path, examples: Sequence[Sequence[torch.Tens
             expected = _session(file).run(outputs, _feed(module, inputs))
         except Exception as error:
             raise ArtifactInvalid(f"{file}: ONNX Runtime: {error}") from error
-        with torch.no_grad():
+        with torch.no_grad(), raised_as(ArtifactInvalid, f"{file}: in PyTorch"):
             found = module(*inputs)
         for name, ours, theirs in zip(outputs, found, expected, strict=True):
             reference = torch.from_numpy(theirs)
