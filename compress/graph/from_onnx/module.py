@@ -88,11 +88,11 @@ class OnnxModule(nn.Module):
         builder = _Builder(self, opset)
         self.steps = builder.steps_of(graph, self.output_names)
 
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the graph's outputs for its inputs, in their order."""
+    def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the graph's outputs by name, for its inputs in their order."""
         values = dict(zip(self.input_names, inputs, strict=True))
         self._run(self.steps, values)
-        return tuple(to_tensor(self._value(values, name)) for name in self.output_names)
+        return {name: to_tensor(self._value(values, name)) for name in self.output_names}
 
     def _value(self, values: Mapping[str, Any], name: str) -> Any:
         if name in values:

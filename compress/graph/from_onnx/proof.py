@@ -38,7 +38,7 @@ def prove(module: OnnxModule, file: Path, examples: Sequence[Sequence[torch.Tens
             raise ArtifactInvalid(f"{file}: ONNX Runtime: {error}") from error
         with torch.no_grad(), raised_as(ArtifactInvalid, f"{file}: in PyTorch"):
             found = module(*inputs)
-        for name, ours, theirs in zip(outputs, found, expected, strict=True):
+        for name, ours, theirs in zip(outputs, found.values(), expected, strict=True):
             reference = torch.from_numpy(theirs)
             is_half = reference.dtype == torch.float16
             difference = _error(reference, ours)
