@@ -53,6 +53,30 @@ def inputs_of(
     return tuple(_specs(names, list(zip(*found, strict=True)), float_dtype))
 
 
+def fix_unnamed_axes(
+    inputs: Sequence[TensorSpec], seen: Sequence[TensorSpec]
+) -> tuple[TensorSpec, ...]:
+    """Return a file's inputs with the size of the samples where an axis has no name of its own.
+
+    Exporters leave axes open that the model's code takes at few sizes. Of axes whose size varies
+    among the samples, and of named ones, any size counts.
+
+    Args:
+        inputs: of the file; an axis without a name is called after its input and number.
+        seen: the samples' (:func:`inputs_of`).
+    """
+    by_name = {spec.name: spec.shape for spec in seen}
+    fixed = []
+    for spec in inputs:
+        sizes = by_name.get(spec.name, ())
+        shape = [
+            sizes[axis] if len(sizes) == len(spec.shape) and size == f"{spec.name}_{axis}" else size
+            for axis, size in enumerate(spec.shape)
+        ]
+        fixed.append(spec.model_copy(update={"shape": tuple(shape)}))
+    return tuple(fixed)
+
+
 def sample_inputs(data: Splits | None, signature: Signature) -> tuple[torch.Tensor, ...] | None:
     """Return the inputs of the first samples as a batch, as some models refuse invented ones.
 

@@ -160,13 +160,17 @@ def import_file(
     path: Path,
     inputs: Sequence[torch.Tensor] | None = None,
     carried: Mapping[str, bytes] | None = None,
+    *,
+    to_module: bool = False,
 ) -> Artifact:
     """Import an exported model in a child with limits, after a call with `inputs`, or seeded.
 
-    ``carried`` are files beside the model.
+    ``carried`` are files beside the model; ``to_module`` asks for a PyTorch module of an ONNX file.
     """
     _refuse_missing(file)
     importer: Callable[..., Artifact] = _import_onnx if kind == "onnx" else _import_script
+    if to_module:
+        importer = _import_module
     if kind == "graph":
         from compress.export.imported.pt2_files import import_program as importer
     sizes = {a: signature.bounds(a).nearest(EXAMPLE_LENGTH) for a in signature.dynamic_axes}
@@ -238,6 +242,34 @@ def _import_onnx(
             predict(*inputs)
         facts |= kernels
     return OnnxModel.from_directory(path)
+
+
+def _import_module(
+    file: Path,
+    signature: Signature,
+    path: Path,
+    inputs: Sequence[torch.Tensor] | None,
+    carried: Mapping[str, bytes] | None,
+) -> Artifact:
+    """Import an ONNX file as a module, compared with ONNX Runtime on two numbers of rows."""
+    import torch
+
+    from compress.artifacts.importing import import_module
+    from compress.artifacts.recipe import Recipe
+    from compress.graph.from_onnx.proof import prove
+    from compress.graph.from_onnx.reading import module_of, pack, read_graph
+
+    graph = read_graph(file)
+    module = module_of(graph)
+    first = tuple(inputs or signature.example())
+    examples = [first]
+    if all(isinstance(spec.shape[0], str) for spec in signature.inputs if spec.shape):
+        examples.append(tuple(torch.cat([x, x[:1]]) if x.ndim else x for x in first))
+    prove(module, file, examples)
+    recipe = Recipe(
+        factory="compress.graph.from_onnx.module:build", arguments={"graph": pack(graph)}
+    )
+    return import_module(path, recipe, module, signature, inputs=inputs, carried=carried)
 
 
 def _import_script(

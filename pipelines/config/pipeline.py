@@ -17,7 +17,7 @@ from compress.core.validation_errors import dotted, explain
 from compress.pipelines.config import matrix
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.data_spec import FILE_KEYS, DataSpec
-from compress.pipelines.config.model_spec import ModelSpec
+from compress.pipelines.config.model_spec import SOURCE, ModelSpec
 from compress.pipelines.config.registry import AnyStage, stages
 from compress.pipelines.config.run_options import Judging
 from compress.pipelines.config.yaml_source import Source, read
@@ -172,6 +172,25 @@ class PipelineConfig(Settings):
     def code_folder(self) -> Path:
         """The folder of the user's modules."""
         return (self.folder / self.code).resolve()
+
+    @property
+    def source_kind(self) -> str:
+        """The kind of artifact that the model becomes.
+
+        An ONNX file stays one where all stages that read it take it so; else it becomes a module.
+        """
+        from compress.core.stage import members_of
+
+        kind = self.model.kind
+        if kind != "onnx":
+            return kind
+        readers = (
+            stage
+            for i, stage in enumerate(self.stages)
+            if (stage.input or (SOURCE if not i else "")) == SOURCE
+        )
+        takes = all(kind in {k.kind for k in members_of(stage.reads())} for stage in readers)
+        return kind if takes and self.auto is None else "eager"
 
     def name_in_file(self, index: int) -> str:
         """Return the name that the file gives a stage; branches of one stage have the same."""

@@ -190,7 +190,7 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
     imported: dict[str, type[Artifact]] = {
         kind.kind: kind for kind in (EagerModel, GraphModel, OnnxModel, TorchScriptModel)
     }
-    written: dict[str, tuple[type[Artifact], ...]] = {SOURCE: (imported[pipeline.model.kind],)}
+    written: dict[str, tuple[type[Artifact], ...]] = {SOURCE: (imported[pipeline.source_kind],)}
     formats = {SOURCE: frozenset[str]()} | {p.name: p.stage.activation_formats for p in planned}
     quantized: set[str] = set()
     streams = isinstance(pipeline.model, HuggingFaceModel) and pipeline.model.stream
@@ -351,10 +351,10 @@ def _check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: S
             "rename the stage"
         )
     takes = BASELINES[name].kinds | BASELINES[name].reads
-    if pipeline.model.kind not in takes:
+    if pipeline.source_kind not in takes:
         raise PipelineInvalid(
             f"{where}: {name} runs {' and '.join(sorted(takes))} models, and this one comes in as "
-            f"{pipeline.model.kind}; name an earlier stage, or `source`"
+            f"{pipeline.source_kind}; name an earlier stage, or `source`"
         )
 
 

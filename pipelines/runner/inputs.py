@@ -96,6 +96,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
     """Load the data; return the pipeline with its inputs, the data, a line on what is inferred."""
     from compress.data.infer_signature import (
         described,
+        fix_unnamed_axes,
         inputs_of,
         with_named_length,
         with_values_seen,
@@ -108,6 +109,9 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
             file = pipeline.folder / spec.file
             if signature := signature_of(spec.kind, file):
                 inputs, origin = signature.inputs, file.name
+                if data is not None and pipeline.source_kind == "eager" and spec.kind == "onnx":
+                    names = [tensor.name for tensor in inputs]
+                    inputs = fix_unnamed_axes(inputs, inputs_of(data, lambda: names))
         if inputs is None and data is None and isinstance(spec, HuggingFaceModel | TimmModel):
             (inputs, axes), origin = _declared_inputs(pipeline, spec), "the model's configuration"
             spec = spec.model_copy(update={"axes": spec.axes or axes})
@@ -280,7 +284,9 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
     try:
         if isinstance(spec, ModelFile):
             file = pipeline.folder / spec.file
-            return import_file(spec.kind, file, signature, path, inputs, carried)
+            kind = spec.kind
+            to_module = kind == "onnx" and pipeline.source_kind == "eager"
+            return import_file(kind, file, signature, path, inputs, carried, to_module=to_module)
         if isinstance(spec, HuggingFaceModel):
             return _import_hugging_face(pipeline, spec, signature, path, carried)
         return import_checkpoint(

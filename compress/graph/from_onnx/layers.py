@@ -1,0 +1,335 @@
+"""ONNX operators of convolution, pooling, normalization and matrix products."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from compress.graph.from_onnx.registry import Node, Unsupported, operator
+from compress.graph.from_onnx.shape_tensor import Value, to_number, to_sizes, to_tensor
+
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+def padding(node: Node, sizes: Any, kernel: list[int]) -> tuple[list[int], list[int]]:
+    """Return what is padded before and after each axis of space.
+
+    Args:
+        node: a convolution or pooling.
+        sizes: of the input's axes of space.
+        kernel: the kernel's sizes.
+    """
+    n = len(kernel)
+    how, given = node.get("auto_pad", "NOTSET"), node.get("pads", [0] * 2 * n)
+    if how == "VALID":
+        return [0] * n, [0] * n
+    if how == "NOTSET":
+        return given[:n], given[n:]
+    strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
+    before, after = [], []
+    for size, k, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+        steps = (size + stride - 1) // stride - 1
+        total = torch.sym_max(steps * stride + (k - 1) * dilation + 1 - size, 0)
+        half = total // 2
+        low, high = (half, total - half) if how == "SAME_UPPER" else (total - half, half)
+        before.append(low)
+        after.append(high)
+    return before, after
+
+
+def pad_(x: torch.Tensor, before: list[int], after: list[int], fill: float = 0.0) -> Any:
+    """Return the input, padded where both sides differ, and the padding left to an operator."""
+    if before == after:
+        return x, before
+    both = [n for axis in reversed(range(len(before))) for n in (before[axis], after[axis])]
+    return F.pad(x, both, value=fill), [0] * len(before)
+
+
+@operator("Conv")
+def convolve(node: Node, x: torch.Tensor, weight: Value, bias: Value | None = None) -> torch.Tensor:
+    """Compute ONNX's Conv, with any padding."""
+    weight = to_tensor(weight)
+    n = weight.ndim - 2
+    x, left = pad_(x, *padding(node, x.shape[2:], list(weight.shape[2:])))
+    bias = None if bias is None else to_tensor(bias)
+    strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
+    return CONVOLUTIONS[n - 1](x, weight, bias, strides, left, dilations, node.get("group", 1))
+
+
+@operator("ConvTranspose")
+def _conv_transpose(
+    node: Node, x: torch.Tensor, weight: Value, bias: Value | None = None
+) -> torch.Tensor:
+    weight = to_tensor(weight)
+    n, kernel = weight.ndim - 2, list(weight.shape[2:])
+    strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
+    extra, pads = node.get("output_padding", [0] * n), node.get("pads", [0] * 2 * n)
+    full = [
+        (size - 1) * s + (k - 1) * d + 1 + e
+        for size, s, k, d, e in zip(x.shape[2:], strides, kernel, dilations, extra, strict=True)
+    ]
+    how = node.get("auto_pad", "NOTSET")
+    if wanted := node.get("output_shape"):
+        cut = [f - w for f, w in zip(full, wanted[-n:], strict=True)]
+    elif how in ("SAME_UPPER", "SAME_LOWER"):
+        cut = [f - size * s for f, size, s in zip(full, x.shape[2:], strides, strict=True)]
+    elif how == "VALID":
+        cut, pads = [0] * n, [0] * 2 * n
+    else:
+        cut = [pads[i] + pads[n + i] for i in range(n)]
+    if node.get("output_shape") or how.startswith("SAME"):
+        lower = how == "SAME_UPPER"
+        before = [c // 2 if lower else c - c // 2 for c in cut]
+        after = [c - b for c, b in zip(cut, before, strict=True)]
+    else:
+        before, after = pads[:n], pads[n:]
+    bias = None if bias is None else to_tensor(bias)
+    group = node.get("group", 1)
+    if before == after:
+        return TRANSPOSED[n - 1](x, weight, bias, strides, before, extra, group, dilations)
+    y = TRANSPOSED[n - 1](x, weight, bias, strides, 0, extra, group, dilations)
+    both = [-v for axis in reversed(range(n)) for v in (before[axis], after[axis])]
+    return F.pad(y, both)
+
+
+def _windows(x: torch.Tensor, node: Node) -> tuple[list[int], list[int], list[int]]:
+    kernel = node.get("kernel_shape")
+    return kernel, node.get("strides", [1] * len(kernel)), node.get("dilations", [1] * len(kernel))
+
+
+def _ceil_padding(
+    x: torch.Tensor, node: Node, before: list[int], after: list[int]
+) -> tuple[list[int], list[int]]:
+    """Return the padding with what `ceil_mode` adds, whose last window must begin in the input."""
+    kernel, strides, dilations = _windows(x, node)
+    if not node.get("ceil_mode"):
+        return before, after
+    more = []
+    for i, size in enumerate(x.shape[2:]):
+        span = dilations[i] * (kernel[i] - 1) + 1
+        room = size + before[i] + after[i] - span
+        count = -(-room // strides[i])
+        if (count * strides[i]) >= size + before[i]:
+            count -= 1
+        more.append(after[i] + max(count * strides[i] - room, 0))
+    return before, more
+
+
+@operator("MaxPool")
+def _max_pool(node: Node, x: torch.Tensor) -> Any:
+    kernel, strides, dilations = _windows(x, node)
+    n, dtype = len(kernel), x.dtype
+    x = x if x.is_floating_point() else x.float()
+    before, after = padding(node, x.shape[2:], kernel)
+    original = x
+    symmetric = before == after and all(2 * b <= k for b, k in zip(before, kernel, strict=True))
+    wanted = len(node.outputs) > 1 and bool(node.outputs[1])
+    ceil = bool(node.get("ceil_mode"))
+    if symmetric and not wanted:
+        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[n - 1]
+        return pool(x, kernel, strides, before, dilations, ceil).to(dtype)
+    before, after = _ceil_padding(x, node, before, after)
+    both = [v for axis in reversed(range(n)) for v in (before[axis], after[axis])]
+    x = F.pad(x, both, value=-math.inf)
+    pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[n - 1]
+    if not wanted:
+        return pool(x, kernel, strides, 0, dilations).to(dtype)
+    y, place = pool(x, kernel, strides, 0, dilations, return_indices=True)
+    if node.get("storage_order"):
+        raise Unsupported("indices in column-major order")
+    return y.to(dtype), _unpadded(place, x.shape[2:], original.shape, before)
+
+
+def _unpadded(place: torch.Tensor, padded: Any, shape: Any, before: list[int]) -> torch.Tensor:
+    """Return indices into a padded plane as those of ONNX: into the whole input without padding."""
+    coordinates = []
+    for size in reversed(padded):
+        coordinates.append(place % size)
+        place = place // size
+    flat = torch.zeros_like(coordinates[0])
+    for axis, coordinate in enumerate(reversed(coordinates)):
+        flat = flat * shape[2 + axis] + coordinate - before[axis]
+    planes = torch.arange(shape[0] * shape[1]).reshape(shape[0], shape[1])
+    return flat + planes.reshape(planes.shape + (1,) * len(before)) * math.prod(shape[2:])
+
+
+@operator("AveragePool")
+def _average_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
+    return _mean_of_windows(node, x)
+
+
+def _mean_of_windows(node: Node, x: torch.Tensor) -> torch.Tensor:
+    kernel, strides, dilations = _windows(x, node)
+    n = len(kernel)
+    before, after = padding(node, x.shape[2:], kernel)
+    with_padding, ceil = bool(node.get("count_include_pad")), bool(node.get("ceil_mode"))
+    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[n - 1]
+    symmetric = before == after and all(2 * b <= k for b, k in zip(before, kernel, strict=True))
+    if symmetric and set(dilations) == {1}:
+        return pool(x, kernel, strides, before, ceil, with_padding)
+    # A window's mean is its sum by its count of values: a convolution of ones counts them.
+    ceil_before, ceil_after = _ceil_padding(x, node, before, after)
+    both = [v for a in reversed(range(n)) for v in (ceil_before[a], ceil_after[a])]
+    ones = torch.ones_like(x[:1, :1])
+    if with_padding:  # what `ceil_mode` adds beyond the padding is not counted
+        inner = [v for a in reversed(range(n)) for v in (before[a], after[a])]
+        rest = [v for a in reversed(range(n)) for v in (0, ceil_after[a] - after[a])]
+        ones = F.pad(F.pad(ones, inner, value=1.0), rest)
+    else:
+        ones = F.pad(ones, both)
+    x = F.pad(x, both)
+    weight = torch.ones(x.shape[1], 1, *kernel, dtype=x.dtype, device=x.device)
+    total = CONVOLUTIONS[n - 1](x, weight, None, strides, 0, dilations, x.shape[1])
+    count = CONVOLUTIONS[n - 1](ones, weight[:1], None, strides, 0, dilations)
+    return total / count
+
+
+@operator("LpPool")
+def _lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
+    p = node.get("p", 2)
+    kernel, strides, dilations = _windows(x, node)
+    n = len(kernel)
+    before, after = _ceil_padding(x, node, *padding(node, x.shape[2:], kernel))
+    both = [v for a in reversed(range(n)) for v in (before[a], after[a])]
+    x = F.pad(x.abs() ** p, both)
+    weight = torch.ones(x.shape[1], 1, *kernel, dtype=x.dtype, device=x.device)
+    return CONVOLUTIONS[n - 1](x, weight, None, strides, 0, dilations, x.shape[1]) ** (1 / p)
+
+
+@operator("GlobalAveragePool")
+def _global_average_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
+    if x.ndim == 4:
+        return F.adaptive_avg_pool2d(x, 1)
+    return x.mean(list(range(2, x.ndim)), keepdim=True)
+
+
+@operator("GlobalMaxPool")
+def _global_max_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
+    return x.amax(list(range(2, x.ndim)), keepdim=True)
+
+
+@operator("GlobalLpPool")
+def _global_lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
+    axes = list(range(2, x.ndim))
+    return torch.linalg.vector_norm(x, node.get("p", 2), axes, keepdim=True)
+
+
+@operator("MaxUnpool")
+def _max_unpool(
+    node: Node, x: torch.Tensor, place: torch.Tensor, shape: Value | None = None
+) -> Any:
+    kernel, strides, _ = _windows(x, node)
+    n = len(kernel)
+    pads = node.get("pads", [0] * 2 * n)
+    sizes = [
+        (size - 1) * strides[i] - pads[i] - pads[n + i] + kernel[i]
+        for i, size in enumerate(x.shape[2:])
+    ]
+    whole = torch.zeros(math.prod((*x.shape[:2], *sizes)), dtype=x.dtype)
+    whole = whole.scatter(0, place.reshape(-1), x.reshape(-1)).reshape(*x.shape[:2], *sizes)
+    if shape is None:
+        return whole
+    wanted = to_sizes(shape)
+    missing = [w - s for w, s in zip(wanted[2:], sizes, strict=True)]
+    return F.pad(whole, [v for more in reversed(missing) for v in (0, more)])
+
+
+@operator("BatchNormalization")
+def _batch_norm(node: Node, x: torch.Tensor, *rest: Value) -> Any:
+    weight, bias, mean, var = (to_tensor(v) for v in rest)
+    if node.get("training_mode"):
+        momentum = node.get("momentum", 0.9)
+        axes = [0, *range(2, x.ndim)]
+        now_mean, now_var = x.mean(axes), x.var(axes, unbiased=False)
+        y = F.batch_norm(x, now_mean, now_var, weight, bias, False, 0.0, node.get("epsilon", 1e-5))
+        mean = mean * momentum + now_mean * (1 - momentum)
+        return y, mean, var * momentum + now_var * (1 - momentum)
+    return F.batch_norm(x, mean, var, weight, bias, False, 0.0, node.get("epsilon", 1e-5))
+
+
+@operator("InstanceNormalization")
+def _instance_norm(node: Node, x: torch.Tensor, weight: Value, bias: Value) -> torch.Tensor:
+    weight, bias = to_tensor(weight), to_tensor(bias)
+    return F.instance_norm(x, weight=weight, bias=bias, eps=node.get("epsilon", 1e-5))
+
+
+@operator("LayerNormalization")
+def _layer_norm(node: Node, x: torch.Tensor, weight: Value, bias: Value | None = None) -> Any:
+    axis = node.get("axis", -1) % x.ndim
+    epsilon = node.get("epsilon", 1e-5)
+    weight, bias = to_tensor(weight), None if bias is None else to_tensor(bias)
+    if list(weight.shape) == list(x.shape[axis:]):
+        y = F.layer_norm(x, x.shape[axis:], weight, bias, epsilon)
+    else:
+        y = F.layer_norm(x, x.shape[axis:], None, None, epsilon) * weight
+        y = y if bias is None else y + bias
+    if len(node.outputs) == 1:
+        return y
+    axes = list(range(axis, x.ndim))
+    mean, var = x.mean(axes, keepdim=True), x.var(axes, unbiased=False, keepdim=True)
+    return y, mean, torch.rsqrt(var + epsilon)
+
+
+@operator("RMSNormalization", "SimplifiedLayerNormalization")
+def _rms_norm(node: Node, x: torch.Tensor, weight: Value) -> torch.Tensor:
+    axis = node.get("axis", -1) % x.ndim
+    weight, epsilon = to_tensor(weight), node.get("epsilon", 1e-5)
+    if list(weight.shape) == list(x.shape[axis:]):
+        return F.rms_norm(x, x.shape[axis:], weight, epsilon)
+    return F.rms_norm(x, x.shape[axis:], None, epsilon) * weight
+
+
+@operator("LRN")
+def _lrn(node: Node, x: torch.Tensor) -> torch.Tensor:
+    size = node.get("size")
+    square = (x * x).unsqueeze(1)
+    pads = [0, 0] * (x.ndim - 2) + [(size - 1) // 2, size // 2]
+    square = F.pad(square, pads)
+    total = square.unfold(2, size, 1).sum(-1).squeeze(1)
+    bias, alpha, beta = node.get("bias", 1.0), node.get("alpha", 1e-4), node.get("beta", 0.75)
+    return x / (bias + alpha / size * total) ** beta
+
+
+@operator("Dropout")
+def _dropout(
+    node: Node, x: torch.Tensor, ratio: Value | None = None, training: Value | None = None
+) -> Any:
+    if training is not None and to_number(training) and (ratio is None or to_number(ratio)):
+        raise Unsupported("in training mode")
+    if len(node.outputs) == 1:
+        return x
+    return x, torch.ones_like(x, dtype=torch.bool)
+
+
+@operator("Gemm")
+def _gemm(node: Node, a: torch.Tensor, b: Value, c: Value | None = None) -> torch.Tensor:
+    a, b = to_tensor(a), to_tensor(b)
+    a = a.t() if node.get("transA") else a
+    alpha, beta = node.get("alpha", 1.0), node.get("beta", 1.0)
+    weight = b if node.get("transB") else b.t()
+    c = None if c is None else to_tensor(c)
+    is_bias = c is None or (beta == 1 and tuple(c.shape) == (weight.shape[0],))
+    if alpha == 1 and is_bias and a.is_floating_point():
+        return F.linear(a, weight, c)
+    y = (a @ weight.t()) * alpha if alpha != 1 else a @ weight.t()
+    return y if c is None else y + (c * beta if beta != 1 else c)
+
+
+@operator("MatMul")
+def _matmul(node: Node, a: Value, b: Value) -> torch.Tensor:
+    return torch.matmul(to_tensor(a), to_tensor(b))
+
+
+@operator("Col2Im")
+def _col2im(node: Node, x: torch.Tensor, image: Value, block: Value) -> torch.Tensor:
+    sizes, kernel = tuple(to_sizes(image)), tuple(to_sizes(block))
+    n = len(sizes)
+    pads, strides = node.get("pads", [0] * 2 * n), node.get("strides", [1] * n)
+    dilations = node.get("dilations", [1] * n)
+    if n != 2 or pads[:n] != pads[n:]:
+        raise Unsupported(f"of {n} axes" if n != 2 else "with unequal padding")
+    return F.fold(x, sizes, kernel, dilations, pads[:n], strides)

@@ -1,0 +1,464 @@
+"""OnnxModule: a PyTorch module that computes an ONNX graph, with its weights as parameters."""
+
+from __future__ import annotations
+
+import base64
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from compress.graph.from_onnx import (  # noqa: F401 - each registers its operators
+    control_flow,
+    elementwise,
+    indexing,
+    integers,
+    layers,
+    recurrence,
+    resizing,
+)
+from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported
+from compress.graph.from_onnx.shape_tensor import from_constant, from_numpy, to_tensor
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+STANDARD = ("", "ai.onnx")
+
+
+def build(graph: str) -> OnnxModule:
+    """Build the module of a graph that :func:`~.reading.pack` wrote; recipes name it."""
+    import onnx
+    import onnx_ir as ir
+
+    proto = onnx.ModelProto.FromString(zlib.decompress(base64.b64decode(graph)))
+    return OnnxModule(ir.from_proto(proto))
+
+
+@dataclass
+class _Source:
+    """Where a parameter or buffer has its numbers from."""
+
+    initializer: str
+    is_transposed: bool = False
+    """Whether the layer has rows and columns the other way round."""
+
+
+@dataclass
+class Step:
+    """A node, and how it is computed: by an operator, or by a layer of the module."""
+
+    node: Node
+    call: Callable[..., Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dead: tuple[str, ...] = ()
+    """Values that no later step reads."""
+
+
+class OnnxModule(nn.Module):
+    """Computes an ONNX graph by PyTorch's operators, layers with weights by `torch.nn` modules.
+
+    Sizes are computed in Python numbers, so that `torch.export` keeps named axes dynamic.
+    Parameters have the names of their initializers, as far as PyTorch takes them.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        """Build the layers; weights are not read (:func:`~.reading.weights_of`).
+
+        Raises Unsupported if the graph has operators without an equivalent.
+        """
+        super().__init__()
+        graph: Any = model.graph
+        opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+        self.sources: dict[str, _Source] = {}
+        self.input_names: list[str] = [
+            value.name for value in graph.inputs if value.name not in graph.initializers
+        ]
+        self.output_names: list[str] = [value.name for value in graph.outputs]
+        self._constants: dict[str, Any] = {}
+        self._owners: dict[str, str] = {}
+        builder = _Builder(self, opset)
+        self.steps = builder.steps_of(graph, self.output_names)
+
+    def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the graph's outputs by name, for its inputs in their order."""
+        values = dict(zip(self.input_names, inputs, strict=True))
+        self._run(self.steps, values)
+        return {name: to_tensor(self._value(values, name)) for name in self.output_names}
+
+    def _value(self, values: Mapping[str, Any], name: str) -> Any:
+        if name in values:
+            return values[name]
+        if name in self._constants:
+            return self._constants[name]
+        owner, _, key = self._owners[name].rpartition(".")
+        return getattr(self.get_submodule(owner), key)
+
+    def _run(self, steps: Sequence[Step], values: dict[str, Any]) -> None:
+        for step in steps:
+            values.update(self.compute(step, values))
+            for name in step.dead:
+                values.pop(name, None)
+
+    def compute(self, step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs of one node by name.
+
+        Args:
+            step: one of `steps`.
+            values: what the nodes before it computed, and the graph's inputs.
+        """
+        arguments = [self._value(values, name) if name else None for name in step.inputs]
+        node = step.node
+        if node.graphs:
+            graphs = {
+                key: lambda *given, body=body: self._call(body, given, values)
+                for key, body in node.graphs.items()
+            }
+            arguments.insert(0, replace(node, graphs=graphs))
+        try:
+            results = step.call(*arguments)
+        except Unsupported as error:
+            raise Unsupported(f"{node.operator} ({node.name}) {error}") from error
+        several = results if isinstance(results, tuple) else (results,)
+        return {n: v for n, v in zip(step.outputs, several, strict=False) if n}
+
+    def _call(self, body: _Body, given: Sequence[Any], outer: Mapping[str, Any]) -> list[Any]:
+        values = {**outer, **dict(zip(body.inputs, given, strict=True))}
+        self._run(body.steps, values)
+        return [self._value(values, name) for name in body.outputs]
+
+
+@dataclass
+class _Body:
+    """The graph of a branch, or of a loop's step."""
+
+    inputs: list[str]
+    outputs: list[str]
+    steps: list[Step] = field(default_factory=list)
+
+
+class _Builder:
+    """Turns the nodes of a graph into steps, and the weights that they read into layers."""
+
+    def __init__(self, module: OnnxModule, opset: int) -> None:
+        self.module = module
+        self.opset = opset
+
+    def steps_of(
+        self, graph: Any, outputs: Sequence[str], outer: Mapping[str, Any] | None = None
+    ) -> list[Step]:
+        """Return the steps of a graph, and register its constants with the module.
+
+        Args:
+            graph: the model's, or that of a branch or loop.
+            outputs: names of its outputs.
+            outer: weights of the graphs around it.
+        """
+        weights = dict(outer or {})
+        scales = names_of_scales(graph)
+        for name, value in graph.initializers.items():
+            constant, held = value.const_value, None
+            if name in scales or not is_weight(constant):
+                held = from_constant(from_numpy(constant.numpy()))
+            if held is not None:
+                self.module._constants[name] = held
+            else:
+                weights[name] = constant
+        nodes = list(graph)
+        read = {v.name for node in nodes for v in node.inputs if v is not None} | {*outputs}
+        biases = _biases(nodes, weights, outputs)
+        added = {add.outputs[0].name for add, _ in biases.values()}
+        steps = [
+            self._step(node, weights, biases.get(node.outputs[0].name))
+            for node in nodes
+            if node.outputs[0].name not in added
+        ]
+        for name, constant in weights.items():
+            if name not in self.module._owners and name in read:
+                self._register(name, constant)
+        last: dict[str, int] = {}
+        for index, step in enumerate(steps):
+            last.update(dict.fromkeys(step.inputs, index))
+        kept = {*outputs, *graph.initializers}
+        if any(step.node.graphs for step in steps):  # whose bodies may read any value
+            return steps
+        for name, index in last.items():
+            if name not in kept:
+                steps[index].dead += (name,)
+        return steps
+
+    def _step(
+        self, node: Any, weights: Mapping[str, Any], bias: tuple[Any, str] | None = None
+    ) -> Step:
+        attributes: dict[str, Any] = {}
+        graphs: dict[str, Any] = {}
+        for name, attribute in node.attributes.items():
+            value = attribute.value
+            if attribute.type.name == "GRAPH":
+                names = [v.name for v in value.outputs]
+                body = _Body([v.name for v in value.inputs], names)
+                body.steps = self.steps_of(value, names, weights)
+                graphs[name] = body
+            elif attribute.type.name == "TENSOR":
+                attributes[name] = from_numpy(value.numpy())
+            elif attribute.type.name in ("INTS", "FLOATS", "STRINGS"):
+                attributes[name] = list(value)
+            else:
+                attributes[name] = value
+        inputs = tuple("" if v is None else v.name for v in node.inputs)
+        outputs = tuple(v.name for v in node.outputs)
+        plain = Node(
+            node.op_type, node.name or outputs[0], inputs, outputs, self.opset, attributes, graphs
+        )
+        if layer := LAYERS.get(node.op_type):
+            if bias is not None:
+                add, name = bias
+                outputs = (add.outputs[0].name,)
+                plain = replace(plain, inputs=(*inputs, name), outputs=outputs)
+            made = layer(self, plain, weights)
+            if made is not None:
+                call, read = made
+                return Step(plain, call, read, outputs)
+        function = OPERATORS[node.op_type]
+        call = function if graphs else lambda *values: function(plain, *values)
+        return Step(plain, call, inputs, outputs)
+
+    def _register(self, name: str, constant: Any) -> None:
+        """Keep an initializer that no layer reads as a parameter, or as a buffer of integers."""
+        dtype = torch_dtype(constant)
+        tensor = torch.empty(tuple(constant.shape), dtype=dtype)
+        path = self._free_name(name)
+        owner, _, key = path.rpartition(".")
+        parent = self._parent(owner)
+        if dtype.is_floating_point:
+            parent.register_parameter(key, nn.Parameter(tensor))
+        else:
+            parent.register_buffer(key, tensor)
+        self.module.sources[path] = _Source(name)
+        self.module._owners[name] = path
+
+    def add_layer(self, node: Node, layer: nn.Module, sources: Mapping[str, Any]) -> nn.Module:
+        """Add a layer under the name of its first weight, or of its node.
+
+        Args:
+            node: the node that it computes.
+            layer: the layer.
+            sources: parameter or buffer → its initializer.
+        """
+        first = next(iter(sources.values())).initializer
+        stem, _, key = first.rpartition(".")
+        names = stem if stem and key == "weight" else node.name
+        path = self._free_name(names or node.outputs[0])
+        owner, _, key = path.rpartition(".")
+        self._parent(owner).add_module(key, layer)
+        for key, source in sources.items():
+            self.module.sources[f"{path}.{key}"] = source
+            known = self.module._owners.get(source.initializer)
+            if known is None and not source.is_transposed:
+                self.module._owners[source.initializer] = f"{path}.{key}"
+            elif known is not None and not source.is_transposed:
+                self._tie(layer, key, known)
+        return layer
+
+    def _tie(self, layer: nn.Module, key: str, known: str) -> None:
+        owner, _, other = known.rpartition(".")
+        shared = getattr(self.module.get_submodule(owner), other)
+        if isinstance(shared, nn.Parameter) and shared.shape == getattr(layer, key).shape:
+            layer.register_parameter(key, shared)
+
+    def _parent(self, owner: str) -> nn.Module:
+        parent: nn.Module = self.module
+        for part in filter(None, owner.split(".")):
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent._modules[part]  # type: ignore[assignment]
+        return parent
+
+    def _free_name(self, name: str) -> str:
+        parts = [re.sub(r"\W", "_", part) for part in name.strip("/.").split(".")]
+        path = ".".join(part for part in parts if part) or "value"
+        while not self._is_free(path):
+            path = f"{path}_"
+        return path
+
+    def _is_free(self, path: str) -> bool:
+        parent: Any = self.module
+        *owners, key = path.split(".")
+        for owner in owners:
+            if owner in parent._modules:
+                parent = parent._modules[owner]
+            elif hasattr(parent, owner):
+                return False
+            else:
+                return not hasattr(nn.Module(), key)
+        return not hasattr(parent, key)
+
+
+def _biases(
+    nodes: Sequence[Any], weights: Mapping[str, Any], outputs: Sequence[str]
+) -> dict[str, tuple[Any, str]]:
+    """Return the Add nodes that add a bias to a layer without one.
+
+    Args:
+        nodes: of a graph.
+        weights: initializers by name.
+        outputs: of the graph.
+
+    Returns:
+        Output of a Conv or MatMul that nothing else reads → its Add, and the bias.
+    """
+    uses = Counter(v.name for node in nodes for v in node.inputs if v is not None)
+    uses.update(outputs)
+    layers_without = {
+        node.outputs[0].name: node
+        for node in nodes
+        if node.op_type in ("Conv", "MatMul") and len(node.inputs) == 2
+    }
+    found = {}
+    for add in nodes:
+        if add.op_type != "Add":
+            continue
+        for x, y in (add.inputs, reversed(add.inputs)):
+            node = layers_without.get(x.name)
+            if node is None or y.name not in weights or uses[x.name] != 1:
+                continue
+            weight, bias = weights.get(node.inputs[1].name), tuple(weights[y.name].shape)
+            is_conv = node.op_type == "Conv"
+            if weight is None or (not is_conv and len(weight.shape) != 2):
+                continue
+            channels = weight.shape[0 if is_conv else 1]
+            axis = -(len(weight.shape) - 1) if is_conv else -1
+            wide = (1,) * (len(bias) + axis) + (channels,) + (1,) * (-axis - 1)
+            if len(bias) >= -axis and bias == wide and (is_conv or len(bias) == 1):
+                found[x.name] = (add, y.name)
+                break
+    return found
+
+
+def names_of_scales(graph: Any) -> set[str]:
+    """Return the values that a graph resizes by, which are no weights."""
+    return {
+        value.name
+        for node in graph
+        if node.op_type in ("Resize", "Upsample")
+        for value in node.inputs[1:]
+        if value is not None
+    }
+
+
+def is_weight(constant: Any) -> bool:
+    """Return whether an initializer is kept with the weights, and not in the graph."""
+    shape = tuple(constant.shape)
+    size = int(np.prod(shape))
+    if constant.dtype.name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"):
+        return size > 1
+    return size > 1024 or (len(shape) > 1 and size > 1)
+
+
+def torch_dtype(constant: Any) -> torch.dtype:
+    """Return PyTorch's element type of an initializer."""
+    return elementwise.DTYPES[constant.dtype.value]
+
+
+Made = tuple[Callable[..., Any], tuple[str, ...]]
+
+
+def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
+    weight, bias = weights.get(node.inputs[1]), node.inputs[2] if len(node.inputs) > 2 else ""
+    if weight is None or (bias and bias not in weights):
+        return None
+    out, per_group, *kernel = weight.shape
+    n, group = len(kernel), node.get("group", 1)
+    if n not in (1, 2, 3):
+        return None
+    pads = node.get("pads", [0] * 2 * n)
+    fixed = node.get("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+    symmetric = fixed and (pads[:n] == pads[n:] or node.get("auto_pad") == "VALID")
+    kinds: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    with torch.device("cpu"):
+        layer: Any = kinds[n - 1](
+            per_group * group,
+            out,
+            tuple(kernel),
+            stride=tuple(node.get("strides", [1] * n)),
+            padding=tuple(layers.padding(node, (), kernel)[0]) if symmetric else 0,
+            dilation=tuple(node.get("dilations", [1] * n)),
+            groups=group,
+            bias=bool(bias),
+            dtype=torch_dtype(weight),
+        )
+    sources = {"weight": _Source(node.inputs[1])}
+    if bias:
+        sources["bias"] = _Source(bias)
+    builder.add_layer(node, layer, sources)
+    if symmetric:
+        return layer, node.inputs[:1]
+    kernel = list(kernel)
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        before, after = layers.padding(node, x.shape[2:], kernel)
+        both = [v for axis in reversed(range(n)) for v in (before[axis], after[axis])]
+        return layer(F.pad(x, both))
+
+    return padded, node.inputs[:1]
+
+
+def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
+    weight = weights.get(node.inputs[1])
+    if weight is None or len(weight.shape) != 2:
+        return None
+    bias = node.inputs[2] if len(node.inputs) > 2 else ""
+    is_gemm = node.operator == "Gemm"
+    if is_gemm and (node.get("alpha", 1.0), node.get("beta", 1.0), node.get("transA", 0)) != (
+        1,
+        1,
+        0,
+    ):
+        return None
+    transposed = not node.get("transB")
+    rows, columns = weight.shape if not transposed else reversed(weight.shape)
+    if bias and (bias not in weights or tuple(weights[bias].shape) != (rows,)):
+        return None
+    layer = nn.Linear(columns, rows, bias=bool(bias), dtype=torch_dtype(weight))
+    sources = {"weight": _Source(node.inputs[1], transposed)}
+    if bias:
+        sources["bias"] = _Source(bias)
+    builder.add_layer(node, layer, sources)
+    return layer, node.inputs[:1]
+
+
+def _batch_norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
+    names = node.inputs[1:5]
+    if not all(name in weights for name in names) or node.get("training_mode"):
+        return None
+    (channels,) = weights[names[0]].shape
+    # ONNX's momentum is the share of the old statistics, PyTorch's that of the new ones.
+    layer = _BatchNorm(channels, node.get("epsilon", 1e-5), 1 - node.get("momentum", 0.9))
+    keys = ("weight", "bias", "running_mean", "running_var")
+    sources = {key: _Source(name) for key, name in zip(keys, names, strict=True)}
+    builder.add_layer(node, layer, sources)
+    return layer, node.inputs[:1]
+
+
+class _BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalization of inputs with any number of axes."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        pass
+
+
+LAYERS: dict[str, Callable[..., Made | None]] = {
+    "Conv": _convolution,
+    "Gemm": _linear,
+    "MatMul": _linear,
+    "BatchNormalization": _batch_norm,
+}
+"""Operators whose weights belong to a layer where they are constants."""

@@ -1,0 +1,174 @@
+"""Reads an ONNX file: its graph with constants folded, and its weights."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import ArtifactInvalid
+from compress.graph.from_onnx.module import STANDARD, OnnxModule, is_weight, names_of_scales
+from compress.graph.from_onnx.registry import OPERATORS
+from compress.graph.from_onnx.shape_tensor import from_numpy
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+EXPANDED = "expanded"  # domain of functions that ONNX defines, until they are inlined
+LEVELS = 4  # functions that consist of functions
+NAMED = 5  # nodes whose names a refusal lists for each operator
+
+
+def read_graph(file: Path) -> ir.Model:
+    """Read a graph, with functions inlined, constants folded and operators all known.
+
+    Raises ArtifactInvalid with all operators that have no equivalent.
+    """
+    import onnx_ir as ir
+
+    return simplify(ir.load(file), str(file))
+
+
+def simplify(model: ir.Model, what: str) -> ir.Model:
+    """Fold constants and expand operators that ONNX defines by others; raises ArtifactInvalid."""
+    import onnx_ir.passes.common as passes
+    from onnxscript.optimizer import fold_constants, inline
+    from onnxscript.rewriter import rewrite
+    from onnxscript.rewriter.ort_fusions import erfgelu, gelu
+    from onnxscript.rewriter.rules.common import fuse_hardswish_rules
+
+    inline(model)
+    fold_constants(model)
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    # Exporters of older operator sets write these in several operators.
+    for rules in (fuse_hardswish_rules(), erfgelu.rules, gelu.gelu_rules):
+        model = rewrite(model, rules)
+    _expand_functions(model)
+    passes.RemoveUnusedNodesPass()(model)
+    missing: dict[str, list[str]] = defaultdict(list)
+    for node in model.graph.all_nodes():
+        if not is_known(node):
+            full = ".".join(filter(None, (node.domain, node.op_type)))
+            missing[full].append(str(node.name or node.outputs[0].name))
+    if missing:
+        raise ArtifactInvalid(
+            f"{what}: has operators without an equivalent in PyTorch: {_listed(missing)}"
+        )
+    return model
+
+
+def is_known(node: ir.Node) -> bool:
+    """Return whether an operator has an equivalent."""
+    is_gelu = (node.domain, node.op_type) == ("com.microsoft", "Gelu")
+    return is_gelu or (node.domain in STANDARD and node.op_type in OPERATORS)
+
+
+def _listed(missing: dict[str, list[str]]) -> str:
+    lines = []
+    for name, nodes in sorted(missing.items()):
+        more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
+        lines.append(f"{name} ({len(nodes)}: {', '.join(nodes[:NAMED])}{more})")
+    return ", ".join(lines)
+
+
+def _expand_functions(model: ir.Model) -> None:
+    """Replace operators without an equivalent that ONNX itself defines by others, in place."""
+    import onnx
+    import onnx_ir as ir
+    import onnx_ir.passes.common as passes
+
+    for _ in range(LEVELS):
+        wanted = [node for node in model.graph.all_nodes() if not is_known(node)]
+        if wanted:
+            passes.AddDefaultAttributesPass()(model)
+            passes.ShapeInferencePass()(model)
+        before = len(model.functions)
+        for number, node in enumerate(wanted):
+            if any(attribute.type.name == "GRAPH" for attribute in node.attributes.values()):
+                continue  # which onnx-ir cannot inline
+            version = model.opset_imports.get(node.domain, 0)
+            try:
+                schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)
+            except onnx.defs.SchemaError:
+                continue
+            if schema.has_function:
+                content = schema.get_function_with_opset_version(version)
+            elif schema.has_context_dependent_function:
+                types = [
+                    b"" if v is None else ir.to_proto(v).type.SerializeToString()
+                    for v in node.inputs
+                ]
+                plain = ir.to_proto(node).SerializeToString()
+                content = schema.get_context_dependent_function_with_opset_version(
+                    version, plain, types
+                )
+            else:
+                continue
+            proto = onnx.FunctionProto.FromString(content)
+            if not proto.node:  # as the types of its inputs are not known
+                continue
+            if not proto.input:  # which those that depend on the node leave out
+                proto.input.extend(x.name for x in schema.inputs)
+            computed = {name for inner in proto.node for name in inner.output}
+            for name in set(proto.output) - computed:  # outputs that the node leaves out
+                proto.node.append(onnx.helper.make_node("Constant", [], [name], value_int=0))
+            del proto.output[len(node.outputs) :]
+            function = ir.from_proto(proto)
+            function.domain, function.name = EXPANDED, f"{node.op_type}_{number}"
+            model.functions[function.identifier()] = function
+            node.domain, node.op_type = EXPANDED, function.name
+        if len(model.functions) == before:
+            return
+        model.opset_imports[EXPANDED] = 1
+        passes.InlinePass()(model)
+
+
+def pack(model: ir.Model) -> str:
+    """Return a graph without its weights as text, from which `build` makes the module again."""
+    import onnx_ir as ir
+
+    proto = ir.to_proto(model)
+    scales = names_of_scales(model.graph)
+    for tensor in proto.graph.initializer:
+        if tensor.name not in scales and is_weight(
+            model.graph.initializers[tensor.name].const_value
+        ):
+            for part in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
+                tensor.ClearField(part)
+    return base64.b64encode(zlib.compress(proto.SerializeToString(), 9)).decode()
+
+
+def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
+    """Return the state dict of a module, read from the initializers of its graph."""
+    state: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+
+    def collect(graph: Any) -> None:
+        values.update(graph.initializers)
+
+    collect(model.graph)
+    for node in model.graph.all_nodes():
+        for attribute in node.attributes.values():
+            if attribute.type.name == "GRAPH":
+                collect(attribute.value)
+    shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
+    for key, source in module.sources.items():
+        tensor = from_numpy(values[source.initializer].const_value.numpy())
+        tensor = tensor.t().contiguous() if source.is_transposed else tensor
+        state[key] = tensor.reshape(shapes[key])  # a bias may have further axes of 1
+    return state
+
+
+def load(file: Path) -> OnnxModule:
+    """Read an ONNX file as a module in eval mode."""
+    return module_of(read_graph(file))
+
+
+def module_of(model: ir.Model) -> OnnxModule:
+    """Build the module of a graph, with its weights."""
+    module = OnnxModule(model)
+    module.load_state_dict(weights_of(module, model), strict=False)
+    return module.eval()

@@ -1,0 +1,163 @@
+"""ONNX operators of recurrence and of spectra."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from compress.graph.from_onnx.registry import Node, Unsupported, operator
+from compress.graph.from_onnx.shape_tensor import Value, to_number, to_tensor
+
+
+@operator("LSTM", "GRU", "RNN")
+def _recurrent(node: Node, x: torch.Tensor, w: Value, r: Value, *rest: Value | None) -> Any:
+    bias, lengths, hidden, cell, peepholes = (*rest, None, None, None, None, None)[:5]
+    if node.get("layout"):
+        x = x.transpose(0, 1)
+        hidden = None if hidden is None else to_tensor(hidden).transpose(0, 1)
+        cell = None if cell is None else to_tensor(cell).transpose(0, 1)
+    if lengths is not None:
+        raise Unsupported("with lengths of sequences")
+    w, r = to_tensor(w), to_tensor(r)
+    way = node.get("direction", "forward")
+    outputs, states, cells = [], [], []
+    for d in range(w.shape[0]):
+        backward = way == "reverse" or d == 1
+        b = None if bias is None else to_tensor(bias)[d]
+        h = None if hidden is None else to_tensor(hidden)[d]
+        c = None if cell is None else to_tensor(cell)[d]
+        p = None if peepholes is None else to_tensor(peepholes)[d]
+        steps = x.flip(0) if backward else x
+        y, h, c = _steps(node, steps, w[d], r[d], b, h, c, p, d)
+        outputs.append(y.flip(0) if backward else y)
+        states.append(h)
+        cells.append(c)
+    y, h = torch.stack(outputs, 1), torch.stack(states)
+    c = None if cells[0] is None else torch.stack(cells)
+    if node.get("layout"):
+        y, h = y.permute(2, 0, 1, 3), h.transpose(0, 1)
+        c = None if c is None else c.transpose(0, 1)
+    return (y, h) if c is None else (y, h, c)
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "Sigmoid": torch.sigmoid,
+    "Tanh": torch.tanh,
+    "Relu": F.relu,
+    "Softsign": F.softsign,
+}
+
+
+def _steps(
+    node: Node,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    r: torch.Tensor,
+    b: torch.Tensor | None,
+    h: torch.Tensor | None,
+    c: Any,
+    p: torch.Tensor | None,
+    direction: int,
+) -> Any:
+    size, kind = node.get("hidden_size") or r.shape[-1], node.operator
+    b = torch.zeros(2 * w.shape[0], dtype=x.dtype) if b is None else b
+    h = x.new_zeros(x.shape[1], size) if h is None else h
+    default = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}[
+        kind
+    ]
+    names = node.get("activations") or default * 2
+    per = len(default)
+    chosen = names[direction * per : direction * per + per]
+    if missing := [name for name in chosen if name not in _FUNCTIONS]:
+        raise Unsupported(f"with activation {missing[0]}")
+    functions = [_FUNCTIONS[name] for name in chosen]
+    clip = node.get("clip")
+    bw, br = b[: w.shape[0]], b[w.shape[0] :]
+    if kind == "LSTM":
+        c = x.new_zeros(x.shape[1], size) if c is None else c
+        if p is None and chosen == default and not clip and not node.get("input_forget"):
+            # ONNX orders the gates i, o, f, c and PyTorch i, f, c, o.
+            order = [0, 2, 3, 1]
+            wi, ri, bi, bh = (_reordered(t, order) for t in (w, r, bw, br))
+            y, hn, cn = torch._VF.lstm(
+                x, (h[None], c[None]), [wi, ri, bi, bh], True, 1, 0.0, False, False, False
+            )
+            return y, hn[0], cn[0]
+    if kind == "GRU" and chosen == default and not clip and node.get("linear_before_reset"):
+        wi, ri, bi, bh = (_reordered(t, [1, 0, 2]) for t in (w, r, bw, br))
+        y, hn = torch._VF.gru(x, h[None], [wi, ri, bi, bh], True, 1, 0.0, False, False, False)
+        return y, hn[0], None
+    rows = []
+
+    def limit(values: torch.Tensor) -> torch.Tensor:
+        return values.clamp(-clip, clip) if clip else values
+
+    for step in x:
+        if kind == "RNN":
+            h = functions[0](limit(F.linear(step, w, bw) + F.linear(h, r, br)))
+        elif kind == "GRU":
+            from_x, from_h = F.linear(step, w, bw).chunk(3, -1), None
+            rz, rr, rh = r.chunk(3)
+            bz, brr, bh = br.chunk(3)
+            z = functions[0](limit(from_x[0] + F.linear(h, rz, bz)))
+            reset = functions[0](limit(from_x[1] + F.linear(h, rr, brr)))
+            if node.get("linear_before_reset"):
+                from_h = reset * F.linear(h, rh, bh)
+            else:
+                from_h = F.linear(reset * h, rh, bh)
+            new = functions[1](limit(from_x[2] + from_h))
+            h = (1 - z) * new + z * h
+        else:
+            i, o, f, g = (F.linear(step, w, bw) + F.linear(h, r, br)).chunk(4, -1)
+            pi, po, pf = (0, 0, 0) if p is None else p.chunk(3)
+            i = functions[0](limit(i + pi * c))
+            f = 1 - i if node.get("input_forget") else functions[0](limit(f + pf * c))
+            c = f * c + i * functions[1](limit(g))
+            o = functions[0](limit(o + po * c))
+            h = o * functions[2](c)
+        rows.append(h)
+    return torch.stack(rows), h, c
+
+
+def _reordered(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    parts = tensor.chunk(len(order))
+    return torch.cat([parts[i] for i in order])
+
+
+@operator("DFT")
+def _dft(
+    node: Node, x: torch.Tensor, length: Value | None = None, axis: Value | None = None
+) -> Any:
+    n = None if length is None else int(to_number(length))
+    dim = node.get("axis", 1) if axis is None else to_number(axis)
+    dim = dim if dim >= 0 else dim + x.ndim
+    is_real = x.shape[-1] == 1
+    signal = x[..., 0] if is_real else torch.view_as_complex(x.contiguous())
+    one_sided = bool(node.get("onesided"))
+    if not node.get("inverse"):
+        transform = torch.fft.rfft if one_sided else torch.fft.fft
+        return torch.view_as_real(transform(signal, n, dim))
+    if one_sided:
+        return torch.fft.irfft(signal, n, dim).unsqueeze(-1)
+    return torch.view_as_real(torch.fft.ifft(signal, n, dim))
+
+
+@operator("STFT")
+def _stft(
+    node: Node,
+    x: torch.Tensor,
+    step: Value,
+    window: Value | None = None,
+    length: Value | None = None,
+) -> torch.Tensor:
+    if x.ndim == 3 and x.shape[-1] == 2:
+        raise Unsupported("of complex signals")
+    signal = x.squeeze(-1) if x.ndim == 3 else x
+    given: Any = None if window is None else to_tensor(window)
+    size = given.shape[0] if length is None else int(to_number(length))
+    frames = signal.unfold(-1, size, int(to_number(step)))
+    frames = frames if given is None else frames * given
+    transform = torch.fft.rfft if node.get("onesided", 1) else torch.fft.fft
+    return torch.view_as_real(transform(frames, dim=-1))

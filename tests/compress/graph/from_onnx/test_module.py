@@ -1,0 +1,128 @@
+"""An ONNX graph as a module: names, layers, sizes, and the proof against ONNX Runtime."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import helper, numpy_helper
+from torch import nn
+
+from compress.common.errors import ArtifactInvalid
+from compress.common.signature import Signature
+from compress.graph.from_onnx import registry
+from compress.graph.from_onnx.module import build
+from compress.graph.from_onnx.proof import prove
+from compress.graph.from_onnx.reading import load, module_of, pack, read_graph, weights_of
+from compress.graph.torch_export import export_program
+
+RNG = np.random.default_rng(0)
+
+
+def _weight(name: str, *shape: int) -> onnx.TensorProto:
+    return numpy_helper.from_array(RNG.normal(size=shape).astype(np.float32), name)
+
+
+def _write(path: Path, nodes: list[onnx.NodeProto], weights: list[onnx.TensorProto]) -> Path:
+    value = helper.make_tensor_value_info
+    inputs = [value("x", 1, ["batch", 3, "height", "width"])]
+    graph = helper.make_graph(nodes, "graph", inputs, [value("y", 1, None)], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)]), path)
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A convolution with a bias of its own, HardSwish in four operators, sizes in the graph."""
+    nodes = [
+        helper.make_node("Conv", ["x", "body.conv.weight"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["c", "bias"], ["d"]),
+        helper.make_node("Add", ["d", "three"], ["e"]),
+        helper.make_node("Clip", ["e", "zero", "six"], ["f"]),
+        helper.make_node("Mul", ["d", "f"], ["g"]),
+        helper.make_node("Div", ["g", "six"], ["h"]),
+        helper.make_node("Shape", ["h"], ["s"]),
+        helper.make_node("Slice", ["s", "start", "end"], ["lead"]),
+        helper.make_node("Concat", ["lead", "rest"], ["shape"], axis=0),
+        helper.make_node("Reshape", ["h", "shape"], ["i"]),
+        helper.make_node("ReduceMean", ["i"], ["j"], axes=[2], keepdims=0),
+        helper.make_node("MatMul", ["j", "head"], ["k"]),
+        helper.make_node("Relu", ["k"], ["y"], name="last"),
+    ]
+    numbers = {"three": 3.0, "zero": 0.0, "six": 6.0}
+    lists = {"start": [0], "end": [2], "rest": [-1]}
+    weights = [
+        _weight("body.conv.weight", 8, 3, 3, 3),
+        _weight("bias", 1, 8, 1, 1),
+        _weight("head", 8, 4),
+        *(numpy_helper.from_array(np.array(v, np.float32), n) for n, v in numbers.items()),
+        *(numpy_helper.from_array(np.array(v, np.int64), n) for n, v in lists.items()),
+    ]
+    return _write(tmp_path / "net.onnx", nodes, weights)
+
+
+def test_layers_have_the_names_of_their_weights(file: Path) -> None:
+    module = load(file)
+    conv = module.get_submodule("body.conv")
+    assert isinstance(conv, nn.Conv2d)
+    assert conv.bias is not None
+    assert [s.node.operator for s in module.steps].count("HardSwish") == 1
+    assert {type(m) for m in module.modules()} >= {nn.Conv2d, nn.Linear}
+
+
+def test_a_file_and_its_module_answer_alike_at_any_size(file: Path) -> None:
+    module = load(file)
+    sizes = [(1, 3, 8, 8), (3, 3, 5, 9)]
+    assert prove(module, file, [(torch.randn(size),) for size in sizes]) < 1e-6
+
+
+def test_a_module_is_rebuilt_from_its_packed_graph(file: Path) -> None:
+    graph = read_graph(file)
+    module, packed = module_of(graph), pack(graph)
+    assert len(packed) < 4000
+    rebuilt = build(packed)
+    rebuilt.load_state_dict(module.state_dict())
+    x = torch.randn(2, 3, 6, 6)
+    assert torch.equal(rebuilt.eval()(x)["y"], module(x)["y"])
+    assert set(weights_of(module, graph)) == set(module.state_dict())
+
+
+def test_named_axes_stay_dynamic_in_a_traced_program(file: Path) -> None:
+    signature = Signature.model_validate(
+        {"inputs": [{"name": "x", "shape": ["batch", 3, "height", "width"]}]}
+    )
+    module = load(file)
+    program = export_program(module, signature).module()
+    x = torch.randn(5, 3, 7, 12)
+    torch.testing.assert_close(program(x)[0], module(x)["y"])
+
+
+def test_the_first_wrong_node_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.OPERATORS, "Relu", lambda node, x: x)
+    module = load(file)
+    with pytest.raises(ArtifactInvalid, match=re.escape("first at Relu (last)")):
+        prove(module, file, [(torch.randn(1, 3, 8, 8),)])
+
+
+def test_branches_on_constants_are_taken_and_loops_unrolled() -> None:
+    value = helper.make_tensor_value_info
+    step = helper.make_graph(
+        [
+            helper.make_node("Add", ["total", "x"], ["more"]),
+            helper.make_node("Identity", ["go"], ["again"]),
+        ],
+        "body",
+        [value("i", 7, []), value("go", 9, []), value("total", 1, [2])],
+        [value("again", 9, []), value("more", 1, [2])],
+    )
+    nodes = [helper.make_node("Loop", ["count", "", "x"], ["y"], body=step)]
+    three = numpy_helper.from_array(np.array(3, np.int64), "count")
+    graph = helper.make_graph(nodes, "graph", [value("x", 1, [2])], [value("y", 1, [2])], [three])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 16)])
+    module = module_of(ir.from_proto(model))
+    assert module(torch.tensor([1.0, 2.0]))["y"].tolist() == [4.0, 8.0]
