@@ -12,7 +12,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Of what pyproject.toml allows, the release that CI has as a CPU build: pip would bring the newest, with CUDA.
-# A CPU build of it: make demo TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
+# A CPU build of it: make demo TORCH='torch --index-url …', with the address that pytorch.org gives.
 TORCH ?= torch==2.13.0
 NEWEST ?= $(BIN)/python
 UV = $(shell grep -oE 'uv>=[^"]*' pyproject.toml)

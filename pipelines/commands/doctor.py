@@ -24,8 +24,8 @@ from compress.pipelines.system.machine_info import machine, versions
 INSTALL_OF_EXTRA = {"timm": TIMM.install}
 """How to install an extra, where the extra itself would install more than is good."""
 IMPORTED = {
-    "torch": "; pip install 'torch<2.16', with --index-url https://download.pytorch.org/whl/cpu "
-    "for a build without CUDA",
+    "torch": "; pip install 'torch<2.16', with the --index-url that pytorch.org gives for a build "
+    "without CUDA",
     # A build for another torch stops transformers.
     "torchvision": ", and then neither can models of transformers and timm, which do without it: "
     "pip uninstall torchvision, or install it from the index that torch came from",
