@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,9 +56,10 @@ def progress_bars(console: Console) -> Iterator[Progress]:
 
 def _draw_in_notebook(bars: Bars, console: Console) -> None:
     """Let bars be a text that is replaced; rich itself shows them with ipywidgets alone."""
-    from IPython.display import display
+    import IPython.display as notebook
 
-    output = display({"text/plain": ""}, raw=True, display_id=True)
+    show: Any = notebook.display  # which IPython leaves without types
+    output = show({"text/plain": ""}, raw=True, display_id=True)
 
     def refresh() -> None:
         with console.capture() as text:

@@ -110,8 +110,8 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
             if signature := signature_of(spec.kind, file):
                 inputs, origin = signature.inputs, file.name
                 if data is not None and pipeline.source_kind == "eager" and spec.kind == "onnx":
-                    names = [tensor.name for tensor in inputs]
-                    inputs = fix_unnamed_axes(inputs, inputs_of(data, lambda: names))
+                    own = [tensor.name for tensor in inputs]
+                    inputs = fix_unnamed_axes(inputs, inputs_of(data, lambda: own))
         if inputs is None and data is None and isinstance(spec, HuggingFaceModel | TimmModel):
             (inputs, axes), origin = _declared_inputs(pipeline, spec), "the model's configuration"
             spec = spec.model_copy(update={"axes": spec.axes or axes})
