@@ -499,7 +499,7 @@ def test_init_asks_on_a_terminal_and_what_it_writes_is_valid(user: Path, called:
     os.close(slave)
     os.close(master)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Model, as a folder") == 2
+    assert done.stderr.count("Which model shall be compressed") == 2
     assert done.stdout.endswith("next: compress run pipeline.yaml\n")
     assert "factory: nets:mlp" in (user / "pipeline.yaml").read_text()
     assert called("check", "pipeline.yaml", cwd=user).returncode == 0

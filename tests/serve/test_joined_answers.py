@@ -191,7 +191,8 @@ def test_why_requests_are_not_joined_is_logged_in_one_line(
     models: dict[str, OnnxModel], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        load_inference(models["float"], "text", "1", Options(), SharedState(Options().limits, "t"))
+        opened = open_model(models["float"], "text", 1)
+        load_inference(opened, "1", Options(), SharedState(Options().limits, "t"))
     assert caplog.messages == [f"note: requests are not joined: {NO_REPORT}"]
 
 

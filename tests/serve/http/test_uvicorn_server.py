@@ -323,8 +323,7 @@ def test_the_address_is_printed_as_one_line_of_json(artifact: Path) -> None:
         process.terminate()
         assert process.wait(60) == 143
         assert process.stdout.read() == ""
-    assert place.keys() == {"artifact", "url", "server", "curl", "warnings", "others"}
-    assert place["server"] == "built-in"
+    assert place.keys() == {"artifact", "url", "curl", "warnings", "others"}
     assert place["url"].endswith("/v2/models/model")
     assert place["url"] in place["curl"]
 
