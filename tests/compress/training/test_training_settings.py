@@ -33,7 +33,7 @@ def test_an_optimizer_is_named_as_in_torch_and_a_near_miss_is_helped():
     assert Training(epochs=1, optimizer="AdamW").optimizer == "adamw"
     with pytest.raises(ValidationError, match="unknown optimizer 'adamww'; did you mean 'adamw'"):
         Training(epochs=1, optimizer="adamww")
-    unusable = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+    unusable = {"Optimizer", "LBFGS", "SparseAdam"}
     found = {n: getattr(torch.optim, n) for n in torch.optim.__all__ if n not in unusable}
     classes = {name.lower() for name, value in found.items() if isinstance(value, type)}
     assert set(DEFAULT_LEARNING_RATE) == classes

@@ -158,7 +158,8 @@ def test_an_extra_is_installed_as_the_toolkit_was(tmp_path) -> None:
     root = Path(requirements.__file__).parents[2]
     assert f'name = "{requirements.DISTRIBUTION}"' in (root / "pyproject.toml").read_text()
     code = (
-        "import sys, compress; compress.__path__.insert(0, sys.argv[1]);"
+        "import sys, compress.common; compress.__path__.insert(0, sys.argv[1]);"
+        "compress.common.__path__.insert(0, sys.argv[1] + '/common');"
         "from compress.common.requirements import pip_install; print(pip_install('serve'))"
     )
 

@@ -245,7 +245,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("options", "model", "stages"),
     [
-        (InitOptions("net.onnx"), {"file": "net.onnx"}, ("package_",)),
+        (
+            InitOptions("net.onnx"),
+            {"file": "net.onnx"},
+            ("quantize_weights", "export_onnx"),
+        ),
         (InitOptions("net.pt2"), {"file": "net.pt2"}, ("export_onnx",)),
         (InitOptions("net.ts", inputs=["x=batch,4"]), {"file": "net.ts"}, ("package_",)),
         (
