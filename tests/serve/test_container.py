@@ -151,7 +151,8 @@ def test_the_image_answers_in_a_container_and_replays_its_probe(
     assert pulled.returncode == 0, pulled.stderr
     with running(store, pulled.stdout.strip(), port) as process:
         assert process.stdout is not None
-        assert f"served at http://0.0.0.0:{port}/v2/models/model" in process.stdout.readline()
+        lines = [process.stdout.readline(), process.stdout.readline()]  # the first one warns
+        assert f"served at http://0.0.0.0:{port}/v2/models/model" in lines[1], lines
         url = f"http://127.0.0.1:{port}/v2/models/model/infer"
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
         request = urllib.request.Request(url, as_json([0, 1, 2, 3]), headers)
