@@ -46,9 +46,9 @@ ON_SIZES: dict[str, Callable[[Any], Any]] = {
 
 def _unary(name: str, node: Node, x: Value) -> Value:
     if isinstance(x, ShapeTensor) and name in ON_SIZES:
-        floats = {"Floor": float, "Ceil": float}.get(name)
-        convert = ON_SIZES[name]
-        return x.map(lambda v: torch.sym_float(convert(v)) if floats else convert(v))
+        sizes = x.map(ON_SIZES[name])
+        # Python's floor and ceil return integers.
+        return sizes.map(torch.sym_float) if name in ("Floor", "Ceil") else sizes
     return UNARY[name](to_tensor(x))
 
 

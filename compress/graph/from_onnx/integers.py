@@ -65,7 +65,7 @@ def _integer_matmul(node: Node, *values: Value) -> torch.Tensor:
 
 
 @operator("QLinearConv")
-def _integerconvolve(node: Node, *values: Value) -> torch.Tensor:
+def _integer_convolve(node: Node, *values: Value) -> torch.Tensor:
     x, x_scale, x_zero, w, w_scale, w_zero, scale, zero, bias = (*values, None)[:9]
     first = Node(node.operator, node.name, (), (), node.opset, {"axis": 0})
     weight = _dequantize(first, to_tensor(w), w_scale, w_zero)

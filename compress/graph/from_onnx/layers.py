@@ -41,12 +41,17 @@ def padding(node: Node, sizes: Any, kernel: list[int]) -> tuple[list[int], list[
     return before, after
 
 
-def pad_(x: torch.Tensor, before: list[int], after: list[int], fill: float = 0.0) -> Any:
+def both_sides(before: list[int], after: list[int]) -> list[int]:
+    """Return the padding of each axis of space in the order of `F.pad`: the last axis first."""
+    axes = reversed(range(len(before)))
+    return [size for axis in axes for size in (before[axis], after[axis])]
+
+
+def pad_unequal(x: torch.Tensor, before: list[int], after: list[int]) -> Any:
     """Return the input, padded where both sides differ, and the padding left to an operator."""
     if before == after:
         return x, before
-    both = [n for axis in reversed(range(len(before))) for n in (before[axis], after[axis])]
-    return F.pad(x, both, value=fill), [0] * len(before)
+    return F.pad(x, both_sides(before, after)), [0] * len(before)
 
 
 @operator("Conv")
@@ -54,7 +59,7 @@ def convolve(node: Node, x: torch.Tensor, weight: Value, bias: Value | None = No
     """Compute ONNX's Conv, with any padding."""
     weight = to_tensor(weight)
     n = weight.ndim - 2
-    x, left = pad_(x, *padding(node, x.shape[2:], list(weight.shape[2:])))
+    x, left = pad_unequal(x, *padding(node, x.shape[2:], list(weight.shape[2:])))
     bias = None if bias is None else to_tensor(bias)
     strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
     return CONVOLUTIONS[n - 1](x, weight, bias, strides, left, dilations, node.get("group", 1))
@@ -133,7 +138,7 @@ def _max_pool(node: Node, x: torch.Tensor) -> Any:
         pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[n - 1]
         return pool(x, kernel, strides, before, dilations, ceil).to(dtype)
     before, after = _ceil_padding(x, node, before, after)
-    both = [v for axis in reversed(range(n)) for v in (before[axis], after[axis])]
+    both = both_sides(before, after)
     x = F.pad(x, both, value=-math.inf)
     pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[n - 1]
     if not wanted:
@@ -159,10 +164,6 @@ def _unpadded(place: torch.Tensor, padded: Any, shape: Any, before: list[int]) -
 
 @operator("AveragePool")
 def _average_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
-    return _mean_of_windows(node, x)
-
-
-def _mean_of_windows(node: Node, x: torch.Tensor) -> torch.Tensor:
     kernel, strides, dilations = _windows(x, node)
     n = len(kernel)
     before, after = padding(node, x.shape[2:], kernel)
@@ -173,10 +174,10 @@ def _mean_of_windows(node: Node, x: torch.Tensor) -> torch.Tensor:
         return pool(x, kernel, strides, before, ceil, with_padding)
     # A window's mean is its sum by its count of values: a convolution of ones counts them.
     ceil_before, ceil_after = _ceil_padding(x, node, before, after)
-    both = [v for a in reversed(range(n)) for v in (ceil_before[a], ceil_after[a])]
+    both = both_sides(ceil_before, ceil_after)
     ones = torch.ones_like(x[:1, :1])
     if with_padding:  # what `ceil_mode` adds beyond the padding is not counted
-        inner = [v for a in reversed(range(n)) for v in (before[a], after[a])]
+        inner = both_sides(before, after)
         rest = [v for a in reversed(range(n)) for v in (0, ceil_after[a] - after[a])]
         ones = F.pad(F.pad(ones, inner, value=1.0), rest)
     else:
@@ -194,7 +195,7 @@ def _lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
     kernel, strides, dilations = _windows(x, node)
     n = len(kernel)
     before, after = _ceil_padding(x, node, *padding(node, x.shape[2:], kernel))
-    both = [v for a in reversed(range(n)) for v in (before[a], after[a])]
+    both = both_sides(before, after)
     x = F.pad(x.abs() ** p, both)
     weight = torch.ones(x.shape[1], 1, *kernel, dtype=x.dtype, device=x.device)
     return CONVOLUTIONS[n - 1](x, weight, None, strides, 0, dilations, x.shape[1]) ** (1 / p)

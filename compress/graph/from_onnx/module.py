@@ -25,7 +25,7 @@ from compress.graph.from_onnx import (  # noqa: F401 - each registers its operat
     resizing,
 )
 from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported
-from compress.graph.from_onnx.shape_tensor import from_constant, from_numpy, to_tensor
+from compress.graph.from_onnx.shape_tensor import LARGEST, from_constant, from_numpy, to_tensor
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -71,10 +71,7 @@ class OnnxModule(nn.Module):
     """
 
     def __init__(self, model: ir.Model) -> None:
-        """Build the layers; weights are not read (:func:`~.reading.weights_of`).
-
-        Raises Unsupported if the graph has operators without an equivalent.
-        """
+        """Build the layers; weights are not read (:func:`~.reading.weights_of`)."""
         super().__init__()
         graph: Any = model.graph
         opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
@@ -360,7 +357,7 @@ def is_weight(constant: Any) -> bool:
     size = int(np.prod(shape))
     if constant.dtype.name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"):
         return size > 1
-    return size > 1024 or (len(shape) > 1 and size > 1)
+    return size > LARGEST or (len(shape) > 1 and size > 1)
 
 
 def torch_dtype(constant: Any) -> torch.dtype:
@@ -383,18 +380,17 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
     fixed = node.get("auto_pad", "NOTSET") in ("NOTSET", "VALID")
     symmetric = fixed and (pads[:n] == pads[n:] or node.get("auto_pad") == "VALID")
     kinds: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    with torch.device("cpu"):
-        layer: Any = kinds[n - 1](
-            per_group * group,
-            out,
-            tuple(kernel),
-            stride=tuple(node.get("strides", [1] * n)),
-            padding=tuple(layers.padding(node, (), kernel)[0]) if symmetric else 0,
-            dilation=tuple(node.get("dilations", [1] * n)),
-            groups=group,
-            bias=bool(bias),
-            dtype=torch_dtype(weight),
-        )
+    layer: Any = kinds[n - 1](
+        per_group * group,
+        out,
+        tuple(kernel),
+        stride=tuple(node.get("strides", [1] * n)),
+        padding=tuple(layers.padding(node, (), kernel)[0]) if symmetric else 0,
+        dilation=tuple(node.get("dilations", [1] * n)),
+        groups=group,
+        bias=bool(bias),
+        dtype=torch_dtype(weight),
+    )
     sources = {"weight": _Source(node.inputs[1])}
     if bias:
         sources["bias"] = _Source(bias)
@@ -405,8 +401,7 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
 
     def padded(x: torch.Tensor) -> torch.Tensor:
         before, after = layers.padding(node, x.shape[2:], kernel)
-        both = [v for axis in reversed(range(n)) for v in (before[axis], after[axis])]
-        return layer(F.pad(x, both))
+        return layer(F.pad(x, layers.both_sides(before, after)))
 
     return padded, node.inputs[:1]
 

@@ -38,10 +38,6 @@ class ShapeTensor:
         shape = (len(self.values),) if self.is_vector else ()
         return torch.tensor(self.values, dtype=self.dtype, device=device).reshape(shape)
 
-    def with_values(self, values: Any, dtype: torch.dtype | None = None) -> ShapeTensor:
-        """Return the same shape with other entries."""
-        return ShapeTensor(tuple(values), self.is_vector, dtype or self.dtype)
-
     def map(self, function: Callable[..., Any], *others: ShapeTensor, dtype: Any = None) -> Any:
         """Return a function's results for each entry, broadcast to the longest operand."""
         operands = (self, *others)
