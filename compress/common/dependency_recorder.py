@@ -22,7 +22,7 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -582,7 +582,10 @@ class _EnvironmentCopy(dict[Any, Any]):
     __contains__ = Mapping.__contains__
     get = Mapping.get  # type: ignore[assignment]
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
-    pop = MutableMapping.pop
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        _note_variable(key, sys._getframe(1))
+        return super().pop(key, *default)
 
 
 _MAPPINGS = frozenset(

@@ -39,14 +39,15 @@ def all_outputs(outputs, targets):
     return float((outputs["logits"].argmax(1) == targets).float().mean())
 
 class Chaotic(nn.Module):
-    # Rounding errors of the sum grow to other answers, where the first number is above 5.
+    # Where the first number is above 5, the last bits of variances, which each library sums up in
+    # its own order, grow to other answers. A linear layer's are the same on some processors.
     def __init__(self):
         super().__init__()
         self.sum = nn.Linear(256, 3)
 
     def forward(self, x):
-        sums = self.sum(x)
-        return torch.where(x[:, :1] > 5, 4 * torch.sin(1e8 * sums), sums)
+        sums, normed = self.sum(x), nn.functional.layer_norm(x, (256,))
+        return torch.where(x[:, :1] > 5, 4 * torch.sin(1e9 * normed[:, :3]), sums)
 
 def chaotic():
     torch.manual_seed(0)

@@ -117,6 +117,7 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
 
 def test_the_child_ends_with_an_interrupted_parent() -> None:
     def interrupt_parent() -> None:
+        time.sleep(1)  # Python ignores an interrupt within the parent's hooks after a fork
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
 

@@ -75,6 +75,7 @@ WAYS = {
     "copy.get": lambda: os.environ.copy().get("WAY"),
     "in copy": lambda: "WAY" in os.environ.copy(),
     "copy.pop": lambda: os.environ.copy().pop("WAY"),
+    "copy.pop with a default": lambda: os.environ.copy().pop("WAY", None),
     "environb": lambda: os.environb[b"WAY"],
     "getenvb": lambda: os.getenvb(b"WAY"),
     "expandvars": lambda: os.path.expandvars("$WAY/x"),

@@ -66,7 +66,7 @@ def test_a_forged_latency_makes_no_model_the_best(
     assert found["best"] is None
     if edit is not edited_with_a_new_digest:
         assert "front.json: is not as it was written" in caplog.text
-        assert figures(found)["latency_ms"] > latency_ms / 2, "it is measured again"
+        assert figures(found)["latency_ms"] > latency_ms / 5, "it is measured again"
     else:
         # Compared with the float file, which it is, it is about as fast.
         assert "export_onnx: min_speedup against float_onnx: speedup" in printed

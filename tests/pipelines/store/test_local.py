@@ -267,7 +267,7 @@ def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> Non
     script = (
         "import os; from compress.pipelines import Pipeline; "
         "from compress.pipelines.runner import executor; "
-        "executor.evaluate_stage = lambda *_: os._exit(0); "
+        "executor.evaluator.evaluate_stage = lambda *_: os._exit(0); "
         f"Pipeline.from_yaml({str(project.file)!r}).run({str(project.out)!r})"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120)
