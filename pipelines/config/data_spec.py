@@ -53,16 +53,17 @@ class FileData(DataSettings):
     split: dict[Literal["val", "test", "calibration", "unlabelled"], Ratio] = {}
     """Shares of the samples that are no training data, such as `{val: 0.2, test: 0.1}`, for files
     that are not divided into splits: the same ones each time, and as many of each class."""
-    classes: tuple[str, ...] = ()
-    """Labels in the order of the model's classes; by default the names that the model has, else
-    the labels sorted. Whole numbers from 0 on are classes already."""
+    classes: tuple[str, ...] | str = ()
+    """Labels in the order of the model's classes, or a text file with one a line, relative to this
+    file; by default the names that the model has, else the labels sorted. Whole numbers from 0 on
+    are classes already."""
     prepare: ImageInput | TextInput | AudioInput | None = None
 
     @model_validator(mode="after")
     def _leaves_training_data(self) -> Self:
         if fsum(self.split.values()) >= 1:
             raise ValueError("split: the shares add up to 1 or more, which leaves nothing to train")
-        if len(set(self.classes)) < len(self.classes):
+        if not isinstance(self.classes, str) and len(set(self.classes)) < len(self.classes):
             raise ValueError("classes: a label is given twice")
         return self
 

@@ -217,6 +217,8 @@ def relocated(content: dict[str, Any], folder: Path, to: Path) -> dict[str, Any]
         paths: dict[str, Any] = {key: relative(data[key]) for key in FILE_KEYS if key in data}
         if tokenizer := (data.get("prepare") or {}).get("tokenizer"):
             paths["prepare"] = {**data["prepare"], "tokenizer": relative(tokenizer)}
+        if isinstance(data.get("classes"), str):
+            paths["classes"] = relative(data["classes"])
         found["data"] = {**data, **paths}
     if depends := content.get("depends"):
         found["depends"] = {**depends, "files": [*map(relative, depends.get("files", ()))]}

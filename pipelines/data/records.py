@@ -189,7 +189,8 @@ def state_of_files(spec: FileData, folder: Path) -> str:
     for need in spec.requirements:
         digest.update(f"{need.what} {installed_version(need.what)} ".encode())
     files = sorted(Path(__file__).parent.glob("*.py"))
-    for name in filter(None, (spec.place, getattr(spec.prepare, "tokenizer", ""))):
+    classes = spec.classes if isinstance(spec.classes, str) else ""
+    for name in filter(None, (spec.place, classes, getattr(spec.prepare, "tokenizer", ""))):
         place = folder / name
         files += sorted(files_below(place)) if place.is_dir() else [place]
     for file in files:

@@ -148,8 +148,8 @@ def _explain_stage(refused: RefusedStage[Any], gate: str, deadline: float) -> Fo
     found: dict[str, Any] = {}
     if measured is not None:
         refused = replace(refused, measured=measured)
+        measured.deadline = deadline
         search, lost = measured.search, measured.search.lost
-        search.deadline = deadline
         found = {
             "parts": measured.parts,
             "put_back": measured.put_back,

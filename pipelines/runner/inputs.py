@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -225,6 +225,15 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
     task, _ = task_of(pipeline)
     predicts_numbers = task is not None and not task.has_labels
     place = pipeline.folder, pipeline.code_folder
+    if isinstance(spec.classes, str):
+        try:
+            lines = (pipeline.folder / spec.classes).read_text("utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            raise PipelineInvalid(f"classes: {error}") from error
+        names = tuple(filter(None, map(str.strip, lines)))
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise PipelineInvalid(f"classes: {spec.classes} gives {twice[0]!r} twice")
+        spec = spec.model_copy(update={"classes": names})
     return Files(spec, preparation, *place, predicts_numbers, carried)
 
 

@@ -29,6 +29,9 @@ ENTRY_POINT_GROUP = "compress.diagnoses"
 WHY = "compress explain"
 # On 1024 samples an accuracy of 90 % is known to ±1.9 points (95 %); half of that takes 4096.
 MAX_SAMPLES = 1024  # samples that models are evaluated on
+LEAST_SAMPLES = 64  # also where there is no time for them: fewer show no layer
+TIMED_SAMPLES = 8  # that tell how long one takes
+USUAL_EVALUATIONS = 16  # of a search; most find the layers in half of what `max_evaluations` allows
 LEAST_RECOVERED = 0.5  # share of the loss that the set must return
 SLACK = 0.05  # share of the loss within which two sets return the same
 RANGE_SAMPLES = 512  # samples of which ranges are measured, at most
@@ -182,6 +185,8 @@ class LayerDiagnosis(ABC):
     context: Context
     allowed: float
     """Points that the refused gate allows."""
+    deadline: float = field(default=math.inf, init=False)
+    """On the clock of :func:`time.monotonic`; the halves are so small that it may be kept."""
     evaluations: int = field(default=0, init=False)
     """How many models were evaluated on half of `val`."""
     spread: bool = field(default=False, init=False)
@@ -200,7 +205,21 @@ class LayerDiagnosis(ABC):
         """The halves of `val` that decide, and that confirm, with the float model's metric."""
         metric = self.context.metric.for_model(self.model.signature)
         metric = metric.with_inferred_loss(self.context.data)
-        return halves_of_val(self.model, self.context, WHY, metric, MAX_SAMPLES)
+        return halves_of_val(self.model, self.context, WHY, metric, self._samples_in_time())
+
+    def _samples_in_time(self) -> int:
+        """Return how many samples a half may have, where the search takes half of the time."""
+        if math.isinf(self.deadline):
+            return MAX_SAMPLES
+        batch = next(self.context.need_data(WHY).batches("val", TIMED_SAMPLES, TIMED_SAMPLES))
+        with self.after.open(self.context.device, self.context.threads) as opened:
+            predict = accept_any_batch(opened, self.after.signature)
+            predict(*batch.inputs)  # the first call takes longer
+            began = time.monotonic()
+            predict(*batch.inputs)
+        seconds = (time.monotonic() - began) / len(batch) * USUAL_EVALUATIONS
+        samples = int((self.deadline - time.monotonic()) / 2 / max(seconds, 1e-9))
+        return min(max(samples, LEAST_SAMPLES), MAX_SAMPLES)
 
     @cached_property
     def search(self) -> GuiltSearch:
@@ -209,6 +228,7 @@ class LayerDiagnosis(ABC):
         search = GuiltSearch(self.ranked_parts(), lambda layers: self.drop_on(decided_on, layers))
         search.wanted = search.recovered_share(self.allowed) if search.lost > 0 else 0.0
         search.least_points = max(self.allowed, self.resolution)
+        search.deadline = self.deadline
         return search
 
     @property

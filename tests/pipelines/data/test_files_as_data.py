@@ -420,6 +420,25 @@ def test_an_onnx_file_names_its_classes(tmp_path: Path) -> None:
     assert batch.target.tolist() == [1, 0]
 
 
+def test_a_text_file_names_the_classes(tmp_path: Path) -> None:
+    images(tmp_path / "photos", ["train/ape/1.png", "val/ape/1.png", "val/zebra/1.png"])
+    data = {"images": "photos", "prepare": PREPARE, "classes": "names.txt"}
+    with pytest.raises(PipelineInvalid, match=r"data.images: classes: .*No such file.*names.txt"):
+        load_data(write(tmp_path, data))
+    made = []
+    for names, targets in {"zebra\n\n ape\n": [1, 0], "ape\nzebra": [0, 1]}.items():
+        (tmp_path / "names.txt").write_text(names)
+        found = load_data(write(tmp_path, data))
+        assert found is not None
+        (batch,) = found.batches("val")
+        assert batch.target.tolist() == targets
+        made.append(found.contents().made)
+    assert made[0] != made[1]
+    (tmp_path / "names.txt").write_text("ape\nzebra\nape\n")
+    with pytest.raises(PipelineInvalid, match="classes: names.txt gives 'ape' twice"):
+        load_data(write(tmp_path, data))
+
+
 def test_the_cache_key_names_what_changed_and_stays_where_a_file_moves(tmp_path: Path) -> None:
     images(tmp_path / "photos", ["train/a/1.png", "val/a/2.png"])
 
@@ -435,7 +454,9 @@ def test_the_cache_key_names_what_changed_and_stays_where_a_file_moves(tmp_path:
     assert key(batch_size=3) == {**made, "batch_size": 3}
     assert key(prepare={**PREPARE, "std": [0.5]}) != made and key(classes=["a", "b"]) != made
     content = yaml.safe_load((tmp_path / "p.yaml").read_text())
-    content["data"] = {"images": "photos", "prepare": PREPARE}
+    (tmp_path / "names.txt").write_text("a")
+    content["data"] = {"images": "photos", "prepare": PREPARE, "classes": "names.txt"}
+    made = key(classes="names.txt")
     (tmp_path / "elsewhere").mkdir()
     moved = tmp_path / "elsewhere/p.yaml"
     moved.write_text(yaml.safe_dump(relocated(content, tmp_path, moved.parent)))
