@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
@@ -102,17 +102,20 @@ def build(architecture: str, config: dict[str, Any]) -> nn.Module:
     return module
 
 
-def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tuple[Recipe, Any]:
+def read_folder(
+    folder: Path, task: Task | None, labels: Sequence[str] = (), *, untrained_head: bool
+) -> tuple[Recipe, Any]:
     """Return the recipe of a folder's model, and the model with the folder's weights in float32.
 
-    Without a task the config names the model's class. With ``untrained_head`` weights may be
-    missing: torch's generator draws them. Raises ArtifactInvalid where files or weights are
-    missing, the folder needs code of its own or is quantized, or has no model for the task.
+    Without a task the config names the model's class, and without ``labels`` its classes. With
+    ``untrained_head`` weights may be missing: torch's generator draws them. Raises ArtifactInvalid
+    where files or weights are missing, the folder needs code of its own or is quantized, or has no
+    model for the task.
     """
     content = refuse_foreign_folder(folder)
     with reading_by_transformers(folder):
-        _refuse_larger_than_stored(folder, task, content)
-        config, kind = _class_of(folder, task)
+        _refuse_larger_than_stored(folder, task, labels, content)
+        config, kind = _class_of(folder, task, labels)
         config.use_cache = False  # past_key_values would be further outputs
         # transformers itself reads the weights: it maps parameter names of older versions.
         # Every stage computes and compares in float32, also for models saved in half precision.
@@ -208,15 +211,17 @@ def _json_bytes(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def read_architecture(folder: Path, task: Task | None) -> Any:
+def read_architecture(folder: Path, task: Task | None, labels: Sequence[str] = ()) -> Any:
     """Return a folder's model on the meta device, without weights; raises as `read_folder`."""
     content = refuse_foreign_folder(folder)
     with reading_by_transformers(folder):
-        _refuse_larger_than_stored(folder, task, content)
-        return _build_on_meta(folder, task)
+        _refuse_larger_than_stored(folder, task, labels, content)
+        return _build_on_meta(folder, task, labels)
 
 
-def _refuse_larger_than_stored(folder: Path, task: Task | None, content: dict[str, Any]) -> None:
+def _refuse_larger_than_stored(
+    folder: Path, task: Task | None, labels: Sequence[str], content: dict[str, Any]
+) -> None:
     """Raise ArtifactInvalid if a config describes a larger model than the folder holds."""
     import transformers
 
@@ -226,7 +231,7 @@ def _refuse_larger_than_stored(folder: Path, task: Task | None, content: dict[st
 
     def bytes_of_model() -> int:
         with suppress(Exception):  # what it raises, transformers itself reports
-            module = _build_on_meta(folder, task)
+            module = _build_on_meta(folder, task, labels)
             return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
         return 0
 
@@ -240,11 +245,11 @@ def _refuse_larger_than_stored(folder: Path, task: Task | None, content: dict[st
         )
 
 
-def _build_on_meta(folder: Path, task: Task | None) -> Any:
+def _build_on_meta(folder: Path, task: Task | None, labels: Sequence[str]) -> Any:
     import torch
 
     with torch.device("meta"):
-        config, kind = _class_of(folder, task)
+        config, kind = _class_of(folder, task, labels)
         config.use_cache = False
         return kind(config)
 
@@ -330,10 +335,13 @@ def folder_digest(folder: Path) -> str | None:
     return digest.hexdigest()
 
 
-def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
+def _class_of(folder: Path, task: Task | None, labels: Sequence[str]) -> tuple[Any, Any]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: i for i, label in enumerate(labels)}
     if task is None:
         names = config.architectures or ["none"]
         model_class = _model_class(names[0])

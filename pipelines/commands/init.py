@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from compress.artifacts import hf_folder
 from compress.artifacts.eager_model import EagerModel
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
@@ -26,7 +27,7 @@ from compress.core.metrics import metric_class
 from compress.core.objectives.task import NO_METRIC, TASKS, TaskName, infer_task
 from compress.export.imported.exported_files import KINDS
 from compress.pipelines.config import model_spec
-from compress.pipelines.config.data_spec import DATA_CLASSES
+from compress.pipelines.config.data_spec import DATA_CLASSES, AudioData
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.yaml_source import Source
 from compress.pipelines.planning.planner import build_plan, task_of
@@ -86,6 +87,7 @@ OPTION_OF_SETTING = {
 COMMENT_OF_SETTING = {
     "factory": "        # module:callable",
     "huggingface": "        # folder with config.json and weights",
+    "labels": "        # of the data; the folder's model has no head for them",
     "data.factory": '        # → {"train": Dataset, "val": Dataset, ...}',
     "data.prepare": "        # prepare with the mean and std that the model was trained with",
     "checkpoint": "        # read without executing anything in it",
@@ -153,6 +155,9 @@ def draft(file: Path, options: InitOptions) -> Draft:
     """Return the pipeline file for a model, without writing it."""
     content = initial_content(file, options)
     first, data, inferred = resolve_inputs(_pipeline(file, content))
+    if data is not None and (head := _head_for(first, data, options.task)):
+        content["model"] |= head
+        first, data, inferred = resolve_inputs(_pipeline(file, content))
     content["model"]["inputs"] = [dump_input(spec) for spec in first.model.inputs or ()]
     content["model"] |= first.model.model_dump(include={"axes"}, exclude_defaults=True)
     task: Any = options.task  # one of TASKS: initial_content refuses others
@@ -253,6 +258,20 @@ def _data_section(options: InitOptions, folder: Path, model: dict[str, Any]) -> 
         # Nothing else says it; pixels go from 0 to 1 then.
         found["prepare"] = {**form, "mean": [0.0], "std": [1.0]}
     return found
+
+
+def _head_for(pipeline: PipelineConfig, data: Splits, task: str | None) -> dict[str, Any]:
+    """Return settings of a head for the data's classes, where a pretrained model has none."""
+    model, spec = pipeline.model, pipeline.data
+    if not isinstance(model, model_spec.HuggingFaceModel) or task not in (None, "classification"):
+        return {}
+    labels = getattr(next(iter(data.datasets.values())), "class_names", ())
+    folder = pipeline.folder / model.huggingface
+    if not labels or "Classification" in type(hf_folder.read_architecture(folder, None)).__name__:
+        return {}
+    is_text = bool(getattr(spec, "text", None))
+    kind = "text" if is_text else "audio" if isinstance(spec, AudioData) else "image"
+    return {"task": f"{kind}-classification", "labels": [*labels]}
 
 
 def _pipeline(file: Path, content: dict[str, Any]) -> PipelineConfig:

@@ -71,6 +71,8 @@ class HuggingFaceModel(ModelInterface):
     """Folder, relative to this file, with `config.json` and `model.safetensors`."""
     task: Task | None = None
     """What the model is for; the class that the folder's config names, by default."""
+    labels: tuple[str, ...] = ()
+    """Classes of a head that a stage `train` gives the model; by default those of its config."""
     stream: bool = False
     """Whether weights stay on disk, of which each stage and each call holds one block at a time:
     for a decoder that does not fit into memory. Its stages are `quantize_weights`, and after it

@@ -47,7 +47,8 @@ def find_preparation(
     assert isinstance(spec, FileData)
     if isinstance(model, HuggingFaceModel):
         folder = pipeline.folder / model.huggingface
-        carried = hf_folder.files_to_carry(folder, hf_folder.read_architecture(folder, model.task))
+        module = hf_folder.read_architecture(folder, model.task, model.labels)
+        carried = hf_folder.files_to_carry(folder, module)
     names = names_in(json.loads(carried.get(CONFIG, b"{}")))
     if isinstance(model, ModelFile):
         names = class_names_of(model.kind, pipeline.folder / model.file)

@@ -175,6 +175,8 @@ def targets_of(
     is_vector = any(column.ndim > 1 for column in columns.values())
     # Whole prices in one split are prices, too.
     if as_floats or is_vector or ("f" in kinds and kinds <= set("fiu")):
+        if words := [c for c in columns.values() if c.dtype.kind not in "fiub"]:
+            raise PipelineInvalid(f"labels: found {str(words[0].flat[0])!r}, expected numbers")
         if not is_vector and not all(np.isfinite(x.astype(float)).all() for x in columns.values()):
             raise PipelineInvalid("labels: found nan or inf, expected numbers")
         return targets | {n: torch.from_numpy(x.astype(np.float32)) for n, x in columns.items()}, ()

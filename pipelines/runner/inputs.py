@@ -159,8 +159,8 @@ def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
         return positional_parameters(_recipe(spec).build(pipeline.code_folder))
     folder = pipeline.folder / spec.huggingface
     if spec.stream:
-        return positional_parameters(hf_folder.read_architecture(folder, spec.task))
-    _, module = hf_folder.read_folder(folder, spec.task, untrained_head=True)
+        return positional_parameters(hf_folder.read_architecture(folder, spec.task, spec.labels))
+    _, module = hf_folder.read_folder(folder, spec.task, spec.labels, untrained_head=True)
     return positional_parameters(module)
 
 
@@ -174,7 +174,8 @@ def _declared_inputs(
 
     if isinstance(spec, HuggingFaceModel):
         folder = pipeline.folder / spec.huggingface
-        return inputs_of_transformer(hf_folder.read_architecture(folder, spec.task), folder)
+        module = hf_folder.read_architecture(folder, spec.task, spec.labels)
+        return inputs_of_transformer(module, folder)
     with torch.device("meta"):
         return inputs_of_timm(_recipe(spec).build())
 
@@ -223,7 +224,7 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
         inputs = signature.inputs if signature else None
     preparation, carried = find_preparation(pipeline, inputs)
     task, _ = task_of(pipeline)
-    predicts_numbers = task is not None and not task.has_labels
+    predicts_numbers = task is not None and not task.has_labels and bool(task.losses)
     place = pipeline.folder, pipeline.code_folder
     if isinstance(spec.classes, str):
         try:
@@ -359,7 +360,9 @@ def _import_hugging_face(
     trains = pipeline.stages[0].stage == "train"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(pipeline.seed)  # of an untrained head
-        recipe, module = hf_folder.read_folder(folder, spec.task, untrained_head=trains)
+        recipe, module = hf_folder.read_folder(
+            folder, spec.task, spec.labels, untrained_head=trains
+        )
     if spec.outputs is None and spec.task in hf_folder.OUTPUTS:
         outputs = tuple(OutputSpec(name=name) for name in hf_folder.OUTPUTS[spec.task])
         signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)

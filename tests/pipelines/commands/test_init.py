@@ -311,6 +311,33 @@ def test_a_hugging_face_folder_needs_nothing_else(
     assert len(written) <= 15
 
 
+@pytest.mark.slow  # importing transformers is what takes long
+def test_an_encoder_gets_a_head_for_the_labels_of_the_data(user: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    config = transformers.ViTConfig(
+        image_size=8,
+        patch_size=4,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+    )
+    transformers.ViTModel(config).save_pretrained("folder")
+    transformers.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained("folder")
+    for name in ("ape", "bear", "cat"):
+        (user / "photos" / name).mkdir(parents=True)
+        for i in range(5):
+            image.new("RGB", (8, 8), (40 * i, 0, 0)).save(user / f"photos/{name}/{i}.png")
+    options = InitOptions("folder", data="photos")
+    content = yaml.safe_load(draft(user / "p.yaml", options).text)
+    assert content["model"]["task"] == "image-classification"
+    assert content["model"]["labels"] == ["ape", "bear", "cat"]
+    assert content["stages"][0]["stage"] == "train" and content["task"] == "classification"
+    kept = draft(user / "p.yaml", replace(options, task="embedding"))
+    assert "labels" not in kept.text and "train" not in kept.stages
+
+
 @pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 def test_an_architecture_of_timm_declares_its_images(user: Path) -> None:
     found = write_draft(user / "p.yaml", InitOptions("timm:test_vit"))

@@ -435,8 +435,17 @@ def test_a_text_file_names_the_classes(tmp_path: Path) -> None:
         made.append(found.contents().made)
     assert made[0] != made[1]
     (tmp_path / "names.txt").write_text("ape\nzebra\nape\n")
-    with pytest.raises(PipelineInvalid, match="classes: names.txt gives 'ape' twice"):
+    with pytest.raises(PipelineInvalid, match=r"classes: names\.txt gives 'ape' twice"):
         load_data(write(tmp_path, data))
+
+
+def test_words_are_no_labels_of_a_regression(tmp_path: Path) -> None:
+    images(tmp_path / "photos", ["train/ape/1.png", "val/ape/1.png"])
+    pipeline = write(tmp_path, {"images": "photos", "prepare": PREPARE})
+    wrong = pipeline.model_copy(update={"task": "regression"})
+    with pytest.raises(PipelineInvalid, match="labels: found 'ape', expected numbers"):
+        load_data(wrong)
+    assert load_data(pipeline.model_copy(update={"task": "embedding"})) is not None
 
 
 def test_the_cache_key_names_what_changed_and_stays_where_a_file_moves(tmp_path: Path) -> None:
