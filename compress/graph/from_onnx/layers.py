@@ -60,7 +60,7 @@ def convolve(node: Node, x: torch.Tensor, weight: Value, bias: Value | None = No
     weight = to_tensor(weight)
     n = weight.ndim - 2
     x, left = pad_unequal(x, *padding(node, x.shape[2:], list(weight.shape[2:])))
-    bias = None if bias is None else to_tensor(bias)
+    bias = None if bias is None else to_tensor(bias).reshape(-1)
     strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
     return CONVOLUTIONS[n - 1](x, weight, bias, strides, left, dilations, node.get("group", 1))
 
@@ -259,11 +259,13 @@ def _instance_norm(node: Node, x: torch.Tensor, weight: Value, bias: Value) -> t
 
 
 @operator("LayerNormalization")
-def _layer_norm(node: Node, x: torch.Tensor, weight: Value, bias: Value | None = None) -> Any:
+def _layer_norm(
+    node: Node, x: torch.Tensor, weight: Value | None = None, bias: Value | None = None
+) -> Any:
     axis = node.get("axis", -1) % x.ndim
     epsilon = node.get("epsilon", 1e-5)
-    weight, bias = to_tensor(weight), None if bias is None else to_tensor(bias)
-    if list(weight.shape) == list(x.shape[axis:]):
+    weight, bias = (None if v is None else to_tensor(v) for v in (weight, bias))
+    if weight is None or list(weight.shape) == list(x.shape[axis:]):
         y = F.layer_norm(x, x.shape[axis:], weight, bias, epsilon)
     else:
         y = F.layer_norm(x, x.shape[axis:], None, None, epsilon) * weight
@@ -276,10 +278,10 @@ def _layer_norm(node: Node, x: torch.Tensor, weight: Value, bias: Value | None =
 
 
 @operator("RMSNormalization", "SimplifiedLayerNormalization")
-def _rms_norm(node: Node, x: torch.Tensor, weight: Value) -> torch.Tensor:
-    axis = node.get("axis", -1) % x.ndim
-    weight, epsilon = to_tensor(weight), node.get("epsilon", 1e-5)
-    if list(weight.shape) == list(x.shape[axis:]):
+def _rms_norm(node: Node, x: torch.Tensor, weight: Value | None = None) -> torch.Tensor:
+    axis, epsilon = node.get("axis", -1) % x.ndim, node.get("epsilon", 1e-5)
+    weight = None if weight is None else to_tensor(weight)
+    if weight is None or list(weight.shape) == list(x.shape[axis:]):
         return F.rms_norm(x, x.shape[axis:], weight, epsilon)
     return F.rms_norm(x, x.shape[axis:], None, epsilon) * weight
 
@@ -321,8 +323,20 @@ def _gemm(node: Node, a: torch.Tensor, b: Value, c: Value | None = None) -> torc
 
 
 @operator("MatMul")
-def _matmul(node: Node, a: Value, b: Value) -> torch.Tensor:
-    return torch.matmul(to_tensor(a), to_tensor(b))
+def _matmul(node: Node, a: Value, b: Value, bias: Value | None = None) -> torch.Tensor:
+    product = torch.matmul(to_tensor(a), to_tensor(b))
+    return product if bias is None else product + to_tensor(bias)
+
+
+@operator("ScaledDotProductAttention")
+def _attention(
+    node: Node, query: Value, key: Value, value: Value, mask: Value | None = None
+) -> torch.Tensor:
+    query, key, value = map(to_tensor, (query, key, value))
+    mask, is_causal = None if mask is None else to_tensor(mask), bool(node.get("is_causal"))
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, scale=node.get("scale")
+    )
 
 
 @operator("Col2Im")

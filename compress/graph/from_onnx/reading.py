@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid
-from compress.graph.from_onnx.module import STANDARD, OnnxModule, is_weight, names_of_scales
+from compress.graph.from_onnx.module import STANDARD, OnnxModule, weight_names
 from compress.graph.from_onnx.registry import OPERATORS
 from compress.graph.from_onnx.shape_tensor import from_numpy
 
@@ -36,16 +36,13 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
     """Fold constants and expand operators that ONNX defines by others; raises ArtifactInvalid."""
     import onnx_ir.passes.common as passes
     from onnxscript.optimizer import fold_constants, inline
-    from onnxscript.rewriter import rewrite
-    from onnxscript.rewriter.ort_fusions import erfgelu, gelu
-    from onnxscript.rewriter.rules.common import fuse_hardswish_rules
+
+    from compress.graph.from_onnx.patterns import fuse
 
     inline(model)
     fold_constants(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    # Exporters of older operator sets write these in several operators.
-    for rules in (fuse_hardswish_rules(), erfgelu.rules, gelu.gelu_rules):
-        model = rewrite(model, rules)
+    fuse(model)
     _expand_functions(model)
     passes.RemoveUnusedNodesPass()(model)
     missing: dict[str, list[str]] = defaultdict(list)
@@ -62,8 +59,7 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
 
 def is_known(node: ir.Node) -> bool:
     """Return whether an operator has an equivalent."""
-    is_gelu = (node.domain, node.op_type) == ("com.microsoft", "Gelu")
-    return is_gelu or (node.domain in STANDARD and node.op_type in OPERATORS)
+    return node.domain in STANDARD and node.op_type in OPERATORS
 
 
 def _listed(missing: dict[str, list[str]]) -> str:
@@ -131,11 +127,9 @@ def pack(model: ir.Model) -> str:
     import onnx_ir as ir
 
     proto = ir.to_proto(model)
-    scales = names_of_scales(model.graph)
+    weights = weight_names(model.graph)
     for tensor in proto.graph.initializer:
-        if tensor.name not in scales and is_weight(
-            model.graph.initializers[tensor.name].const_value
-        ):
+        if tensor.name in weights:
             for part in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
                 tensor.ClearField(part)
     return base64.b64encode(zlib.compress(proto.SerializeToString(), 9)).decode()
