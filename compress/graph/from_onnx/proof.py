@@ -19,7 +19,7 @@ LARGEST_ERROR = 1e-3
 """Of an output's norm: float32 sums in another order differ by 1e-7 to 1e-5 of it in networks of
 usual depth, a wrong operator by tenths. Half precision is computed with 11 bits, so by 1e-2."""
 SMALLEST = 1e-3
-"""Root mean square that an output counts with at least: ONNX Runtime's sigmoid is off by 1e-7, which
+"""Root mean square that an output counts with at least: ONNX Runtime's sigmoid is off by 1e-7, that
 is much of an output that is nearly 0 everywhere, such as a detector's where there is nothing."""
 
 

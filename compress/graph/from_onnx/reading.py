@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.errors import ArtifactInvalid
 from compress.graph.from_onnx.module import STANDARD, OnnxModule, weight_names
 from compress.graph.from_onnx.registry import OPERATORS
-from compress.graph.from_onnx.shape_tensor import from_numpy
+from compress.graph.from_onnx.shape_tensor import LARGEST, from_numpy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -40,7 +40,7 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
     from compress.graph.from_onnx.patterns import fuse
 
     inline(model)
-    fold_constants(model)
+    fold_constants(model, should_fold=_is_small_fill)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     fuse(model)
     _expand_functions(model)
@@ -55,6 +55,12 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
             f"{what}: has operators without an equivalent in PyTorch: {_listed(missing)}"
         )
     return model
+
+
+def _is_small_fill(node: ir.Node) -> bool | None:
+    # By default none is folded; torch's exporter computes the sizes of paddings from one.
+    shape = node.inputs[0].const_value if node.op_type == "ConstantOfShape" else None  # type: ignore[union-attr]
+    return True if shape is not None and shape.numpy().prod() <= LARGEST else None
 
 
 def is_known(node: ir.Node) -> bool:
