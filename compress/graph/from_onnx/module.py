@@ -47,8 +47,8 @@ class _Source:
     """Where a parameter or buffer has its numbers from."""
 
     initializer: str
-    is_transposed: bool = False
-    """Whether the layer has rows and columns the other way round."""
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What the layer's order of rows and columns makes of the initializer."""
 
 
 @dataclass
@@ -246,9 +246,9 @@ class _Builder:
         for key, source in sources.items():
             self.module.sources[f"{path}.{key}"] = source
             known = self.module._owners.get(source.initializer)
-            if known is None and not source.is_transposed:
+            if known is None and source.change is None:
                 self.module._owners[source.initializer] = f"{path}.{key}"
-            elif known is not None and not source.is_transposed:
+            elif known is not None and source.change is None:
                 self._tie(layer, key, known)
         return layer
 
@@ -370,7 +370,7 @@ def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made |
     if bias and (bias not in weights or math.prod(weights[bias].shape) != rows):
         return None
     layer = nn.Linear(columns, rows, bias=bool(bias), dtype=torch_dtype(weight))
-    sources = {"weight": _Source(node.inputs[1], transposed)}
+    sources = {"weight": _Source(node.inputs[1], torch.t if transposed else None)}
     if bias:
         sources["bias"] = _Source(bias)
     builder.add_layer(node, layer, sources)
@@ -414,6 +414,51 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         pass
 
 
+RECURRENT: dict[str, tuple[Any, list[int]]] = {
+    "LSTM": (nn.LSTM, [0, 2, 3, 1]),
+    "GRU": (nn.GRU, [1, 0, 2]),
+    "RNN": (nn.RNN, [0]),
+}
+"""Operator → PyTorch's layer, and the places of its gates in ONNX."""
+
+
+def _recurrent(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
+    x, w, r, bias, lengths, hidden, cell, peepholes = (*node.inputs, *[""] * 5)[:8]
+    if lengths or peepholes or any(name not in weights for name in (w, r, bias) if name):
+        return None
+    if node.operator == "GRU" and not node.get("linear_before_reset"):
+        return None
+    if not recurrence.has_default_form(node) or node.get("direction") == "reverse":
+        return None
+    kind, order = RECURRENT[node.operator]
+    ways, rows, features = weights[w].shape
+    size, dtype = rows // len(order), torch_dtype(weights[w])
+    layer = kind(features, size, bias=bool(bias), bidirectional=ways == 2, dtype=dtype)
+    sources: dict[str, _Source] = {}
+
+    def part(name: str, way: int, start: int) -> _Source:
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            return recurrence.reordered(tensor[way][start : start + rows], order)
+
+        return _Source(name, change)
+
+    for way, suffix in zip(range(ways), ("l0", "l0_reverse"), strict=False):
+        sources |= {f"weight_ih_{suffix}": part(w, way, 0), f"weight_hh_{suffix}": part(r, way, 0)}
+        if bias:
+            sources[f"bias_ih_{suffix}"] = part(bias, way, 0)
+            sources[f"bias_hh_{suffix}"] = part(bias, way, rows)
+    builder.add_layer(node, layer, sources)
+
+    def run(x: torch.Tensor, hidden: Any, cell: Any) -> tuple[torch.Tensor, ...]:
+        zero = x.new_zeros(ways, x.shape[1], size)
+        states = [zero if s is None else to_tensor(s) for s in (hidden, cell)]
+        y, last = layer(x, tuple(states) if node.operator == "LSTM" else states[0])
+        last = last if node.operator == "LSTM" else (last,)
+        return y.unflatten(-1, (ways, size)).transpose(1, 2), *last
+
+    return run, (x, hidden, cell)
+
+
 LAYERS: dict[str, Callable[..., Made | None]] = {
     "Conv": _convolution,
     "Gemm": _linear,
@@ -422,5 +467,6 @@ LAYERS: dict[str, Callable[..., Made | None]] = {
     "LayerNormalization": _norm,
     "RMSNormalization": _norm,
     "SimplifiedLayerNormalization": _norm,
+    **dict.fromkeys(RECURRENT, _recurrent),
 }
 """Operators whose weights belong to a layer where they are constants."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 EXPANDED = "expanded"  # domain of functions that ONNX defines, until they are inlined
+MOVES = {"Concat", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+MOVED = 2**24  # elements of a constant that is moved when a file is read, and not in every run
 LEVELS = 4  # functions that consist of functions
 NAMED = 5  # nodes whose names a refusal lists for each operator
 
@@ -40,7 +42,7 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
     from compress.graph.from_onnx.patterns import fuse
 
     inline(model)
-    fold_constants(model, should_fold=_is_small_fill)
+    fold_constants(model, should_fold=_is_folded, output_size_limit=MOVED)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     fuse(model)
     _expand_functions(model)
@@ -57,10 +59,15 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
     return model
 
 
-def _is_small_fill(node: ir.Node) -> bool | None:
-    # By default none is folded; torch's exporter computes the sizes of paddings from one.
-    shape = node.inputs[0].const_value if node.op_type == "ConstantOfShape" else None  # type: ignore[union-attr]
-    return True if shape is not None and shape.numpy().prod() <= LARGEST else None
+def _is_folded(node: ir.Node) -> bool | None:
+    """Whether a constant is computed now; None for the optimizer's limits of a few thousands."""
+    # By default none is filled; torch's exporter computes the sizes of paddings from one.
+    if node.op_type == "ConstantOfShape":
+        shape = node.inputs[0].const_value  # type: ignore[union-attr]
+        return True if shape is not None and shape.numpy().prod() <= LARGEST else None
+    # Exporters put together the weights of recurrent layers, and transpose those of linear ones.
+    users = (use.node for value in node.inputs if value is not None for use in value.uses())
+    return True if all(user.op_type in MOVES for user in users) else None
 
 
 def is_known(node: ir.Node) -> bool:
@@ -157,7 +164,7 @@ def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
     shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
     for key, source in module.sources.items():
         tensor = from_numpy(values[source.initializer].const_value.numpy())
-        tensor = tensor.t().contiguous() if source.is_transposed else tensor
+        tensor = tensor if source.change is None else source.change(tensor).contiguous()
         state[key] = tensor.reshape(shapes[key])  # a bias may have further axes of 1
     return state
 
