@@ -169,8 +169,8 @@ class _Builder:
                 self.module._constants[name] = held
             else:
                 weights[name] = constant
-        read = {v.name for node in graph for v in node.inputs if v is not None} | {*outputs}
         steps = [self._step(node, weights) for node in graph]
+        read = {name for step in steps for name in step.inputs} | {*outputs}
         for name, constant in weights.items():
             if name not in self.module._owners and name in read:
                 self._register(name, constant)
@@ -454,7 +454,8 @@ def _recurrent(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Mad
         states = [zero if s is None else to_tensor(s) for s in (hidden, cell)]
         y, last = layer(x, tuple(states) if node.operator == "LSTM" else states[0])
         last = last if node.operator == "LSTM" else (last,)
-        return y.unflatten(-1, (ways, size)).transpose(1, 2), *last
+        y = y.unsqueeze(1) if ways == 1 else y.unflatten(-1, (ways, size)).transpose(1, 2)
+        return y, *last
 
     return run, (x, hidden, cell)
 
