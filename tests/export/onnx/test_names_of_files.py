@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import compress
+from compress.core.context import Context
+from compress.core.gates.runtime import BaselineArtifact, in_runtime_of
 from compress.export.imported.exported_files import import_file, signature_of
 
 RNG = np.random.default_rng(0)
@@ -64,3 +68,22 @@ def test_names_and_metadata_outlast_import_and_quantization(file: Path, tmp_path
     _check(exported)
     kinds = {t.name: t.data_type for t in exported.graph.initializer}
     assert kinds["conv/kernel:0"] == TensorProto.INT8
+
+
+def test_speeds_are_compared_with_the_file_that_the_model_came_from(
+    file: Path, tmp_path: Path
+) -> None:
+    signature = signature_of("onnx", file)
+    assert signature is not None
+    model = import_file("onnx", file, signature, tmp_path / "model", to_module=True)
+    exported = compress.export_onnx(model, tmp_path / "float.onnx")
+    context = Context(root=tmp_path / "root", artifacts={"source": model}, baseline="source")
+    # The export of the stage stands for the model where there is no such file.
+    assert in_runtime_of(exported, context) is not None
+    originals = {"onnx": partial(import_file, "onnx", file, signature)}
+    baseline = in_runtime_of(exported, replace(context, originals=originals))
+    assert isinstance(baseline, BaselineArtifact)
+    operators = [n.op_type for n in onnx.load(baseline.written().payload_path).graph.node]
+    assert operators == ["Conv", "Relu", "GlobalAveragePool", "Flatten", "MatMul"]
+    again = onnx.load(exported.payload_path)
+    assert "GlobalAveragePool" not in [n.op_type for n in again.graph.node]
