@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from compress.graph.from_onnx.registry import Node, Unsupported, operator
+from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported, operator
 from compress.graph.from_onnx.shape_tensor import Value, to_number, to_sizes, to_tensor
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
@@ -201,24 +201,6 @@ def _lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
     return CONVOLUTIONS[n - 1](x, weight, None, strides, 0, dilations, x.shape[1]) ** (1 / p)
 
 
-@operator("GlobalAveragePool")
-def _global_average_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
-    if x.ndim == 4:
-        return F.adaptive_avg_pool2d(x, 1)
-    return x.mean(list(range(2, x.ndim)), keepdim=True)
-
-
-@operator("GlobalMaxPool")
-def _global_max_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
-    return x.amax(list(range(2, x.ndim)), keepdim=True)
-
-
-@operator("GlobalLpPool")
-def _global_lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
-    axes = list(range(2, x.ndim))
-    return torch.linalg.vector_norm(x, node.get("p", 2), axes, keepdim=True)
-
-
 @operator("MaxUnpool")
 def _max_unpool(
     node: Node, x: torch.Tensor, place: torch.Tensor, shape: Value | None = None
@@ -348,3 +330,18 @@ def _col2im(node: Node, x: torch.Tensor, image: Value, block: Value) -> torch.Te
     if n != 2 or pads[:n] != pads[n:]:
         raise Unsupported(f"of {n} axes" if n != 2 else "with unequal padding")
     return F.fold(x, sizes, kernel, dilations, pads[:n], strides)
+
+
+def _space(x: torch.Tensor) -> list[int]:
+    return [*range(2, x.ndim)]
+
+
+OPERATORS |= {
+    "GlobalAveragePool": lambda node, x: (
+        F.adaptive_avg_pool2d(x, 1) if x.ndim == 4 else x.mean(_space(x), keepdim=True)
+    ),
+    "GlobalMaxPool": lambda node, x: x.amax(_space(x), keepdim=True),
+    "GlobalLpPool": lambda node, x: torch.linalg.vector_norm(
+        x, node.get("p", 2), _space(x), keepdim=True
+    ),
+}

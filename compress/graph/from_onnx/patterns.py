@@ -82,14 +82,16 @@ def _activations() -> Iterator[Rule]:
     def clip(op: Any, x: Any) -> Any:
         return op.Clip(op.Add(x, _near(3.0)), _allow_other_inputs=True, _outputs=["clip"])
 
-    def sixth(op: Any, x: Any) -> Any:
-        return OrValue([op.Div(x, _near(6.0)), op.Mul(x, _near(1 / 6))])
-
-    def hard_swish(op: Any, x: Any, clip: ir.Value) -> Any:
+    def is_relu6(clip: ir.Value) -> bool:
         node: Any = clip.producer()
         limits = [_number(v) for v in node.inputs[1:]]
-        limits = limits or [node.attributes.get_float(k, 0.0) for k in ("min", "max")]
-        return op.HardSwish(x) if limits == [0, 6] else None
+        return (limits or [node.attributes.get_float(k, 0.0) for k in ("min", "max")]) == [0, 6]
+
+    def hard_swish(op: Any, x: Any, clip: ir.Value) -> Any:
+        return op.HardSwish(x) if is_relu6(clip) else None
+
+    def hard_sigmoid(op: Any, x: Any, clip: ir.Value) -> Any:
+        return op.HardSigmoid(x, alpha=1 / 6, beta=0.5) if is_relu6(clip) else None
 
     def gated(op: Any, x: Any, gate: ir.Value) -> Any:
         found: Any = gate.producer().attributes  # type: ignore[union-attr]
@@ -98,7 +100,8 @@ def _activations() -> Iterator[Rule]:
 
     yield lambda op, x: op.Div(op.Mul(x, clip(op, x)), _near(6.0)), hard_swish
     yield lambda op, x: op.Mul(op.Mul(x, clip(op, x)), _near(1 / 6)), hard_swish
-    yield lambda op, x: op.Mul(x, sixth(op, clip(op, x))), hard_swish
+    yield lambda op, x: op.Div(clip(op, x), _near(6.0)), hard_sigmoid
+    yield lambda op, x: op.Mul(clip(op, x), _near(1 / 6)), hard_sigmoid
     yield lambda op, x: op.Mul(x, op.HardSigmoid(x, _outputs=["gate"])), gated
 
     def erf(op: Any, x: Any) -> Any:

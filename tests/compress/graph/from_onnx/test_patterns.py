@@ -91,9 +91,14 @@ HARD_SWISH = """
     d = Div (c, sixes)
     y = Mul (d, x)
 """
+HARD_SIGMOID = """
+    a = Add (x, three)
+    c = Clip (a, zero, six)
+    y = Mul (c, sixth)
+"""
 NUMBERS = {
     **{"zero": 0.0, "half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0},
-    **{"epsilon": 1e-5, "root": 2**0.5, "factor": 0.044715, "sixes": [6.0]},
+    **{"epsilon": 1e-5, "root": 2**0.5, "factor": 0.044715, "sixes": [6.0], "sixth": 1 / 6},
     **{"root_of_two_over_pi": (2 / np.pi) ** 0.5, "weight": [1.5, -2.0, 0.5, 3.0]},
     **{"bias": [0.5, -1.0, 2.0, 0.25], "mask": [[0.0, -9.0, 0.0]]},
 }
@@ -131,6 +136,7 @@ def _operators(module: OnnxModule) -> list[str]:
         (GELU, 13, "Gelu"),
         (TANH_GELU, 13, "Gelu"),
         (HARD_SWISH, 11, "HardSwish"),
+        (HARD_SIGMOID, 11, "HardSigmoid"),
     ],
 )
 def test_a_pattern_becomes_one_operator(
