@@ -140,15 +140,15 @@ def _clear_(part: Any) -> None:
 def _shorten_names_(model: ir.Model, given: Mapping[str, str]) -> None:
     """Rename every value but the model's inputs and outputs: a, b, c … in order of appearance.
 
-    Stored tensors of given names get those instead.
+    Stored tensors of given names get those instead, where the name is of one alone: the biases of a
+    recurrent layer are two, and one in an ONNX file.
     """
     public = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
-    stored_names = {k: n for k, n in given.items() if k in model.graph.initializers}
-    given = {k: n for k, n in stored_names.items() if k not in public and n not in public}
+    given = {k: n for k, n in given.items() if k in model.graph.initializers and k not in public}
+    uses = Counter([*given.values(), *public])
+    given = {k: n for k, n in given.items() if uses[n] == 1}
     letters = (map("".join, product(ascii_letters, repeat=length)) for length in count(1))
-    unused = (
-        name for name in chain.from_iterable(letters) if name not in {*public, *given.values()}
-    )
+    unused = (name for name in chain.from_iterable(letters) if name not in uses)
     names: dict[str | None, Any] = {"": "", **{name: name for name in public}}
     names.update(given)
     # By name, not by value: a name may stand for one value in each branch of an If.

@@ -55,8 +55,8 @@ _replace: Any = constant_fold.replace_node_with_constant
 def _replace_by_named(graph: GraphModule, node: Node, constant: Any = None) -> None:
     """Replace what was computed of a weight by a constant, whose name tells which weight."""
     source = node
-    while source.op == "call_function" and isinstance(source.args[0], Node):
-        source = source.args[0]
+    while source.op == "call_function" and isinstance(first := next(iter(source.args), None), Node):
+        source = first
     name = FROZEN_NAME.format(str(source.target).replace(".", "_"))
     is_free = source.op == "get_attr" and not hasattr(graph, name)
     _replace(graph, node, constant, name if is_free else None)

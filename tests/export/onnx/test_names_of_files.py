@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -16,6 +17,7 @@ import compress
 from compress.core.context import Context
 from compress.core.gates.runtime import BaselineArtifact, in_runtime_of
 from compress.export.imported.exported_files import import_file, signature_of
+from compress.export.onnx.graph import strip_
 
 RNG = np.random.default_rng(0)
 
@@ -87,3 +89,15 @@ def test_speeds_are_compared_with_the_file_that_the_model_came_from(
     assert operators == ["Conv", "Relu", "GlobalAveragePool", "Flatten", "MatMul"]
     again = onnx.load(exported.payload_path)
     assert "GlobalAveragePool" not in [n.op_type for n in again.graph.node]
+
+
+def test_a_name_that_two_tensors_or_an_input_would_have_is_not_given() -> None:
+    names = ["p", "q", "r", "s"]
+    weights = [numpy_helper.from_array(np.ones(3, np.float32), name) for name in names]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in "xy")
+    graph = helper.make_graph(
+        [helper.make_node("Sum", ["x", *names], ["y"])], "g", [x], [y], weights
+    )
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
+    strip_(model, {"p": "bias", "q": "bias", "r": "a", "s": "x", "absent": "t"})
+    assert [*model.graph.initializers] == ["b", "c", "a", "d"]
