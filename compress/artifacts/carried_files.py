@@ -1,6 +1,7 @@
-"""Files of a Hugging Face folder that its model carries through every stage, beside its payload.
+"""Files of a model's source that it carries through every stage, beside its payload.
 
-Names stay, so that transformers' `AutoTokenizer` and `AutoConfig` open an artifact's folder.
+Those of a Hugging Face folder keep their names, so that transformers' `AutoTokenizer` and
+`AutoConfig` open an artifact's folder.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from typing import Any
 CONFIG, TOKENIZER, IMAGES = "config.json", "tokenizer.json", "preprocessor_config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TOKENIZER_SETTINGS = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
+ONNX_FILE = "onnx_file.json"
+"""What an ONNX file says beside its graph: `metadata`, `doc_string`, `name` of the graph, `axes`
+(name in the signature → in the file), `weights` (in the state dict → in the file), and `sha256`."""
+FROZEN_NAME = "{}_frozen"
+"""Name, in a quantized graph, of what was computed of a weight, whose dots are underscores."""
 TIED = "tie_word_embeddings"
 """Entry of a config: whether a language model's head is its table of embeddings."""
-CARRIED_NAMES = (CONFIG, TOKENIZER, *TOKENIZER_SETTINGS, IMAGES)
+CARRIED_NAMES = (CONFIG, TOKENIZER, *TOKENIZER_SETTINGS, IMAGES, ONNX_FILE)
 
 
 def chat_template_of(files: Mapping[str, bytes]) -> str | None:

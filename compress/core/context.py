@@ -301,6 +301,9 @@ class Context:
     )
     """Cache of compared latencies, with what user code read for each."""
     exports: ExportCache = field(default_factory=ExportCache, compare=False)
+    originals: Mapping[str, Callable[[Path], Artifact]] = field(default_factory=dict, compare=False)
+    """Kind of artifact → imports the file that the uncompressed model came from as one, into a
+    folder. Speeds are compared with it, not with what an exporter writes of the model again."""
     answers: KeptAnswers = field(default_factory=KeptAnswers, compare=False)
     forms: Mapping[str, Artifact] = field(default_factory=dict, compare=False)
     """Digest of a graph → the file exported from it that answers in its place, where quality alone

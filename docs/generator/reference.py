@@ -4,6 +4,7 @@ from pathlib import Path
 
 from command_pages import commands_page, exit_codes_page
 from gate_page import gates_page
+from operator_page import operators_page
 from stage_pages import pipeline_page, stage_pages
 
 
@@ -15,6 +16,7 @@ def reference() -> dict[str, str]:
         "gates": gates_page(),
         "commands": commands_page(),
         "exit-codes": exit_codes_page(),
+        "onnx-operators": operators_page(),
     }
 
 

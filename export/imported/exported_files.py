@@ -13,9 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import MANIFEST, Artifact, FileVersion
+from compress.artifacts.carried_files import ONNX_FILE
 from compress.common.atomic_files import refuse_irregular, sha256_while_unchanged, stays_inside
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line, raised_as
 from compress.common.foreign.child_process import read_in_child
+from compress.common.sealed_json import canonical_json
 from compress.common.signature import (
     EXAMPLE_LENGTH,
     OutputSpec,
@@ -266,6 +268,16 @@ def _import_module(
     if all(isinstance(spec.shape[0], str) for spec in signature.inputs if spec.shape):
         examples.append(tuple(torch.cat([x, x[:1]]) if x.ndim else x for x in first))
     prove(module, file, examples)
+    dims = [d.value for v in graph.graph.inputs for d in v.shape or () if not isinstance(d, int)]
+    said = {
+        "metadata": {**graph.metadata_props},
+        "doc_string": graph.doc_string,
+        "name": graph.graph.name,
+        "axes": {re.sub(r"\W", "_", name): name for name in dims if name},
+        "weights": {key: source.initializer for key, source in module.sources.items()},
+        "sha256": digest_of(file),
+    }
+    carried = {**(carried or {}), ONNX_FILE: canonical_json(said).encode()}
     recipe = Recipe(
         factory="compress.graph.from_onnx.module:build", arguments={"graph": pack(graph)}
     )

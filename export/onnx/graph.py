@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
 from compress import __version__
-from compress.artifacts.carried_files import IMAGES, TOKENIZER
+from compress.artifacts.carried_files import FROZEN_NAME, IMAGES, ONNX_FILE, TOKENIZER
 from compress.common.errors import StageFailed
 from compress.common.sealed_json import canonical_json
 from compress.export.common.runtime import kernel_facts
@@ -98,8 +98,8 @@ def become_(
         node.replace_input_with(place, value)
 
 
-def strip_(model: ir.Model) -> None:
-    """Drop stack traces, default attributes and long names, in place."""
+def strip_(model: ir.Model, names: Mapping[str, str] | None = None) -> None:
+    """Drop stack traces, default attributes and long names, in place; ``names`` are given names."""
     # The stack traces beside every operator would also make the file depend on the folder it was
     # made in; in a small model they and the names outweigh the weights.
     opset = model.opset_imports[""]
@@ -121,7 +121,7 @@ def strip_(model: ir.Model) -> None:
                 is_unit = name in UNIT_STEPS and {*attribute.as_ints()} == {UNIT_STEPS[name]}
                 if is_default or is_unit:
                     del node.attributes[name]
-    _shorten_names_(model)
+    _shorten_names_(model, names or {})
 
 
 def forget_shapes_(graph: ir.Graph) -> None:
@@ -137,12 +137,20 @@ def _clear_(part: Any) -> None:
     part.metadata_props.clear()
 
 
-def _shorten_names_(model: ir.Model) -> None:
-    """Rename every value but the model's inputs and outputs: a, b, c … in order of appearance."""
+def _shorten_names_(model: ir.Model, given: Mapping[str, str]) -> None:
+    """Rename every value but the model's inputs and outputs: a, b, c … in order of appearance.
+
+    Stored tensors of given names get those instead, where the name is of one alone: the biases of a
+    recurrent layer are two, and one in an ONNX file.
+    """
     public = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+    given = {k: n for k, n in given.items() if k in model.graph.initializers and k not in public}
+    uses = Counter([*given.values(), *public])
+    given = {k: n for k, n in given.items() if uses[n] == 1}
     letters = (map("".join, product(ascii_letters, repeat=length)) for length in count(1))
-    unused = (name for name in chain.from_iterable(letters) if name not in public)
+    unused = (name for name in chain.from_iterable(letters) if name not in uses)
     names: dict[str | None, Any] = {"": "", **{name: name for name in public}}
+    names.update(given)
     # By name, not by value: a name may stand for one value in each branch of an If.
     values = dict.fromkeys(values_in_order(model))
     for value in values:
@@ -345,6 +353,28 @@ def add_metadata_(model: ir.Model, source: Artifact, class_names: Sequence[str])
         (key, canonical_json(properties[key])) for key in sorted(properties)
     )
     return tuple(class_names)
+
+
+def names_of_weights(source: Artifact) -> dict[str, str]:
+    """Return the names of weights in the ONNX file that a model came from, by those they have here.
+
+    Traced weights are those of a `module`, and quantized ones have names of their own.
+    """
+    names: dict[str, str] = (source.carried_json(ONNX_FILE) or {}).get("weights", {})
+    names = {prefix + key: name for key, name in names.items() for prefix in ("", "module.")}
+    return names | {FROZEN_NAME.format(k.replace(".", "_")): name for k, name in names.items()}
+
+
+def restore_file_(model: ir.Model, source: Artifact) -> None:
+    """Write what the ONNX file that a model came from says beside its graph, in place."""
+    if (file := source.carried_json(ONNX_FILE)) is None:
+        return
+    model.metadata_props.update(file["metadata"])
+    model.doc_string, model.graph.name = file["doc_string"], file["name"]
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.shape is not None:
+            axes = (d if isinstance(d, int) else file["axes"].get(d.value, d) for d in value.shape)
+            value.shape = ir.Shape([*axes])
 
 
 def class_names_in(properties: Mapping[str, str]) -> list[str]:

@@ -141,7 +141,13 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
 
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Translate and write a model, and free its memory."""
-        from compress.export.onnx.graph import add_metadata_, count_operators, strip_
+        from compress.export.onnx.graph import (
+            add_metadata_,
+            count_operators,
+            names_of_weights,
+            restore_file_,
+            strip_,
+        )
         from compress.export.onnx.proto_io import free_weights_, write, write_mapped
         from compress.profiling.rss import release_memory
 
@@ -152,7 +158,8 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
                 "smaller file, not a faster answer; float16 kernels are for GPUs",
                 self.title,
             )
-        strip_(graph)
+        strip_(graph, names_of_weights(model))
+        restore_file_(graph, model)
         class_names = add_metadata_(graph, model, self.class_names)
         facts = {
             **({"class_names": [*class_names]} if class_names else {}),

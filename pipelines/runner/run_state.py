@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from compress.common.dependency_recorder import Dependencies, digest_of, digest_
 from compress.common.errors import CompressError, GateRefused, lines_of
 from compress.core.context import Context, KeptAnswers
 from compress.core.gates.runtime import runtime_of
-from compress.pipelines.config.model_spec import SOURCE
+from compress.export.imported.exported_files import import_file
+from compress.pipelines.config.model_spec import SOURCE, ModelFile
 from compress.pipelines.results.measurements import JUDGED_QUICKLY, Measurements
 from compress.pipelines.results.schema import FailureReport, SkippedReport, StageReport, TestReport
 from compress.pipelines.runner.inputs import RememberedSplits, source_parts
@@ -171,6 +172,15 @@ class RunState:
         """Exports of the uncompressed model, apart by the data on which they were compared."""
         return StoredExports(self.store, {"data": self.fingerprint, **self.judging_part})
 
+    @property
+    def originals(self) -> dict[str, Callable[[Path], Artifact]]:
+        """The ONNX file that the uncompressed model was imported from, if it was, by its kind."""
+        spec, source = self.pipeline.model, self.artifacts.get(SOURCE)
+        if not isinstance(spec, ModelFile) or spec.kind != "onnx" or self.plan.baseline != SOURCE:
+            return {}
+        file = self.pipeline.folder / spec.file
+        return {"onnx": partial(import_file, "onnx", file, source.signature)} if source else {}
+
     @cached_property
     def contents(self) -> Contents | None:
         """Hashes of the data; None without data."""
@@ -281,6 +291,7 @@ class RunState:
             dependences=self.batch_dependences,
             comparisons=self.comparisons,
             exports=self.exports,
+            originals=self.originals,
             answers=self.answers,
             forms=forms,
         )

@@ -113,7 +113,10 @@ class BaselineRuntime(NamedTuple):
 
 
 class BaselineArtifact(Artifact):
-    """The uncompressed model in a runtime; it is exported when it is opened for the first time."""
+    """The uncompressed model in a runtime; it is exported when it is opened for the first time.
+
+    Where it was imported from a file that the runtime executes, it is that file.
+    """
 
     # An artifact, as gates, latency measurement and the cache of measurements need a signature, a
     # digest and ``open`` of the baseline, and then treat it as any other.
@@ -122,6 +125,10 @@ class BaselineArtifact(Artifact):
         digest = f"{model.digest} in {runtime.name} on {context.device}"
         super().__init__(model.path, model.manifest, digest)
         self.runtime, self.model, self.context = runtime, model, context
+        uncompressed = context.artifacts.get(context.baseline)
+        is_original = uncompressed is not None and uncompressed.digest == model.digest
+        originals = context.originals if is_original else {}
+        self.original = next((originals[kind] for kind in runtime.kinds & originals.keys()), None)
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
@@ -135,6 +142,8 @@ class BaselineArtifact(Artifact):
         """Return what the runtime executes, exported once; StageFailed where it cannot be."""
         runtime, model, write = self.runtime, self.model, self.runtime.write
         require_all(runtime.requirements, f"against {runtime.name}")
+        if self.original is not None:
+            return self.context.exports.get_or_write(self.digest, self.original)
         if model.kind not in runtime.kinds:
             if write is None or model.kind not in runtime.reads:
                 takes = " and ".join(sorted(runtime.kinds | runtime.reads))
@@ -205,13 +214,15 @@ def _in_runtime(runtime: BaselineRuntime, result: Artifact, context: Context) ->
         model = nearest_float_model(result, context)
     if model.kind in runtime.kinds and runtime.open is None:
         return model
-    if runtime.lineage is not None and model.kind in runtime.reads:
+    baseline = BaselineArtifact(runtime, model, context)
+    can_be_found = baseline.original is None and model.kind in runtime.reads
+    if runtime.lineage is not None and can_be_found:
         lineage = runtime.lineage(model, context)
         exported = (result, *context.artifacts.values())
         found = [a for a in exported if a.kind in runtime.kinds and a.manifest.lineage == lineage]
         if found:  # the pipeline has exported it, to the same file
             return found[0]
-    return BaselineArtifact(runtime, model, context)
+    return baseline
 
 
 def nearest_float_model(model: Artifact, context: Context) -> Artifact:

@@ -202,23 +202,6 @@ def cast(x: Value, dtype: torch.dtype) -> Value:
     return x.map(lambda v: int(v) if isinstance(v, float | bool) else torch.sym_int(v), dtype=dtype)
 
 
-@operator("BitCast")
-def _bit_cast(node: Node, x: torch.Tensor) -> torch.Tensor:
-    return to_tensor(x).view(DTYPES[node.get("to")])
-
-
-@operator("CastLike")
-def _cast_like(node: Node, x: Value, like: Value) -> Value:
-    return cast(x, like.dtype)
-
-
-@operator("IsInf")
-def _is_inf(node: Node, x: torch.Tensor) -> torch.Tensor:
-    if not node.get("detect_negative", 1):
-        return torch.isposinf(x)
-    return torch.isinf(x) if node.get("detect_positive", 1) else torch.isneginf(x)
-
-
 ACTIVATIONS: dict[str, Callable[[Node, torch.Tensor], torch.Tensor]] = {
     "LeakyRelu": lambda n, x: F.leaky_relu(x, n.get("alpha", 0.01)),
     "Elu": lambda n, x: F.elu(x, n.get("alpha", 1.0)),
@@ -232,8 +215,8 @@ ACTIVATIONS: dict[str, Callable[[Node, torch.Tensor], torch.Tensor]] = {
     "Softmax": lambda n, x: _softmax(F.softmax, n, x),
     "LogSoftmax": lambda n, x: _softmax(F.log_softmax, n, x),
     "Hardmax": lambda n, x: _softmax(_hardmax, n, x),
-    "Selu": lambda n, x: _selu(
-        x, n.get("alpha", 1.6732632423543772), n.get("gamma", 1.0507009873554805)
+    "Selu": lambda n, x: (
+        n.get("gamma", 1.0507009873554805) * F.elu(x, n.get("alpha", 1.6732632423543772))
     ),
     "Shrink": lambda n, x: _shrink(x, n.get("bias", 0.0), n.get("lambd", 0.5)),
 }
@@ -245,10 +228,6 @@ def _hard_sigmoid(x: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
     if abs(alpha - 1 / 6) < 1e-6 and beta == 0.5:
         return F.hardsigmoid(x)
     return torch.clamp(alpha * x + beta, 0, 1)
-
-
-def _selu(x: torch.Tensor, alpha: float, gamma: float) -> torch.Tensor:
-    return gamma * F.elu(x, alpha)
 
 
 def _shrink(x: torch.Tensor, bias: float, limit: float) -> torch.Tensor:
@@ -340,18 +319,6 @@ for _name in REDUCTIONS:
     OPERATORS[_name] = partial(_reduction, _name)
 
 
-def _arg(function: Callable[..., torch.Tensor], node: Node, x: torch.Tensor) -> torch.Tensor:
-    axis, keep = node.get("axis", 0), bool(node.get("keepdims", 1))
-    if node.get("select_last_index"):
-        flipped = function(x.flip(axis), axis, keep)
-        return x.shape[axis] - 1 - flipped
-    return function(x, axis, keep)
-
-
-OPERATORS["ArgMax"] = partial(_arg, torch.argmax)
-OPERATORS["ArgMin"] = partial(_arg, torch.argmin)
-
-
 @operator("CumSum", "CumProd")
 def _cumulative(node: Node, x: torch.Tensor, axis: Value) -> torch.Tensor:
     dim, identity = to_number(axis), 0 if node.operator == "CumSum" else 1
@@ -375,18 +342,33 @@ def _top_k(node: Node, x: torch.Tensor, k: Value | None = None) -> tuple[torch.T
     return values.narrow(axis, 0, count).to(x.dtype), indices.narrow(axis, 0, count)
 
 
-@operator("Einsum")
-def _einsum(node: Node, *x: torch.Tensor) -> torch.Tensor:
-    return torch.einsum(node.get("equation").replace(" ", ""), *x)
-
-
 @operator("LpNormalization")
 def _lp_normalization(node: Node, x: torch.Tensor) -> torch.Tensor:
     norm = torch.linalg.vector_norm(x, node.get("p", 2), node.get("axis", -1), keepdim=True)
     return torch.where(norm == 0, torch.zeros_like(x), x / norm)
 
 
-@operator("Trilu")
-def _trilu(node: Node, x: torch.Tensor, k: Value | None = None) -> torch.Tensor:
-    diagonal = 0 if k is None else to_number(k)
-    return torch.triu(x, diagonal) if node.get("upper", 1) else torch.tril(x, diagonal)
+def _arg(function: Callable[..., torch.Tensor], node: Node, x: torch.Tensor) -> torch.Tensor:
+    axis, keep = node.get("axis", 0), bool(node.get("keepdims", 1))
+    if node.get("select_last_index"):
+        return x.shape[axis] - 1 - function(x.flip(axis), axis, keep)
+    return function(x, axis, keep)
+
+
+def _is_infinite(x: torch.Tensor, negative: int, positive: int) -> torch.Tensor:
+    return torch.isinf(x) & ((x < 0) & bool(negative) | (x > 0) & bool(positive))
+
+
+def _triangle(x: torch.Tensor, upper: int, k: Value | None) -> torch.Tensor:
+    return (torch.triu if upper else torch.tril)(x, 0 if k is None else to_number(k))
+
+
+OPERATORS |= {
+    "ArgMax": partial(_arg, torch.argmax),
+    "ArgMin": partial(_arg, torch.argmin),
+    "BitCast": lambda node, x: to_tensor(x).view(DTYPES[node.get("to")]),
+    "CastLike": lambda node, x, like: cast(x, like.dtype),
+    "Einsum": lambda node, *x: torch.einsum(node.get("equation").replace(" ", ""), *x),
+    "IsInf": lambda n, x: _is_infinite(x, n.get("detect_negative", 1), n.get("detect_positive", 1)),
+    "Trilu": lambda node, x, k=None: _triangle(x, node.get("upper", 1), k),
+}

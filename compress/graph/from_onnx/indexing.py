@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from compress.graph.from_onnx.elementwise import DTYPES
-from compress.graph.from_onnx.registry import Node, Unsupported, operator
+from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported, operator
 from compress.graph.from_onnx.shape_tensor import (
     ShapeTensor,
     Value,
@@ -19,7 +19,7 @@ from compress.graph.from_onnx.shape_tensor import (
     vector,
 )
 
-FAR = 2**31 - 1  # from which on a slice's end means the end of the axis
+FAR = 10**9  # from which on a slice's end means the end of the axis; tf2onnx writes this number
 
 
 @operator("Constant")
@@ -35,11 +35,6 @@ def _constant(node: Node) -> Value:
 def _shape(node: Node, x: Value) -> ShapeTensor:
     sizes = (len(x.values),) * x.ndim if isinstance(x, ShapeTensor) else tuple(x.shape)
     return vector(sizes[node.get("start", 0) : node.get("end")])
-
-
-@operator("Size")
-def _size(node: Node, x: Value) -> ShapeTensor:
-    return ShapeTensor((to_tensor(x).numel(),), False, torch.int64)
 
 
 @operator("Reshape")
@@ -163,8 +158,7 @@ def _gather(node: Node, x: Value, indices: Value) -> Value:
     x = to_tensor(x)
     if isinstance(indices, ShapeTensor) and not indices.is_vector:
         return x.select(axis, indices.values[0])
-    index = to_tensor(indices, x.device).long()
-    index = torch.where(index < 0, index + x.shape[axis], index)
+    index = _positive(to_tensor(indices, x.device), x.shape[axis])
     if axis == 0 and x.ndim == 2 and x.is_floating_point():
         return F.embedding(index, x)
     picked = x.index_select(axis, index.reshape(-1))
@@ -175,12 +169,6 @@ def _gather(node: Node, x: Value, indices: Value) -> Value:
 def _positive(indices: torch.Tensor, size: int) -> torch.Tensor:
     indices = indices.long()
     return torch.where(indices < 0, indices + size, indices)
-
-
-@operator("GatherElements")
-def _gather_elements(node: Node, x: torch.Tensor, indices: Value) -> torch.Tensor:
-    axis = node.get("axis", 0)
-    return torch.gather(x, axis, _positive(to_tensor(indices), x.shape[axis]))
 
 
 @operator("GatherND")
@@ -242,11 +230,6 @@ def _expand(node: Node, x: Value, shape: Value) -> Value:
     return x.expand(wide)
 
 
-@operator("Tile")
-def _tile(node: Node, x: Value, repeats: Value) -> torch.Tensor:
-    return to_tensor(x).repeat(to_sizes(repeats))
-
-
 @operator("ConstantOfShape")
 def _constant_of_shape(node: Node, shape: Value) -> Value:
     fill = node.get("value")
@@ -277,17 +260,12 @@ def _eye_like(node: Node, x: torch.Tensor) -> torch.Tensor:
 
 @operator("OneHot")
 def _one_hot(node: Node, indices: Value, depth: Value, values: Value) -> torch.Tensor:
-    count, places = int(to_number(depth)), to_tensor(indices).long()
-    places = torch.where(places < 0, places + count, places)
+    count = int(to_number(depth))
+    places = _positive(to_tensor(indices), count)
     off, on = to_tensor(values)
     hot = places.unsqueeze(-1) == torch.arange(count)
     axis = node.get("axis", -1)
     return torch.where(hot, on, off).movedim(-1, axis)
-
-
-@operator("NonZero")
-def _non_zero(node: Node, x: Value) -> torch.Tensor:
-    return to_tensor(x).nonzero().t()
 
 
 @operator("Compress")
@@ -379,48 +357,6 @@ def _unique(node: Node, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return values, first, inverse, counts
 
 
-@operator("SequenceConstruct")
-def _sequence(node: Node, *values: Value) -> list[Value]:
-    return list(values)
-
-
-@operator("SequenceEmpty")
-def _sequence_empty(node: Node) -> list[Value]:
-    return []
-
-
-@operator("SequenceAt")
-def _sequence_at(node: Node, sequence: list[Value], place: Value) -> Value:
-    return sequence[to_number(place)]
-
-
-@operator("SequenceLength")
-def _sequence_length(node: Node, sequence: list[Value]) -> ShapeTensor:
-    return ShapeTensor((len(sequence),), False, torch.int64)
-
-
-@operator("SequenceInsert")
-def _sequence_insert(
-    node: Node, sequence: list[Value], value: Value, place: Value | None = None
-) -> list[Value]:
-    longer = list(sequence)
-    longer.insert(len(longer) if place is None else to_number(place), value)
-    return longer
-
-
-@operator("SequenceErase")
-def _sequence_erase(node: Node, sequence: list[Value], place: Value | None = None) -> list[Value]:
-    shorter = list(sequence)
-    shorter.pop(-1 if place is None else to_number(place))
-    return shorter
-
-
-@operator("ConcatFromSequence")
-def _concat_from_sequence(node: Node, sequence: list[Value]) -> torch.Tensor:
-    tensors, axis = [to_tensor(v) for v in sequence], node.get("axis")
-    return torch.stack(tensors, axis) if node.get("new_axis") else torch.cat(tensors, axis)
-
-
 @operator("SplitToSequence")
 def _split_to_sequence(node: Node, x: torch.Tensor, split: Value | None = None) -> list[Value]:
     axis = node.get("axis", 0)
@@ -429,3 +365,36 @@ def _split_to_sequence(node: Node, x: torch.Tensor, split: Value | None = None) 
         return list(parts) if node.get("keepdims", 1) else [p.squeeze(axis) for p in parts]
     scalar = isinstance(split, ShapeTensor) and not split.is_vector
     return list(x.split(to_number(split) if scalar else to_sizes(split), axis))
+
+
+def _inserted(values: list[Value], value: Value, place: Value | None) -> list[Value]:
+    index = len(values) if place is None else to_number(place)
+    return [*values[:index], value, *values[index:]]
+
+
+def _erased(values: list[Value], place: Value | None) -> list[Value]:
+    index = (-1 if place is None else to_number(place)) % len(values)
+    return values[:index] + values[index + 1 :]
+
+
+def _joined(tensors: list[torch.Tensor], axis: int, is_new: bool) -> torch.Tensor:
+    return torch.stack(tensors, axis) if is_new else torch.cat(tensors, axis)
+
+
+OPERATORS |= {
+    "Size": lambda node, x: ShapeTensor((to_tensor(x).numel(),), False, torch.int64),
+    "Tile": lambda node, x, repeats: to_tensor(x).repeat(to_sizes(repeats)),
+    "NonZero": lambda node, x: to_tensor(x).nonzero().t(),
+    "GatherElements": lambda node, x, indices: torch.gather(
+        x, node.get("axis", 0), _positive(to_tensor(indices), x.shape[node.get("axis", 0)])
+    ),
+    "SequenceConstruct": lambda node, *values: list(values),
+    "SequenceEmpty": lambda node: [],
+    "SequenceAt": lambda node, sequence, place: sequence[to_number(place)],
+    "SequenceLength": lambda node, sequence: ShapeTensor((len(sequence),), False, torch.int64),
+    "SequenceInsert": lambda node, sequence, value, place=None: _inserted(sequence, value, place),
+    "SequenceErase": lambda node, sequence, place=None: _erased(sequence, place),
+    "ConcatFromSequence": lambda node, sequence: _joined(
+        [to_tensor(v) for v in sequence], node.get("axis"), bool(node.get("new_axis"))
+    ),
+}

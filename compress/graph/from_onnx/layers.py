@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from compress.graph.from_onnx.registry import Node, Unsupported, operator
+from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported, operator
 from compress.graph.from_onnx.shape_tensor import Value, to_number, to_sizes, to_tensor
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
@@ -60,7 +60,7 @@ def convolve(node: Node, x: torch.Tensor, weight: Value, bias: Value | None = No
     weight = to_tensor(weight)
     n = weight.ndim - 2
     x, left = pad_unequal(x, *padding(node, x.shape[2:], list(weight.shape[2:])))
-    bias = None if bias is None else to_tensor(bias)
+    bias = None if bias is None else to_tensor(bias).reshape(-1)
     strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
     return CONVOLUTIONS[n - 1](x, weight, bias, strides, left, dilations, node.get("group", 1))
 
@@ -201,24 +201,6 @@ def _lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
     return CONVOLUTIONS[n - 1](x, weight, None, strides, 0, dilations, x.shape[1]) ** (1 / p)
 
 
-@operator("GlobalAveragePool")
-def _global_average_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
-    if x.ndim == 4:
-        return F.adaptive_avg_pool2d(x, 1)
-    return x.mean(list(range(2, x.ndim)), keepdim=True)
-
-
-@operator("GlobalMaxPool")
-def _global_max_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
-    return x.amax(list(range(2, x.ndim)), keepdim=True)
-
-
-@operator("GlobalLpPool")
-def _global_lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
-    axes = list(range(2, x.ndim))
-    return torch.linalg.vector_norm(x, node.get("p", 2), axes, keepdim=True)
-
-
 @operator("MaxUnpool")
 def _max_unpool(
     node: Node, x: torch.Tensor, place: torch.Tensor, shape: Value | None = None
@@ -259,11 +241,13 @@ def _instance_norm(node: Node, x: torch.Tensor, weight: Value, bias: Value) -> t
 
 
 @operator("LayerNormalization")
-def _layer_norm(node: Node, x: torch.Tensor, weight: Value, bias: Value | None = None) -> Any:
+def _layer_norm(
+    node: Node, x: torch.Tensor, weight: Value | None = None, bias: Value | None = None
+) -> Any:
     axis = node.get("axis", -1) % x.ndim
     epsilon = node.get("epsilon", 1e-5)
-    weight, bias = to_tensor(weight), None if bias is None else to_tensor(bias)
-    if list(weight.shape) == list(x.shape[axis:]):
+    weight, bias = (None if v is None else to_tensor(v) for v in (weight, bias))
+    if weight is None or list(weight.shape) == list(x.shape[axis:]):
         y = F.layer_norm(x, x.shape[axis:], weight, bias, epsilon)
     else:
         y = F.layer_norm(x, x.shape[axis:], None, None, epsilon) * weight
@@ -276,10 +260,10 @@ def _layer_norm(node: Node, x: torch.Tensor, weight: Value, bias: Value | None =
 
 
 @operator("RMSNormalization", "SimplifiedLayerNormalization")
-def _rms_norm(node: Node, x: torch.Tensor, weight: Value) -> torch.Tensor:
-    axis = node.get("axis", -1) % x.ndim
-    weight, epsilon = to_tensor(weight), node.get("epsilon", 1e-5)
-    if list(weight.shape) == list(x.shape[axis:]):
+def _rms_norm(node: Node, x: torch.Tensor, weight: Value | None = None) -> torch.Tensor:
+    axis, epsilon = node.get("axis", -1) % x.ndim, node.get("epsilon", 1e-5)
+    weight = None if weight is None else to_tensor(weight)
+    if weight is None or list(weight.shape) == list(x.shape[axis:]):
         return F.rms_norm(x, x.shape[axis:], weight, epsilon)
     return F.rms_norm(x, x.shape[axis:], None, epsilon) * weight
 
@@ -321,8 +305,20 @@ def _gemm(node: Node, a: torch.Tensor, b: Value, c: Value | None = None) -> torc
 
 
 @operator("MatMul")
-def _matmul(node: Node, a: Value, b: Value) -> torch.Tensor:
-    return torch.matmul(to_tensor(a), to_tensor(b))
+def _matmul(node: Node, a: Value, b: Value, bias: Value | None = None) -> torch.Tensor:
+    product = torch.matmul(to_tensor(a), to_tensor(b))
+    return product if bias is None else product + to_tensor(bias)
+
+
+@operator("ScaledDotProductAttention")
+def _attention(
+    node: Node, query: Value, key: Value, value: Value, mask: Value | None = None
+) -> torch.Tensor:
+    query, key, value = map(to_tensor, (query, key, value))
+    mask, is_causal = None if mask is None else to_tensor(mask), bool(node.get("is_causal"))
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, scale=node.get("scale")
+    )
 
 
 @operator("Col2Im")
@@ -334,3 +330,18 @@ def _col2im(node: Node, x: torch.Tensor, image: Value, block: Value) -> torch.Te
     if n != 2 or pads[:n] != pads[n:]:
         raise Unsupported(f"of {n} axes" if n != 2 else "with unequal padding")
     return F.fold(x, sizes, kernel, dilations, pads[:n], strides)
+
+
+def _space(x: torch.Tensor) -> list[int]:
+    return [*range(2, x.ndim)]
+
+
+OPERATORS |= {
+    "GlobalAveragePool": lambda node, x: (
+        F.adaptive_avg_pool2d(x, 1) if x.ndim == 4 else x.mean(_space(x), keepdim=True)
+    ),
+    "GlobalMaxPool": lambda node, x: x.amax(_space(x), keepdim=True),
+    "GlobalLpPool": lambda node, x: torch.linalg.vector_norm(
+        x, node.get("p", 2), _space(x), keepdim=True
+    ),
+}

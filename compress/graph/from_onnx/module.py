@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -47,8 +47,8 @@ class _Source:
     """Where a parameter or buffer has its numbers from."""
 
     initializer: str
-    is_transposed: bool = False
-    """Whether the layer has rows and columns the other way round."""
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What the layer's order of rows and columns makes of the initializer."""
 
 
 @dataclass
@@ -160,24 +160,17 @@ class _Builder:
             outer: weights of the graphs around it.
         """
         weights = dict(outer or {})
-        scales = names_of_scales(graph)
+        kept = weight_names(graph)
         for name, value in graph.initializers.items():
             constant, held = value.const_value, None
-            if name in scales or not is_weight(constant):
+            if name not in kept:
                 held = from_constant(from_numpy(constant.numpy()))
             if held is not None:
                 self.module._constants[name] = held
             else:
                 weights[name] = constant
-        nodes = list(graph)
-        read = {v.name for node in nodes for v in node.inputs if v is not None} | {*outputs}
-        biases = _biases(nodes, weights, outputs)
-        added = {add.outputs[0].name for add, _ in biases.values()}
-        steps = [
-            self._step(node, weights, biases.get(node.outputs[0].name))
-            for node in nodes
-            if node.outputs[0].name not in added
-        ]
+        steps = [self._step(node, weights) for node in graph]
+        read = {name for step in steps for name in step.inputs} | {*outputs}
         for name, constant in weights.items():
             if name not in self.module._owners and name in read:
                 self._register(name, constant)
@@ -192,9 +185,7 @@ class _Builder:
                 steps[index].dead += (name,)
         return steps
 
-    def _step(
-        self, node: Any, weights: Mapping[str, Any], bias: tuple[Any, str] | None = None
-    ) -> Step:
+    def _step(self, node: Any, weights: Mapping[str, Any]) -> Step:
         attributes: dict[str, Any] = {}
         graphs: dict[str, Any] = {}
         for name, attribute in node.attributes.items():
@@ -216,10 +207,6 @@ class _Builder:
             node.op_type, node.name or outputs[0], inputs, outputs, self.opset, attributes, graphs
         )
         if layer := LAYERS.get(node.op_type):
-            if bias is not None:
-                add, name = bias
-                outputs = (add.outputs[0].name,)
-                plain = replace(plain, inputs=(*inputs, name), outputs=outputs)
             made = layer(self, plain, weights)
             if made is not None:
                 call, read = made
@@ -259,9 +246,9 @@ class _Builder:
         for key, source in sources.items():
             self.module.sources[f"{path}.{key}"] = source
             known = self.module._owners.get(source.initializer)
-            if known is None and not source.is_transposed:
+            if known is None and source.change is None:
                 self.module._owners[source.initializer] = f"{path}.{key}"
-            elif known is not None and not source.is_transposed:
+            elif known is not None and source.change is None:
                 self._tie(layer, key, known)
         return layer
 
@@ -299,65 +286,25 @@ class _Builder:
         return not hasattr(parent, key)
 
 
-def _biases(
-    nodes: Sequence[Any], weights: Mapping[str, Any], outputs: Sequence[str]
-) -> dict[str, tuple[Any, str]]:
-    """Return the Add nodes that add a bias to a layer without one.
+def weight_names(graph: Any) -> set[str]:
+    """Return the initializers that are kept with the weights, and not in the graph."""
+    scales, of_layers = set[str](), set[str]()
+    for node in graph:
+        names = {value.name for value in node.inputs[1:] if value is not None}
+        if node.op_type in ("Resize", "Upsample"):
+            scales |= names
+        elif node.op_type in LAYERS:
+            of_layers |= names
 
-    Args:
-        nodes: of a graph.
-        weights: initializers by name.
-        outputs: of the graph.
+    def is_weight(name: str, constant: Any) -> bool:
+        shape = tuple(constant.shape)
+        size = int(np.prod(shape))
+        if constant.dtype.name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"):
+            return size > 1 or (name in of_layers and bool(shape))
+        return size > LARGEST or (len(shape) > 1 and size > 1)
 
-    Returns:
-        Output of a Conv or MatMul that nothing else reads → its Add, and the bias.
-    """
-    uses = Counter(v.name for node in nodes for v in node.inputs if v is not None)
-    uses.update(outputs)
-    layers_without = {
-        node.outputs[0].name: node
-        for node in nodes
-        if node.op_type in ("Conv", "MatMul") and len(node.inputs) == 2
-    }
-    found = {}
-    for add in nodes:
-        if add.op_type != "Add":
-            continue
-        for x, y in (add.inputs, reversed(add.inputs)):
-            node = layers_without.get(x.name)
-            if node is None or y.name not in weights or uses[x.name] != 1:
-                continue
-            weight, bias = weights.get(node.inputs[1].name), tuple(weights[y.name].shape)
-            is_conv = node.op_type == "Conv"
-            if weight is None or (not is_conv and len(weight.shape) != 2):
-                continue
-            channels = weight.shape[0 if is_conv else 1]
-            axis = -(len(weight.shape) - 1) if is_conv else -1
-            wide = (1,) * (len(bias) + axis) + (channels,) + (1,) * (-axis - 1)
-            if len(bias) >= -axis and bias == wide and (is_conv or len(bias) == 1):
-                found[x.name] = (add, y.name)
-                break
-    return found
-
-
-def names_of_scales(graph: Any) -> set[str]:
-    """Return the values that a graph resizes by, which are no weights."""
-    return {
-        value.name
-        for node in graph
-        if node.op_type in ("Resize", "Upsample")
-        for value in node.inputs[1:]
-        if value is not None
-    }
-
-
-def is_weight(constant: Any) -> bool:
-    """Return whether an initializer is kept with the weights, and not in the graph."""
-    shape = tuple(constant.shape)
-    size = int(np.prod(shape))
-    if constant.dtype.name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"):
-        return size > 1
-    return size > LARGEST or (len(shape) > 1 and size > 1)
+    held = ((name, value.const_value) for name, value in graph.initializers.items())
+    return {name for name, constant in held if name not in scales and is_weight(name, constant)}
 
 
 def torch_dtype(constant: Any) -> torch.dtype:
@@ -420,13 +367,30 @@ def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made |
         return None
     transposed = not node.get("transB")
     rows, columns = weight.shape if not transposed else reversed(weight.shape)
-    if bias and (bias not in weights or tuple(weights[bias].shape) != (rows,)):
+    if bias and (bias not in weights or math.prod(weights[bias].shape) != rows):
         return None
     layer = nn.Linear(columns, rows, bias=bool(bias), dtype=torch_dtype(weight))
-    sources = {"weight": _Source(node.inputs[1], transposed)}
+    sources = {"weight": _Source(node.inputs[1], torch.t if transposed else None)}
     if bias:
         sources["bias"] = _Source(bias)
     builder.add_layer(node, layer, sources)
+    return layer, node.inputs[:1]
+
+
+def _norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
+    names = node.inputs[1:]
+    if not names or not all(name in weights for name in names) or len(node.outputs) > 1:
+        return None
+    sizes, epsilon = tuple(weights[names[0]].shape), node.get("epsilon", 1e-5)
+    if node.get("axis", -1) != -len(sizes) or any(tuple(weights[n].shape) != sizes for n in names):
+        return None
+    dtype, layer = torch_dtype(weights[names[0]]), nn.Module()
+    if node.operator == "LayerNormalization":
+        layer = nn.LayerNorm(sizes, epsilon, bias=len(names) > 1, dtype=dtype)
+    else:
+        layer = nn.RMSNorm(sizes, epsilon, dtype=dtype)
+    keys = ("weight", "bias")
+    builder.add_layer(node, layer, {k: _Source(n) for k, n in zip(keys, names, strict=False)})
     return layer, node.inputs[:1]
 
 
@@ -450,10 +414,60 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         pass
 
 
+RECURRENT: dict[str, tuple[Any, list[int]]] = {
+    "LSTM": (nn.LSTM, [0, 2, 3, 1]),
+    "GRU": (nn.GRU, [1, 0, 2]),
+    "RNN": (nn.RNN, [0]),
+}
+"""Operator → PyTorch's layer, and the places of its gates in ONNX."""
+
+
+def _recurrent(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
+    x, w, r, bias, lengths, hidden, cell, peepholes = (*node.inputs, *[""] * 5)[:8]
+    if lengths or peepholes or any(name not in weights for name in (w, r, bias) if name):
+        return None
+    if node.operator == "GRU" and not node.get("linear_before_reset"):
+        return None
+    if not recurrence.has_default_form(node) or node.get("direction") == "reverse":
+        return None
+    kind, order = RECURRENT[node.operator]
+    ways, rows, features = weights[w].shape
+    size, dtype = rows // len(order), torch_dtype(weights[w])
+    layer = kind(features, size, bias=bool(bias), bidirectional=ways == 2, dtype=dtype)
+    sources: dict[str, _Source] = {}
+
+    def part(name: str, way: int, start: int) -> _Source:
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            return recurrence.reordered(tensor[way][start : start + rows], order)
+
+        return _Source(name, change)
+
+    for way, suffix in zip(range(ways), ("l0", "l0_reverse"), strict=False):
+        sources |= {f"weight_ih_{suffix}": part(w, way, 0), f"weight_hh_{suffix}": part(r, way, 0)}
+        if bias:
+            sources[f"bias_ih_{suffix}"] = part(bias, way, 0)
+            sources[f"bias_hh_{suffix}"] = part(bias, way, rows)
+    builder.add_layer(node, layer, sources)
+
+    def run(x: torch.Tensor, hidden: Any, cell: Any) -> tuple[torch.Tensor, ...]:
+        zero = x.new_zeros(ways, x.shape[1], size)
+        states = [zero if s is None else to_tensor(s) for s in (hidden, cell)]
+        y, last = layer(x, tuple(states) if node.operator == "LSTM" else states[0])
+        last = last if node.operator == "LSTM" else (last,)
+        y = y.unsqueeze(1) if ways == 1 else y.unflatten(-1, (ways, size)).transpose(1, 2)
+        return y, *last
+
+    return run, (x, hidden, cell)
+
+
 LAYERS: dict[str, Callable[..., Made | None]] = {
     "Conv": _convolution,
     "Gemm": _linear,
     "MatMul": _linear,
     "BatchNormalization": _batch_norm,
+    "LayerNormalization": _norm,
+    "RMSNormalization": _norm,
+    "SimplifiedLayerNormalization": _norm,
+    **dict.fromkeys(RECURRENT, _recurrent),
 }
 """Operators whose weights belong to a layer where they are constants."""

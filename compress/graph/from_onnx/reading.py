@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid
-from compress.graph.from_onnx.module import STANDARD, OnnxModule, is_weight, names_of_scales
+from compress.graph.from_onnx.module import STANDARD, OnnxModule, weight_names
 from compress.graph.from_onnx.registry import OPERATORS
-from compress.graph.from_onnx.shape_tensor import from_numpy
+from compress.graph.from_onnx.shape_tensor import LARGEST, from_numpy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
 EXPANDED = "expanded"  # domain of functions that ONNX defines, until they are inlined
+MOVES = {"Concat", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+MOVED = 2**24  # elements of a constant that is moved when a file is read, and not in every run
 LEVELS = 4  # functions that consist of functions
 NAMED = 5  # nodes whose names a refusal lists for each operator
 
@@ -36,16 +38,13 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
     """Fold constants and expand operators that ONNX defines by others; raises ArtifactInvalid."""
     import onnx_ir.passes.common as passes
     from onnxscript.optimizer import fold_constants, inline
-    from onnxscript.rewriter import rewrite
-    from onnxscript.rewriter.ort_fusions import erfgelu, gelu
-    from onnxscript.rewriter.rules.common import fuse_hardswish_rules
+
+    from compress.graph.from_onnx.patterns import fuse
 
     inline(model)
-    fold_constants(model)
+    fold_constants(model, should_fold=_is_folded, output_size_limit=MOVED)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    # Exporters of older operator sets write these in several operators.
-    for rules in (fuse_hardswish_rules(), erfgelu.rules, gelu.gelu_rules):
-        model = rewrite(model, rules)
+    fuse(model)
     _expand_functions(model)
     passes.RemoveUnusedNodesPass()(model)
     missing: dict[str, list[str]] = defaultdict(list)
@@ -60,10 +59,20 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
     return model
 
 
+def _is_folded(node: ir.Node) -> bool | None:
+    """Whether a constant is computed now; None for the optimizer's limits of a few thousands."""
+    # By default none is filled; torch's exporter computes the sizes of paddings from one.
+    if node.op_type == "ConstantOfShape":
+        shape = node.inputs[0].const_value  # type: ignore[union-attr]
+        return True if shape is not None and shape.numpy().prod() <= LARGEST else None
+    # Exporters put together the weights of recurrent layers, and transpose those of linear ones.
+    users = (use.node for value in node.inputs if value is not None for use in value.uses())
+    return True if all(user.op_type in MOVES for user in users) else None
+
+
 def is_known(node: ir.Node) -> bool:
     """Return whether an operator has an equivalent."""
-    is_gelu = (node.domain, node.op_type) == ("com.microsoft", "Gelu")
-    return is_gelu or (node.domain in STANDARD and node.op_type in OPERATORS)
+    return node.domain in STANDARD and node.op_type in OPERATORS
 
 
 def _listed(missing: dict[str, list[str]]) -> str:
@@ -131,11 +140,9 @@ def pack(model: ir.Model) -> str:
     import onnx_ir as ir
 
     proto = ir.to_proto(model)
-    scales = names_of_scales(model.graph)
+    weights = weight_names(model.graph)
     for tensor in proto.graph.initializer:
-        if tensor.name not in scales and is_weight(
-            model.graph.initializers[tensor.name].const_value
-        ):
+        if tensor.name in weights:
             for part in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
                 tensor.ClearField(part)
     return base64.b64encode(zlib.compress(proto.SerializeToString(), 9)).decode()
@@ -157,7 +164,7 @@ def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
     shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
     for key, source in module.sources.items():
         tensor = from_numpy(values[source.initializer].const_value.numpy())
-        tensor = tensor.t().contiguous() if source.is_transposed else tensor
+        tensor = tensor if source.change is None else source.change(tensor).contiguous()
         state[key] = tensor.reshape(shapes[key])  # a bias may have further axes of 1
     return state
 

@@ -42,6 +42,8 @@ def _recurrent(node: Node, x: torch.Tensor, w: Value, r: Value, *rest: Value | N
     return (y, h) if c is None else (y, h, c)
 
 
+DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
+"""Operator → activations of its gates where it names none."""
 _FUNCTIONS: dict[str, Any] = {
     "Sigmoid": torch.sigmoid,
     "Tanh": torch.tanh,
@@ -64,9 +66,7 @@ def _steps(
     size, kind = node.get("hidden_size") or r.shape[-1], node.operator
     b = torch.zeros(2 * w.shape[0], dtype=x.dtype) if b is None else b
     h = x.new_zeros(x.shape[1], size) if h is None else h
-    default = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}[
-        kind
-    ]
+    default = DEFAULTS[kind]
     names = node.get("activations") or default * 2
     per = len(default)
     chosen = names[direction * per : direction * per + per]
@@ -77,18 +77,6 @@ def _steps(
     bw, br = b[: w.shape[0]], b[w.shape[0] :]
     if kind == "LSTM":
         c = x.new_zeros(x.shape[1], size) if c is None else c
-        if p is None and chosen == default and not clip and not node.get("input_forget"):
-            # ONNX orders the gates i, o, f, c and PyTorch i, f, c, o.
-            order = [0, 2, 3, 1]
-            wi, ri, bi, bh = (_reordered(t, order) for t in (w, r, bw, br))
-            y, hn, cn = torch._VF.lstm(
-                x, (h[None], c[None]), [wi, ri, bi, bh], True, 1, 0.0, False, False, False
-            )
-            return y, hn[0], cn[0]
-    if kind == "GRU" and chosen == default and not clip and node.get("linear_before_reset"):
-        wi, ri, bi, bh = (_reordered(t, [1, 0, 2]) for t in (w, r, bw, br))
-        y, hn = torch._VF.gru(x, h[None], [wi, ri, bi, bh], True, 1, 0.0, False, False, False)
-        return y, hn[0], None
     rows = []
 
     def limit(values: torch.Tensor) -> torch.Tensor:
@@ -121,7 +109,15 @@ def _steps(
     return torch.stack(rows), h, c
 
 
-def _reordered(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+def has_default_form(node: Node) -> bool:
+    """Whether a recurrent operator has PyTorch's activations and order of axes, and no limits."""
+    chosen, default = node.get("activations"), DEFAULTS[node.operator]
+    unusual = ("clip", "input_forget", "layout")
+    return chosen in (None, default, default * 2) and not any(map(node.get, unusual))
+
+
+def reordered(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Return the rows of gates in another order."""
     parts = tensor.chunk(len(order))
     return torch.cat([parts[i] for i in order])
 

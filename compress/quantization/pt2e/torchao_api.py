@@ -1,7 +1,10 @@
 """The names of torchao's PT2E quantization that this package uses."""
 
-from torch.fx import GraphModule
+from typing import Any
 
+from torch.fx import GraphModule, Node
+
+from compress.artifacts.carried_files import FROZEN_NAME
 from compress.common.foreign.patching import patched_attribute
 from compress.common.process import gc_disabled
 
@@ -16,7 +19,7 @@ with gc_disabled():
     from torchao.quantization.pt2e import ObserverBase as ObserverBase
     from torchao.quantization.pt2e import PerChannelMinMaxObserver as PerChannelMinMaxObserver
     from torchao.quantization.pt2e import PlaceholderObserver as PlaceholderObserver
-    from torchao.quantization.pt2e import quantize_pt2e
+    from torchao.quantization.pt2e import constant_fold, quantize_pt2e
     from torchao.quantization.pt2e.observer import (
         UniformQuantizationObserverBase as UniformQuantizationObserverBase,
     )
@@ -38,6 +41,22 @@ def convert_pt2e(prepared: GraphModule) -> GraphModule:
     """Convert a graph of `prepare_pt2e`, once calibrated or trained, to integers."""
     # Where a batch normalization is left, torchao (0.18) looks for 96 patterns of its own training
     # with quantization, which is not used here, and traces them anew each time: ten seconds.
-    with patched_attribute(quantize_pt2e, "_fold_conv_bn_qat", lambda graph: graph):
+    with (
+        patched_attribute(quantize_pt2e, "_fold_conv_bn_qat", lambda graph: graph),
+        patched_attribute(constant_fold, "replace_node_with_constant", _replace_by_named),
+    ):
         converted: GraphModule = quantize_pt2e.convert_pt2e(prepared)
     return converted
+
+
+_replace: Any = constant_fold.replace_node_with_constant
+
+
+def _replace_by_named(graph: GraphModule, node: Node, constant: Any = None) -> None:
+    """Replace what was computed of a weight by a constant, whose name tells which weight."""
+    source = node
+    while source.op == "call_function" and isinstance(first := next(iter(source.args), None), Node):
+        source = first
+    name = FROZEN_NAME.format(str(source.target).replace(".", "_"))
+    is_free = source.op == "get_attr" and not hasattr(graph, name)
+    _replace(graph, node, constant, name if is_free else None)

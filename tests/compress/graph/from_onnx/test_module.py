@@ -109,6 +109,19 @@ def test_the_first_wrong_node_is_named(file: Path, monkeypatch: pytest.MonkeyPat
         prove(module, file, [(torch.randn(1, 3, 8, 8),)])
 
 
+def test_an_output_that_is_nearly_nothing_is_compared_by_its_absolute_error(tmp_path: Path) -> None:
+    far = numpy_helper.from_array(np.array([1.0, -19.0], np.float32), "far")  # ONNX Runtime gives 0
+    nodes = [
+        helper.make_node("Mul", ["x", "far"], ["a"]),
+        helper.make_node("Sigmoid", ["a"], ["y"]),
+    ]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(nodes, "g", [value("x", 1, ["n", 2])], [value("y", 1, None)], [far])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)]), tmp_path / "f")
+    inputs = torch.tensor([[-20.0, 1.0], [-25.0, 1.2]])
+    assert prove(load(tmp_path / "f"), tmp_path / "f", [(inputs,)]) < 1e-3
+
+
 def test_branches_on_constants_are_taken_and_loops_unrolled() -> None:
     value = helper.make_tensor_value_info
     step = helper.make_graph(

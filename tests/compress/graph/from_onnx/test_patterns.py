@@ -1,0 +1,189 @@
+"""Patterns of exporters become one operator or layer, with the outputs of the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper, parser
+from torch import nn
+
+from compress.graph.from_onnx.proof import prove
+from compress.graph.from_onnx.reading import load
+
+if TYPE_CHECKING:
+    from compress.graph.from_onnx.module import OnnxModule
+
+OLD_NORM = """
+    m = ReduceMean <axes = [-1], keepdims = 1> (x)
+    d = Sub (x, m)
+    p = Pow (d, two)
+    v = ReduceMean <axes = [2], keepdims = 1> (p)
+    e = Add (v, epsilon)
+    s = Sqrt (e)
+    n = Div (d, s)
+    g = Mul (n, weight)
+    y = Add (g, bias)
+"""
+NEW_NORM = """
+    m = ReduceMean <keepdims = 1> (x, last)
+    d = Sub (x, m)
+    q = Mul (d, d)
+    v = ReduceMean <keepdims = 1> (q, last)
+    e = Add (epsilon, v)
+    s = Sqrt (e)
+    r = Reciprocal (s)
+    n = Mul (r, d)
+    g = Mul (weight, n)
+    y = Add (bias, g)
+"""
+RMS_NORM = """
+    q = Pow (x, two)
+    v = ReduceMean <keepdims = 1> (q, last)
+    e = Add (v, epsilon)
+    s = Sqrt (e)
+    r = Div (one, s)
+    n = Mul (x, r)
+    y = Mul (weight, n)
+"""
+SCALED_SCORES = """
+    t = Transpose <perm = [0, 2, 1]> (x)
+    a = MatMul (x, t)
+    b = Div (a, two)
+    c = Add (mask, b)
+    w = Softmax <axis = -1> (c)
+    y = MatMul (w, x)
+"""
+SCALED_OPERANDS = """
+    q = Mul (half, x)
+    t = Transpose <perm = [0, 2, 1]> (x)
+    k = Mul (t, half)
+    a = MatMul (q, k)
+    w = Softmax <axis = 2> (a)
+    i = IsNaN (w)
+    z = Where (i, zero, w)
+    y = MatMul (z, x)
+"""
+GELU = """
+    a = Div (x, root)
+    e = Erf (a)
+    f = Add (e, one)
+    g = Mul (f, x)
+    y = Mul (half, g)
+"""
+TANH_GELU = """
+    c = Pow (x, three)
+    d = Mul (factor, c)
+    e = Add (d, x)
+    f = Mul (e, root_of_two_over_pi)
+    t = Tanh (f)
+    u = Add (t, one)
+    h = Mul (x, half)
+    y = Mul (h, u)
+"""
+HARD_SWISH = """
+    a = Add (three, x)
+    c = Clip (a, zero, six)
+    d = Div (c, sixes)
+    y = Mul (d, x)
+"""
+HARD_SIGMOID = """
+    a = Add (x, three)
+    c = Clip (a, zero, six)
+    y = Mul (c, sixth)
+"""
+NUMBERS = {
+    **{"zero": 0.0, "half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0},
+    **{"epsilon": 1e-5, "root": 2**0.5, "factor": 0.044715, "sixes": [6.0], "sixth": 1 / 6},
+    **{"root_of_two_over_pi": (2 / np.pi) ** 0.5, "weight": [1.5, -2.0, 0.5, 3.0]},
+    **{"bias": [0.5, -1.0, 2.0, 0.25], "mask": [[0.0, -9.0, 0.0]]},
+}
+
+
+def _load(folder: Path, nodes: str, opset: int, output: str = "y") -> OnnxModule:
+    """Write a graph of `x`, three rows of four numbers, and read it as a module that is proven."""
+    text = (
+        f'<ir_version: 8, opset_import: ["": {opset}]> g (float[batch, 3, 4] x) => (float {output})'
+    )
+    model = parser.parse_model(f"{text} {{{nodes}}}")
+    tensors = {name: np.array(number, np.float32) for name, number in NUMBERS.items()}
+    tensors["last"] = np.array([-1])
+    read = {name for node in model.graph.node for name in node.input}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array, name) for name, array in tensors.items() if name in read
+    )
+    file = folder / "net.onnx"
+    onnx.save(model, file)
+    module = load(file)
+    assert prove(module, file, [(torch.randn(rows, 3, 4),) for rows in (1, 5)]) < 1e-6
+    return module
+
+
+def _operators(module: OnnxModule) -> list[str]:
+    return [step.node.operator for step in module.steps]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "opset", "operator"),
+    [
+        (OLD_NORM, 11, "LayerNormalization"),
+        (NEW_NORM, 18, "LayerNormalization"),
+        (RMS_NORM, 18, "RMSNormalization"),
+        (GELU, 13, "Gelu"),
+        (TANH_GELU, 13, "Gelu"),
+        (HARD_SWISH, 11, "HardSwish"),
+        (HARD_SIGMOID, 11, "HardSigmoid"),
+    ],
+)
+def test_a_pattern_becomes_one_operator(
+    tmp_path: Path, nodes: str, opset: int, operator: str
+) -> None:
+    assert _operators(_load(tmp_path, nodes, opset)) == [operator]
+
+
+def test_norms_become_layers(tmp_path: Path) -> None:
+    (norm,) = _load(tmp_path, OLD_NORM, 11).children()
+    assert isinstance(norm, nn.LayerNorm)
+    assert norm.bias.tolist() == NUMBERS["bias"]
+    (norm,) = _load(tmp_path, RMS_NORM, 18).children()
+    assert isinstance(norm, nn.RMSNorm)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "opset", "scale", "inputs"),
+    [(SCALED_SCORES, 13, 0.5, 4), (SCALED_OPERANDS, 12, 0.25, 3)],
+)
+def test_attention_becomes_one_operator(
+    tmp_path: Path, nodes: str, opset: int, scale: float, inputs: int
+) -> None:
+    (step,) = _load(tmp_path, nodes, opset).steps
+    assert step.node.operator == "ScaledDotProductAttention"
+    assert step.node.get("scale") == scale
+    assert len(step.inputs) == inputs
+
+
+@pytest.mark.parametrize(
+    ("nodes", "opset", "change"),
+    [
+        (OLD_NORM, 11, ("axes = [2]", "axes = [1]")),  # the variance is over another axis
+        (NEW_NORM, 18, ("(r, d)", "(s, d)")),
+        (RMS_NORM, 18, ("Pow (x, two)", "Pow (x, three)")),
+        (GELU, 13, ("Div (x, root)", "Div (x, two)")),
+        (HARD_SWISH, 11, ("Add (three", "Add (two")),
+        (SCALED_SCORES, 13, ("axis = -1", "axis = 1")),
+    ],
+)
+def test_what_differs_from_a_pattern_stays(
+    tmp_path: Path, nodes: str, opset: int, change: tuple[str, str]
+) -> None:
+    assert change[0] in nodes
+    assert len(_load(tmp_path, nodes.replace(*change), opset).steps) > 2
+
+
+def test_a_value_that_is_also_an_output_is_still_computed(tmp_path: Path) -> None:
+    operators = _operators(_load(tmp_path, SCALED_SCORES, 13, "w"))
+    assert operators[-1] == "Softmax"

@@ -1,0 +1,103 @@
+"""What an ONNX file says beside its graph is in the file that is exported of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+import compress
+from compress.core.context import Context
+from compress.core.gates.runtime import BaselineArtifact, in_runtime_of
+from compress.export.imported.exported_files import import_file, signature_of
+from compress.export.onnx.graph import strip_
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A convolution and a linear layer, with names as exporters write them."""
+    nodes = [
+        helper.make_node("Conv", ["x", "conv/kernel:0", "conv/bias:0"], ["c"]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("GlobalAveragePool", ["r"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("MatMul", ["f", "head/kernel:0"], ["y"]),
+    ]
+    shapes = {"conv/kernel:0": (8, 3, 3, 3), "conv/bias:0": (8,), "head/kernel:0": (8, 4)}
+    weights = [
+        numpy_helper.from_array(RNG.normal(size=shape).astype(np.float32), name)
+        for name, shape in shapes.items()
+    ]
+    value = helper.make_tensor_value_info
+    x = value("x", TensorProto.FLOAT, ["p2o.Dim.0", 3, 8, 8])
+    y = value("y", TensorProto.FLOAT, ["p2o.Dim.0", 4])
+    graph = helper.make_graph(nodes, "reader of digits", [x], [y], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)])
+    model.doc_string = "made of twigs"
+    helper.set_model_props(model, {"character": "0\n1\n2\n3"})
+    onnx.save(model, tmp_path / "net.onnx")
+    return tmp_path / "net.onnx"
+
+
+def _check(exported: onnx.ModelProto) -> None:
+    properties = {entry.key: entry.value for entry in exported.metadata_props}
+    assert properties["character"] == "0\n1\n2\n3"
+    assert (exported.doc_string, exported.graph.name) == ("made of twigs", "reader of digits")
+    axes = [v.type.tensor_type.shape.dim[0].dim_param for v in exported.graph.input]
+    assert axes == ["p2o.Dim.0"]
+    assert {"conv/kernel:0", "head/kernel:0"} <= {t.name for t in exported.graph.initializer}
+
+
+def test_names_and_metadata_outlast_import_and_quantization(file: Path, tmp_path: Path) -> None:
+    signature = signature_of("onnx", file)
+    assert signature is not None
+    model = import_file("onnx", file, signature, tmp_path / "model", to_module=True)
+    compress.export_onnx(model, tmp_path / "float.onnx")
+    _check(onnx.load(tmp_path / "float.onnx"))
+    images = [torch.randn(3, 8, 8) for _ in range(8)]
+    small = compress.quantize_static(model, data=images)
+    compress.export_onnx(small, tmp_path / "int8.onnx")
+    exported = onnx.load(tmp_path / "int8.onnx")
+    _check(exported)
+    kinds = {t.name: t.data_type for t in exported.graph.initializer}
+    assert kinds["conv/kernel:0"] == TensorProto.INT8
+
+
+def test_speeds_are_compared_with_the_file_that_the_model_came_from(
+    file: Path, tmp_path: Path
+) -> None:
+    signature = signature_of("onnx", file)
+    assert signature is not None
+    model = import_file("onnx", file, signature, tmp_path / "model", to_module=True)
+    exported = compress.export_onnx(model, tmp_path / "float.onnx")
+    context = Context(root=tmp_path / "root", artifacts={"source": model}, baseline="source")
+    # The export of the stage stands for the model where there is no such file.
+    assert in_runtime_of(exported, context) is not None
+    originals = {"onnx": partial(import_file, "onnx", file, signature)}
+    baseline = in_runtime_of(exported, replace(context, originals=originals))
+    assert isinstance(baseline, BaselineArtifact)
+    operators = [n.op_type for n in onnx.load(baseline.written().payload_path).graph.node]
+    assert operators == ["Conv", "Relu", "GlobalAveragePool", "Flatten", "MatMul"]
+    again = onnx.load(exported.payload_path)
+    assert "GlobalAveragePool" not in [n.op_type for n in again.graph.node]
+
+
+def test_a_name_that_two_tensors_or_an_input_would_have_is_not_given() -> None:
+    names = ["p", "q", "r", "s"]
+    weights = [numpy_helper.from_array(np.ones(3, np.float32), name) for name in names]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in "xy")
+    graph = helper.make_graph(
+        [helper.make_node("Sum", ["x", *names], ["y"])], "g", [x], [y], weights
+    )
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
+    strip_(model, {"p": "bias", "q": "bias", "r": "a", "s": "x", "absent": "t"})
+    assert [*model.graph.initializers] == ["b", "c", "a", "d"]
