@@ -19,7 +19,7 @@ from compress.graph.from_onnx.shape_tensor import (
     vector,
 )
 
-FAR = 2**31 - 1  # from which on a slice's end means the end of the axis
+FAR = 10**9  # from which on a slice's end means the end of the axis; tf2onnx writes this number
 
 
 @operator("Constant")

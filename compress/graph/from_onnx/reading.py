@@ -41,7 +41,8 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
     from onnxscript.rewriter.rules.common import fuse_hardswish_rules
 
     inline(model)
-    fold_constants(model)
+    # Not folded unless asked for; torch's older exporter computes the cells of a Pad from one.
+    fold_constants(model, should_fold=lambda n: n.op_type == "ConstantOfShape" or None)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     # Exporters of older operator sets write these in several operators.
     for rules in (fuse_hardswish_rules(), erfgelu.rules, gelu.gelu_rules):
