@@ -313,7 +313,7 @@ def _table(known: OnnxFile, rows: list[Row], scored: dict[str, tuple[float, floa
 
 
 def pruned(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yield a name and a table of the text detector with channels removed, distilled from itself."""
+    """Yield a name and a table of the text detector, pruned and distilled from itself."""
     from compress.artifacts.artifact import Artifact
 
     known = replace(
@@ -330,14 +330,13 @@ def pruned(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str
     command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
     made = out / "artifacts"
     cost = kept_cost(out, made / "onnx" / "model.onnx", lambda: cost_of(command, ROOT))
-    if isinstance(cost, str):
-        yield "prune", f"## {PRUNED}\n\nfailed: {cost}"
-        return
-    files = {FLOAT: source, "removed, refitted": made / "pruned" / "model.onnx"}
-    files["distilled from itself"] = made / "onnx" / "model.onnx"
-    stages = dict(zip(files, ("source", "smaller", "distilled"), strict=True))
-    macs = {name: Artifact.from_directory(made / stage).macs() for name, stage in stages.items()}
-    rows = [Row(name) for name in files]
+    steps = {FLOAT: (source, "source"), "removed, refitted": (made / "pruned", "smaller")}
+    steps["distilled from itself"] = (made / "onnx", "distilled")
+    files = {n: p if n == FLOAT else p / "model.onnx" for n, (p, _) in steps.items()}
+    stages = {name: made / stage for name, (_, stage) in steps.items()}
+    macs = {n: Artifact.from_directory(p).macs() for n, p in stages.items() if p.exists()}
+    failed = cost if isinstance(cost, str) else ""
+    rows = [Row(name, failed="" if file.exists() else failed) for name, file in files.items()]
     scored = _score(known, work, rows, files)
     measure(known, work, rows, files)
     lines = [f"## {PRUNED}", "", PRUNED_TEXT.format(*known.sizes), ""]
@@ -345,10 +344,13 @@ def pruned(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str
     head_cells += ["time, 1 at once", f"time, {known.large_batch} at once", "CPU s"]
     lines += [f"| {' | '.join(head_cells)} |", "|" + "---|" * len(head_cells)]
     for row in rows:
+        if row.failed:
+            lines.append(f"| {row.name} | failed: {row.failed} |" + " |" * (len(head_cells) - 2))
+            continue
         cells = [row.name, f"{macs[row.name] / macs[FLOAT]:.2f}"]
         cells += [f"{100 * scored[row.name][0]:.2f} %", f"{row.size:.3f}"]
         is_last = row.name == [*files][-1]
-        seconds = f"{cost.cpu_seconds:.0f}" if cost and is_last else ""
+        seconds = f"{cost.cpu_seconds:.0f}" if cost and is_last and not failed else ""
         lines.append(f"| {' | '.join([*cells, f'{row.small:.2f}', f'{row.large:.2f}', seconds])} |")
     yield "prune", "\n".join(lines)
 
