@@ -38,7 +38,7 @@ import torch  # noqa: E402
 from onnx_files import samples  # noqa: E402
 from onnx_files.catalog import FILES, SILERO, OnnxFile, peers_file, prepare  # noqa: E402
 from page import write_part  # noqa: E402
-from peer_tools.environments import PEERS, cost_of, tool_cost  # noqa: E402
+from peer_tools.environments import PEERS, Cost, cost_of, tool_cost  # noqa: E402
 from real import (  # noqa: E402
     FLOAT,
     Row,
@@ -69,9 +69,10 @@ Peers have an environment of their own and the recipe of their documentation.
 TOOLS = ("onnxruntime", "nncf", "olive")
 EXPORT = "  - {name: onnx, stage: export_onnx}\n"
 PRUNED = "Text detection with channels removed, without its training code"
-PRUNED_TEXT = """{} drawn pages of 160 x 160, without labels, calibrate and teach: `prune_channels`
-(`obs`, `refit`), then `distill` with the file itself as the teacher. {} others judge, and {} are
-scored."""
+PRUNED_TEXT = """{} drawn pages of 160 x 160 without labels: `prune_channels` ranks channels by them
+(`obs`) and fits the layers that read what is left (`refit`); nothing is trained. {} others judge,
+{} are scored.
+"""
 SMALLER = """  - name: smaller
     stage: prune_channels
     target: {macs: 0.7}
@@ -80,17 +81,6 @@ SMALLER = """  - name: smaller
     refit: true
     round_to: 8
     calibration_samples: 64
-  - {name: pruned, stage: export_onnx}
-  - name: distilled
-    input: smaller
-    stage: distill
-    teacher: source
-    loss: mse
-    epochs: 8
-    batch_size: 8
-    learning_rate: 0.0005
-    schedule: cosine
-  - {name: onnx, stage: export_onnx}
 """
 STATEFUL = {
     "half": "{name: input, shape: [batch, 576]}, {name: state, shape: [2, batch, 128]}",
@@ -313,7 +303,7 @@ def _table(known: OnnxFile, rows: list[Row], scored: dict[str, tuple[float, floa
 
 
 def pruned(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yield a name and a table of the text detector, pruned and distilled from itself."""
+    """Yield a name and a table of the text detector with channels removed."""
     from compress.artifacts.artifact import Artifact
 
     known = replace(
@@ -323,35 +313,27 @@ def pruned(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str
         sizes=(256, 32, 128),
     )
     work = given.work / "prune"
-    source, head = prepare(known, packages, work)
+    _, head = prepare(known, packages, work)
     pipeline, out = work / "ours.yaml", work / "ours"
-    # Small batches, for steps: distillation has no more pages than calibration has.
-    pipeline.write_text(head.replace("batch_size: 32", "batch_size: 8") + f"stages:\n{SMALLER}")
+    pipeline.write_text(f"{head}stages:\n{SMALLER}")
     command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
-    made = out / "artifacts"
-    cost = kept_cost(out, made / "onnx" / "model.onnx", lambda: cost_of(command, ROOT))
-    steps = {FLOAT: (source, "source"), "removed, refitted": (made / "pruned", "smaller")}
-    steps["distilled from itself"] = (made / "onnx", "distilled")
-    files = {n: p if n == FLOAT else p / "model.onnx" for n, (p, _) in steps.items()}
-    stages = {name: made / stage for name, (_, stage) in steps.items()}
-    macs = {n: Artifact.from_directory(p).macs() for n, p in stages.items() if p.exists()}
-    failed = cost if isinstance(cost, str) else ""
-    rows = [Row(name, failed="" if file.exists() else failed) for name, file in files.items()]
-    scored = _score(known, work, rows, files)
-    measure(known, work, rows, files)
+    made = out / "artifacts" / "smaller"
+    cost = kept_cost(out, made / "manifest.json", lambda: cost_of(command, ROOT))
+    if not made.exists():
+        yield "prune", f"## {PRUNED}\n\nfailed: {cost}"
+        return
+    source, smaller = (Artifact.from_directory(p) for p in (made.with_name("source"), made))
+    data = load_file(work / "data.safetensors")
+    net = smaller.load().eval()
+    with torch.inference_mode():
+        parts = [net(part) for part in data["test.input.0"].split(16)]
+    maps = torch.cat([p if isinstance(p, torch.Tensor) else next(iter(p.values())) for p in parts])
+    cells = ["**compress**", f"{smaller.macs() / source.macs():.2f}"]
+    cells += [f"{100 * known.score(maps, data['test.target.0']):.2f} %"]
+    cells += [f"{cost.cpu_seconds:.0f}" if isinstance(cost, Cost) else ""]
     lines = [f"## {PRUNED}", "", PRUNED_TEXT.format(*known.sizes), ""]
-    head_cells = ["", "multiply-accumulates", known.score_title, "size"]
-    head_cells += ["time, 1 at once", f"time, {known.large_batch} at once", "CPU s"]
-    lines += [f"| {' | '.join(head_cells)} |", "|" + "---|" * len(head_cells)]
-    for row in rows:
-        if row.failed:
-            lines.append(f"| {row.name} | failed: {row.failed} |" + " |" * (len(head_cells) - 2))
-            continue
-        cells = [row.name, f"{macs[row.name] / macs[FLOAT]:.2f}"]
-        cells += [f"{100 * scored[row.name][0]:.2f} %", f"{row.size:.3f}"]
-        is_last = row.name == [*files][-1]
-        seconds = f"{cost.cpu_seconds:.0f}" if cost and is_last and not failed else ""
-        lines.append(f"| {' | '.join([*cells, f'{row.small:.2f}', f'{row.large:.2f}', seconds])} |")
+    lines += [f"| | multiply-accumulates | {known.score_title} | CPU s |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(cells)} |"]
     yield "prune", "\n".join(lines)
 
 

@@ -270,9 +270,9 @@ def _with_clamp(node: Node) -> list[Node]:
 
 def _is_lone_depthwise(node: Node) -> bool:
     """Whether a depthwise convolution reads floats, and nothing reads integers of its output."""
-    if node.target not in CONVOLUTIONS:
+    source, weight = [*node.args, None, None][:2]
+    if not (node.target in CONVOLUTIONS and is_float(source) and is_constant(weight)):
         return False
-    source, weight = node.args[:2]
     is_depthwise = source.meta["val"].shape[1] > weight.meta["val"].shape[1] == 1
     reads_integers = _is_quantized_output(source)
     return is_depthwise and not (reads_integers or _is_read_as_integers(_with_clamp(node)[-1]))

@@ -139,7 +139,8 @@ def pool_means_(model: ir.Model) -> None:
         if node.op_type != "ReduceMean" or axes is None or shape is None:
             continue
         reduced = sorted(axis % len(shape) for axis in axes.numpy().reshape(-1).tolist())
-        if reduced == [*range(2, len(shape))] != [] and node.attributes.get_int("keepdims", 1):
+        keeps_axes = node.attributes.get_int("keepdims", 1) == 1
+        if keeps_axes and len(shape) > 2 and reduced == [*range(2, len(shape))]:
             become_(node, "GlobalAveragePool", node.inputs[:1])
 
 
