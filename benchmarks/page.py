@@ -1,4 +1,4 @@
-"""docs/coverage.md, whose parts are written by different benchmarks."""
+"""Pages whose parts are written by different benchmarks."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,14 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "coverage.md"
 
 
-def write_part(title: str, text: str) -> None:
+def write_part(title: str, text: str, page: Path = PAGE) -> None:
     """Put a part in the place of the one with the same title, or at the end."""
-    parts = re.split(r"^(?=# )", PAGE.read_text(), flags=re.MULTILINE)
+    parts = re.split(r"^(?=# )", page.read_text(), flags=re.MULTILINE)
     new = f"# {title}\n\n{text.strip()}\n"
     heads = [part.partition("\n")[0] for part in parts]
     if f"# {title}" in heads:
         parts[heads.index(f"# {title}")] = new
     else:
         parts.append(new)
-    PAGE.write_text("\n".join(part.strip() + "\n" for part in parts if part.strip()))
-    print(f"wrote `{title}` in {PAGE.relative_to(ROOT)}")
+    page.write_text("\n".join(part.strip() + "\n" for part in parts if part.strip()))
+    print(f"wrote `{title}` in {page.relative_to(ROOT)}")

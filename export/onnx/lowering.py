@@ -33,6 +33,7 @@ from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_, lo
 from compress.export.onnx.passes.float_layers import (
     fold_zero_pads_,
     has_weights_of,
+    pool_means_,
     separate_float_layers_,
     separate_shared_integers_,
     separate_transposes_,
@@ -128,6 +129,7 @@ def lower(
     lower_quantized_rnns_(model)
     fuse_integer_products_(model)
     fold_zero_pads_(model)
+    pool_means_(model)
     separate_float_layers_(model)
     separate_shared_integers_(model)
     if half:

@@ -225,8 +225,9 @@ for _name, _activation in ACTIVATIONS.items():
 
 
 def _hard_sigmoid(x: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
-    if abs(alpha - 1 / 6) < 1e-6 and beta == 0.5:
-        return F.hardsigmoid(x)
+    if beta == 0.5:
+        # An operator in every runtime, where others are a product, a sum and a clamp.
+        return F.hardsigmoid(x if abs(alpha - 1 / 6) < 1e-6 else x * (6 * alpha))
     return torch.clamp(alpha * x + beta, 0, 1)
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 LARGEST_ERROR = 1e-3
 """Of an output's norm: float32 sums in another order differ by 1e-7 to 1e-5 of it in networks of
 usual depth, a wrong operator by tenths. Half precision is computed with 11 bits, so by 1e-2."""
-SMALLEST = 1e-3
-"""Root mean square that an output counts with at least: ONNX Runtime's sigmoid is off by 1e-7, that
-is much of an output that is nearly 0 everywhere, such as a detector's where there is nothing."""
+SMALLEST = 1e-4
+"""Mean size of elements from which on errors are relative: ONNX Runtime approximates functions such
+as Sigmoid within some 1e-7, which is much of a probability map that has found nothing."""
 
 
 def prove(module: OnnxModule, file: Path, examples: Sequence[Sequence[torch.Tensor]]) -> float:
@@ -45,12 +45,17 @@ def prove(module: OnnxModule, file: Path, examples: Sequence[Sequence[torch.Tens
             reference = torch.from_numpy(theirs)
             is_half = reference.dtype == torch.float16
             difference = _error(reference, ours)
-            if not difference <= LARGEST_ERROR * (10 if is_half else 1):
+            allowed = LARGEST_ERROR * (10 if is_half else 1)
+            if not difference <= allowed:
                 where = _first_difference(module, file, inputs)
-                raise ArtifactInvalid(
-                    f"{file}: output {name!r} of the model in PyTorch differs from ONNX Runtime's "
-                    f"by {difference:.2g} of its norm, expected at most {LARGEST_ERROR:g}{where}"
-                )
+                # Rounding adds up where a model is sensitive to it, such as a LayerNorm of values
+                # that are nearly equal: then every node agrees with what it reads.
+                if where is not None or difference > 10 * allowed:
+                    raise ArtifactInvalid(
+                        f"{file}: output {name!r} of the model in PyTorch differs from ONNX "
+                        f"Runtime's by {difference:.2g} of its norm, expected at most "
+                        f"{allowed:g}{where or ''}"
+                    )
             largest = max(largest, difference)
     return largest
 
@@ -73,11 +78,15 @@ def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
         return float("inf")
     if not expected.numel():
         return 0.0
-    return relative_error(expected.double(), found.double(), SMALLEST * expected.numel() ** 0.5)
+    least_norm = SMALLEST * expected.numel() ** 0.5
+    return relative_error(expected.double(), found.double(), least_norm)
 
 
-def _first_difference(module: OnnxModule, file: Path, inputs: Sequence[torch.Tensor]) -> str:
-    """Describe the first node that differs where those before it are as ONNX Runtime computes."""
+def _first_difference(module: OnnxModule, file: Path, inputs: Sequence[torch.Tensor]) -> str | None:
+    """Describe the first node that differs where those before it are as ONNX Runtime computes.
+
+    None where every node agrees; nothing is said where they cannot all be outputs.
+    """
     import onnx
 
     try:
@@ -100,4 +109,4 @@ def _first_difference(module: OnnxModule, file: Path, inputs: Sequence[torch.Ten
             if not _error(reference, to_tensor(found[name])) <= LARGEST_ERROR:
                 return f"; first at {step.node.operator} ({step.node.name})"
             values[name] = reference
-    return ""
+    return None

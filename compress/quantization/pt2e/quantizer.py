@@ -164,6 +164,10 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
                     self._annotate_chain([node], [source], output)
             elif node.target is EMBEDDING:
                 self._annotate_embedding(node)
+        if not self.patterns.lone_depthwise:
+            for node in model.graph.nodes:
+                if Q_ANNOTATION_KEY in node.meta and _is_lone_depthwise(node):
+                    self.leave_float(_with_clamp(node))
         self.float_modules = find_float_modules(model)
         return model
 
@@ -264,6 +268,16 @@ def _with_clamp(node: Node) -> list[Node]:
     return [node, *readers] if len(readers) == 1 and readers[0].target in CLAMPS else [node]
 
 
+def _is_lone_depthwise(node: Node) -> bool:
+    """Whether a depthwise convolution reads floats, and nothing reads integers of its output."""
+    source, weight = [*node.args, None, None][:2]
+    if not (node.target in CONVOLUTIONS and is_float(source) and is_constant(weight)):
+        return False
+    is_depthwise = source.meta["val"].shape[1] > weight.meta["val"].shape[1] == 1
+    reads_integers = _is_quantized_output(source)
+    return is_depthwise and not (reads_integers or _is_read_as_integers(_with_clamp(node)[-1]))
+
+
 def _residual(addition: Node, layers: Container[object]) -> tuple[Node | None, Node | None]:
     """Return the quantized layer that an addition follows, and the term that bypasses it.
 
@@ -305,9 +319,12 @@ def _is_quantized_output(value: object) -> bool:
 
 def _is_quantized_anyway(value: object) -> bool:
     """Whether a tensor is quantized as an output, or as the input of another operator."""
-    readers = value.users if isinstance(value, Node) else ()
-    annotations = (reader.meta.get(Q_ANNOTATION_KEY) for reader in readers)
-    return _is_quantized_output(value) or any(a and value in a.input_qspec_map for a in annotations)
+    return isinstance(value, Node) and (_is_quantized_output(value) or _is_read_as_integers(value))
+
+
+def _is_read_as_integers(value: Node) -> bool:
+    annotations = (reader.meta.get(Q_ANNOTATION_KEY) for reader in value.users)
+    return any(a and value in a.input_qspec_map for a in annotations)
 
 
 def find_float_modules(model: GraphModule) -> list[str]:

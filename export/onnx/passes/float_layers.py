@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from compress.export.onnx.graph import (
     add_tensor,
+    become_,
     consumers,
     producer,
     remove_unread_,
@@ -127,6 +128,20 @@ def separate_transposes_(model: ir.Model) -> None:
                 reshaped = ir.Value(name=name)
                 matmul.prepend(ir.node("Reshape", [value, shape], outputs=[reshaped]))
                 matmul.replace_input_with(place, reshaped)
+
+
+def pool_means_(model: ir.Model) -> None:
+    """Write means over all spatial axes, which keep them, as GlobalAveragePool, in place."""
+    # onnxruntime pools blocked channels and integers as they lie, and has no such ReduceMean.
+    for node in model.graph:
+        axes = stored(node.inputs[1]) if len(node.inputs) > 1 else None
+        shape = node.inputs[0].shape if axes is not None and node.inputs[0] else None
+        if node.op_type != "ReduceMean" or axes is None or shape is None:
+            continue
+        reduced = sorted(axis % len(shape) for axis in axes.numpy().reshape(-1).tolist())
+        keeps_axes = node.attributes.get_int("keepdims", 1) == 1
+        if keeps_axes and len(shape) > 2 and reduced == [*range(2, len(shape))]:
+            become_(node, "GlobalAveragePool", node.inputs[:1])
 
 
 class Grid(NamedTuple):

@@ -12,6 +12,9 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx
+from compress.quantization.config.dtype_scheme import Target, scheme_for
+from compress.quantization.pt2e.graph_capture import capture
+from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import build_model
@@ -129,3 +132,31 @@ def test_macs_of_a_graph_with_fused_attention_are_its_modules(tmp_path: Path) ->
     model = build_model(tmp_path / "source", "networks:attention", signature)
     graph = QuantizeDynamic()(model, Context(root=tmp_path / "graph"))
     assert graph.macs() == model.macs() == 5 * (4 * 16 + 2 * 5 * 16 + 16 * 3)
+
+
+class Lone(torch.nn.Module):
+    """A depthwise convolution between two operators that compute floats, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 16, 1)
+        self.lone = torch.nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.second = torch.nn.Conv2d(16, 16, 1)
+        self.among = torch.nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.last = torch.nn.Conv2d(16, 4, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.hardswish(self.first(image))
+        x = torch.nn.functional.hardswish(self.lone(x))
+        return self.last(self.among(self.second(x)))
+
+
+@pytest.mark.parametrize("target", ["onnxruntime-cpu", "inductor-cpu"])
+def test_a_depthwise_layer_between_floats_stays_float_in_onnxruntime(target: Target) -> None:
+    signature = Signature(inputs=(TensorSpec(name="image", shape=(2, 3, 8, 8)),))
+    graph = capture(Lone().eval(), signature)
+    quantizer = OnnxRuntimeQuantizer(scheme_for(target), "minmax")
+    quantizer.annotate(quantizer.transform_for_annotation(graph))
+    expected = ["lone"] if target == "onnxruntime-cpu" else []
+    assert quantizer.float_modules == expected
+    assert quantizer.quantized["conv2d"] == 5 - len(expected)

@@ -139,3 +139,48 @@ def test_branches_on_constants_are_taken_and_loops_unrolled() -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 16)])
     module = module_of(ir.from_proto(model))
     assert module(torch.tensor([1.0, 2.0]))["y"].tolist() == [4.0, 8.0]
+
+
+def test_rounding_of_nearly_empty_outputs_is_no_difference(tmp_path: Path) -> None:
+    """ONNX Runtime's Sigmoid of -18 is off by tens of percent, and by 1e-8."""
+    nodes = [
+        helper.make_node("Mul", ["x", "tiny"], ["m"]),
+        helper.make_node("Add", ["m", "low"], ["a"]),
+        helper.make_node("Sigmoid", ["a"], ["y"]),
+    ]
+    numbers = {"tiny": 1e-3, "low": -19.0}
+    weights = [numpy_helper.from_array(np.array(v, np.float32), n) for n, v in numbers.items()]
+    file = _write(tmp_path / "low.onnx", nodes, weights)
+    assert prove(load(file), file, [(torch.randn(1, 3, 8, 8),)]) < 1e-3
+
+
+def test_slices_to_a_far_end_keep_an_axis_dynamic(tmp_path: Path) -> None:
+    """tf2onnx writes 10^9 for the end of an axis."""
+    nodes = [helper.make_node("Slice", ["x", "start", "end"], ["y"])]
+    lists = {"start": [0] * 4, "end": [10**9] * 4}
+    weights = [numpy_helper.from_array(np.array(v, np.int64), n) for n, v in lists.items()]
+    signature = Signature.model_validate({"inputs": [{"name": "x", "shape": ["batch", 3, 8, 8]}]})
+    program = export_program(load(_write(tmp_path / "far.onnx", nodes, weights)), signature)
+    assert program.module()(torch.randn(5, 3, 8, 8))[0].shape == (5, 3, 8, 8)
+
+
+def test_cells_of_a_pad_that_are_computed_from_constants_are_folded(tmp_path: Path) -> None:
+    """As torch's older exporter writes `F.pad`."""
+    zero = helper.make_tensor("zero", onnx.TensorProto.INT64, [1], [0])
+    nodes = [
+        helper.make_node("ConstantOfShape", ["four"], ["zeros"], value=zero),
+        helper.make_node("Concat", ["given", "zeros"], ["flat"], axis=0),
+        helper.make_node("Reshape", ["flat", "pairs"], ["square"]),
+        helper.make_node("Slice", ["square", "minus_one", "lowest", "first", "minus_one"], ["r"]),
+        helper.make_node("Transpose", ["r"], ["t"], perm=[1, 0]),
+        helper.make_node("Reshape", ["t", "all"], ["cells"]),
+        helper.make_node("Pad", ["x", "cells"], ["y"]),
+    ]
+    lists = {"four": [4], "given": [1, 2, 0, 1], "pairs": [-1, 2], "minus_one": [-1]}
+    lists |= {"lowest": [-(2**63)], "first": [0], "all": [-1]}
+    weights = [numpy_helper.from_array(np.array(v, np.int64), n) for n, v in lists.items()]
+    module = load(_write(tmp_path / "pad.onnx", nodes, weights))
+    assert [step.node.operator for step in module.steps] == ["Pad"]
+    signature = Signature.model_validate({"inputs": [{"name": "x", "shape": ["batch", 3, 8, 8]}]})
+    program = export_program(module, signature)
+    assert program.module()(torch.randn(5, 3, 8, 8))[0].shape == (5, 3, 9, 11)

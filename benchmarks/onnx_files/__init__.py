@@ -1,0 +1,1 @@
+"""ONNX files that others trained, taken from packages: samples for them, and what they are for."""
