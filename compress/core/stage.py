@@ -54,8 +54,9 @@ def evaluate_gates(
     """
     with artifact.keep_loaded():
         return tuple(
-            evaluate(gate, baseline_for(gate, model, artifact, context), artifact, context)
+            evaluate(each, baseline_for(each, model, artifact, context), artifact, context)
             for gate in gates
+            for each in gate.on_each()
         )
 
 

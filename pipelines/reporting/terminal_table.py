@@ -78,7 +78,7 @@ def gate_lines(report: Report) -> Iterator[Text]:
     for stage in report.stages:
         for v in stage.verdicts:
             mark, style = ("✓", "green") if v.passed else ("✗", "bold red")
-            rule = rule_in_words(v, metric) + (f" against {v.against}" if v.against else "")
+            rule = rule_in_words(v, metric) + v.compared
             yield Text(f"{mark} {stage.name}: {rule}: {value_in_words(v, metric)}", style=style)
     for skipped in report.skipped:
         yield Text(f"– {skipped.name}: skipped, as {skipped.because} did not pass")
