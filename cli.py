@@ -598,6 +598,20 @@ def doctor() -> None:
     console.print_result(found, found.lines())
 
 
+@command("compress devices", "compress devices --prepare cortex-a72")
+def devices(
+    prepare: Annotated[list[str], typer.Option(help="Fetch what a device needs.")] = [],  # noqa: B006
+    qemu: Annotated[Path | None, typer.Option(help="Your own QEMU, version 10 or later.")] = None,
+) -> None:
+    """List the devices that a gate can name in `on`."""
+    with console.fast_imports():
+        from compress.pipelines.commands.devices import list_devices
+
+    found = list_devices(prepare, qemu, console.notify)
+    content = {device.name: device.model_dump(mode="json") for device in found}
+    console.print_result(content, (device.line() for device in found))
+
+
 @command("compress gc runs/pipeline --older-than 8w --dry-run")
 def gc(
     place: Annotated[str, typer.Argument(metavar="DIR|URL", **RUN_ARGUMENT)],

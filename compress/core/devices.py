@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,11 @@ from compress.common.forward import Predictor, opened_model
 from compress.common.requirements import Requirement, announced, require_all
 
 if TYPE_CHECKING:
-    from compress.core.context import Context
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
 
-    Facts = dict[str, str | bool | int]
+    from compress.core.context import Context
 
 
 class Device(ABC):
@@ -42,6 +43,13 @@ class Device(ABC):
     def open(self, artifact: Artifact, threads: int) -> AbstractContextManager[Predictor]:
         """Open an artifact of one of the kinds; raise StageFailed where it does not run there."""
 
+    def prepare(self, qemu: Path | None, announce: Callable[[str], None]) -> None:
+        """Fetch what it needs, with a QEMU of the user's if one is given; announce what.
+
+        Raise Unavailable, which says how to get it, where only the user can.
+        """
+        require_all(self.requirements, self.name)
+
 
 class OnDevice(Artifact):
     """An artifact that another device opens, and else is what it is."""
@@ -65,7 +73,9 @@ class OnDevice(Artifact):
 @cache
 def devices() -> dict[str, Device]:
     """Return every device by its name; Unavailable where a package's cannot be imported."""
-    return {n: d for group in announced("compress.devices", "device").values() for n, d in group.items()}
+    return {
+        n: d for group in announced("compress.devices", "device").values() for n, d in group.items()
+    }
 
 
 def on_device(name: str, artifact: Artifact, context: Context) -> Artifact:
@@ -82,4 +92,6 @@ def on_device(name: str, artifact: Artifact, context: Context) -> Artifact:
 def unopenable(device: Device, kind: type[Artifact]) -> str:
     """Return why a device cannot open artifacts of a kind; empty where it can."""
     opens = " and ".join(sorted(device.kinds))
-    return "" if kind.kind in device.kinds else f"{device.name} opens {opens} files, found {kind.kind}"
+    return (
+        "" if kind.kind in device.kinds else f"{device.name} opens {opens} files, found {kind.kind}"
+    )

@@ -7,17 +7,19 @@ import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed, Unavailable, describe_exit_code
 from compress.common.requirements import Requirement
 from compress.export.common import remote_session
 from compress.export.common.remote_device import RemoteDevice
-from compress.export.emulation.sysroot import ARM, X86, Architecture, Sysroot, find_sysroot
+from compress.export.emulation.sysroot import ARM, X86, Architecture, Sysroot, find_sysroot, prepare
 
-START = (
-    "import sys; sys.path += sys.argv[1:]; import {module}; {module}.serve()".format(
-        module=remote_session.__name__.rpartition(".")[2]
-    )
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+START = "import sys; sys.path += sys.argv[1:]; import {module}; {module}.serve()".format(
+    module=remote_session.__name__.rpartition(".")[2]
 )
 """What the far end runs: this toolkit's module, without the toolkit."""
 
@@ -47,6 +49,10 @@ class EmulatedProcessor(RemoteDevice):
         """The CPU's name in QEMU, and the digest of everything that was fetched."""
         sysroot = find_sysroot(self.architecture)
         return f"{self.cpu} {sysroot.digest if sysroot else ''}"
+
+    def prepare(self, qemu: Path | None, announce: Callable[[str], None]) -> None:
+        """Fetch Python and onnxruntime for the instruction set, and QEMU."""
+        prepare(self.architecture, self.cpu, qemu, announce)
 
     def start(self) -> EmulatedProcess:
         """Start Python and onnxruntime in QEMU."""

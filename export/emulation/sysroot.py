@@ -32,6 +32,7 @@ class Architecture:
     """An instruction set, by the names that QEMU and wheels have for it."""
 
     name: str
+
     @property
     def debian(self) -> str:
         """Debian's name."""
@@ -106,7 +107,9 @@ def prepare(
         digest = sha256_of(root / MANIFEST)[:16]
         place = cache / f"{architecture.name}-{digest}"
         emulator = str(qemu.absolute() if qemu else place / f"usr/bin/qemu-{architecture.name}")
-        (root / MANIFEST).write_text(json.dumps({**json.loads(manifest), "qemu": emulator}, indent=1))
+        (root / MANIFEST).write_text(
+            json.dumps({**json.loads(manifest), "qemu": emulator}, indent=1)
+        )
         here = Sysroot(root, str(qemu or root / f"usr/bin/qemu-{architecture.name}"), digest)
         # Python also writes its byte code then: importing takes a third of the time afterwards.
         start = f"import sys; sys.path.append({str(here.packages)!r}); import numpy, onnxruntime"

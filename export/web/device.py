@@ -41,7 +41,7 @@ POLL_S = 60
 class Browser(RemoteDevice):
     """onnxruntime-web, in a headless Chromium, on one thread."""
 
-    name, title = "web", "onnxruntime-web in Chromium"
+    name, title = "web", "web (onnxruntime-web in Chromium)"
     requirements = (ONNXRUNTIME_WEB, CHROMIUM)
 
     @property

@@ -80,8 +80,8 @@ def web_page(
 
     It needs no other file and asks nothing of the network. Answers are equal up to `atol`, by
     default 1 % of the largest one, as runtimes round integers differently. The page measures calls
-    of each number of rows for some seconds, and shows them beside `baseline`, milliseconds of a call
-    here by rows, and `facts` of the model. Raise StageFailed where the model is too large, or
+    of each number of rows for some seconds, and shows them beside `baseline`, milliseconds of a
+    call here by rows, and `facts` of the model. Raise StageFailed where the model is too large, or
     onnxruntime-web lacks a file.
     """
     folder = ONNXRUNTIME_WEB.need_folder() / "dist"

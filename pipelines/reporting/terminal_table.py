@@ -99,6 +99,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
             yield Text(f"{stage.name}: {fidelity.line()}")
         if sameness := stage_rows.sameness_of(stage):
             yield Text(f"{stage.name}: {sameness.line()}")
+        for device in stage.devices:
+            yield Text(f"{stage.name} {device.line(report.baseline_name)}")
     yield from gate_lines(report)
     if report.test:
         values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())
