@@ -605,11 +605,16 @@ def devices(
 ) -> None:
     """List the devices that a gate can name in `on`."""
     with console.fast_imports():
-        from compress.pipelines.commands.devices import list_devices
+        from compress.core.devices import device_named, lacking
 
-    found = list_devices(prepare, qemu, console.notify)
-    content = {device.name: device.model_dump(mode="json") for device in found}
-    console.print_result(content, (device.line() for device in found))
+    for name in prepare:
+        device_named(name).prepare(qemu, console.notify)
+    found = lacking()
+    lines = (
+        f"{'✗' if needs else '✓'} {'; '.join((title, *needs))}" for title, needs in found.values()
+    )
+    content = {name: {"device": title, "missing": needs} for name, (title, needs) in found.items()}
+    console.print_result(content, lines)
 
 
 @command("compress gc runs/pipeline --older-than 8w --dry-run")

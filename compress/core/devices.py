@@ -43,6 +43,11 @@ class Device(ABC):
     def open(self, artifact: Artifact, threads: int) -> AbstractContextManager[Predictor]:
         """Open an artifact of one of the kinds; raise StageFailed where it does not run there."""
 
+    def unopenable(self, kind: type[Artifact]) -> str:
+        """Return why it does not open artifacts of a kind; empty where it does."""
+        opens = " and ".join(sorted(self.kinds))
+        return "" if kind.kind in self.kinds else f"{self.name} opens {opens}, found {kind.kind}"
+
     def prepare(self, qemu: Path | None, announce: Callable[[str], None]) -> None:
         """Fetch what it needs, with a QEMU of the user's if one is given; announce what.
 
@@ -73,25 +78,28 @@ class OnDevice(Artifact):
 @cache
 def devices() -> dict[str, Device]:
     """Return every device by its name; Unavailable where a package's cannot be imported."""
+    groups = announced("compress.devices", "device").values()
+    return {name: device for group in groups for name, device in group.items()}
+
+
+def device_named(name: str) -> Device:
+    """Return the device of a name; PipelineInvalid where there is none."""
+    if name not in devices():
+        raise PipelineInvalid(f"there is no device {name!r}; known: {', '.join(devices())}")
+    return devices()[name]
+
+
+def lacking() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return each device's title, and what it needs that is missing here."""
     return {
-        n: d for group in announced("compress.devices", "device").values() for n, d in group.items()
+        name: (device.title, tuple(n.problem for n in device.requirements if n.missing()))
+        for name, device in devices().items()
     }
 
 
 def on_device(name: str, artifact: Artifact, context: Context) -> Artifact:
-    """Return an artifact that answers from a device; PipelineInvalid for one of another kind."""
-    device = devices()[name]
-    if problem := unopenable(device, type(artifact)):
-        raise PipelineInvalid(problem)
-    there = OnDevice(artifact, device)
+    """Return an artifact that answers from a device."""
+    there = OnDevice(artifact, device_named(name))
     # Whether answers depend on the batch is the model's property, and costly to measure there.
     context.dependences[there.digest] = context.batch_dependence(artifact)
     return there
-
-
-def unopenable(device: Device, kind: type[Artifact]) -> str:
-    """Return why a device cannot open artifacts of a kind; empty where it can."""
-    opens = " and ".join(sorted(device.kinds))
-    return (
-        "" if kind.kind in device.kinds else f"{device.name} opens {opens} files, found {kind.kind}"
-    )

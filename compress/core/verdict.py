@@ -65,10 +65,14 @@ class Verdict(Settings):
     each; the worst is the verdict's."""
 
     @property
+    def located(self) -> str:
+        """Say on which device: `` on web``; empty for this machine."""
+        return f" on {self.on}" if self.on else ""
+
+    @property
     def compared(self) -> str:
-        """Say where it was measured and against what: `` on web against train``; empty if here."""
-        on = f" on {self.on}" if self.on else ""
-        return f"{on} against {self.against}" if self.against else on
+        """Say where, and against what, such as `` on web against train``."""
+        return self.located + (f" against {self.against}" if self.against else "")
 
     @property
     def measured(self) -> JsonValue:

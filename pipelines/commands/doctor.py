@@ -49,7 +49,7 @@ class Findings(Settings):
     broken: dict[str, str]
     """Packages that cannot be imported, torch or those of another build: the error, what to do."""
     stages: dict[str, tuple[str, ...]]
-    """Missing requirements by stage, gate or device, with default settings, and how to install them."""
+    """Missing requirements by stage with default settings, gate or device: how to install them."""
 
     def lines(self) -> Iterator[str]:
         """Yield the findings as lines of text."""

@@ -294,8 +294,9 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tu
         for i, gate in enumerate(p.stage.gates):
             where = f"{pipeline.place('stages', p.index, 'gates', i)} ({gate.gate})"
             for kind in members_of(p.stage.writes()):
-                if problem := gate.unsuitable_artifact(kind) or gate.unsuitable_device(kind):
-                    raise PipelineInvalid(f"{where}: {problem}")
+                with located(f"{where}: "):
+                    if problem := gate.unsuitable_artifact(kind) or gate.unsuitable_device(kind):
+                        raise PipelineInvalid(problem)
             if gate.against in BASELINES and gate.against not in names:
                 runtime = BASELINES[gate.against]
                 require_all(runtime.requirements, f"{where}: against {gate.against}")

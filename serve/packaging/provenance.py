@@ -155,7 +155,7 @@ def _history_section(history: History) -> list[str]:
         stages.append((*texts, stage.bytes, *counts, markdown_code(stage.digest)))
         for verdict in stage.verdicts:
             measured = "kept" if verdict.value is None else f"{verdict.value:.6g}"
-            rule = markdown_text(verdict.rule + (f" on {verdict.on}" if verdict.on else ""))
+            rule = markdown_text(verdict.rule + verdict.located)
             against = markdown_text(verdict.against or "–")
             verdicts.append((markdown_text(stage.name), rule, measured, against))
     return [

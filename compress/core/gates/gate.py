@@ -12,9 +12,9 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, JsonValue, Ty
 from pydantic_core import core_schema
 
 from compress.common.config import Settings, Unmet
-from compress.common.errors import CompressError, Unavailable, exits_refused
+from compress.common.errors import CompressError, PipelineInvalid, Unavailable, exits_refused
 from compress.common.requirements import Requirement, announced, unmet_in
-from compress.core.devices import devices, on_device, unopenable
+from compress.core.devices import device_named, devices, on_device
 from compress.core.verdict import Uncertainty, Verdict
 
 if TYPE_CHECKING:
@@ -84,16 +84,8 @@ class Gate(Settings):
     def unmet(self, context: Context) -> Iterator[Unmet]:
         """Yield what keeps the gate from being measured, known before anything runs."""
         yield from unmet_in(self, self.requirements, context)
-        if self.on and not self.depends_on_batch:
-            yield Unmet(("on",), COST_ELSEWHERE)
-            return
-        for name in self.on:
-            if name not in devices():
-                yield Unmet(("on",), f"there is no device {name!r}; known: {', '.join(devices())}")
-                continue
-            for need in devices()[name].requirements:
-                if need.missing():
-                    yield Unmet(("on",), need.problem, Unavailable, need.program)
+        needs = (need for name in self.on for need in device_named(name).requirements)
+        yield from (Unmet(("on",), n.problem, Unavailable, n.program) for n in needs if n.missing())
 
     def on_each(self) -> Iterator[Gate]:
         """Yield the gate for each of its devices; itself where it is measured here."""
@@ -136,8 +128,10 @@ class Gate(Settings):
         return ""
 
     def unsuitable_device(self, written: type[Artifact]) -> str:
-        """Return why a device cannot open this type of result; empty where all can."""
-        found = (unopenable(devices()[name], written) for name in self.on if name in devices())
+        """Return why this cannot be measured on its devices, for this type of result."""
+        if self.on and not self.depends_on_batch:
+            return f"on: {COST_ELSEWHERE}"
+        found = (device_named(name).unopenable(written) for name in self.on)
         return next(filter(None, found), "")
 
     def unsuitable_metric(self, metric: str) -> str:
@@ -158,6 +152,8 @@ class Gate(Settings):
         """Compare the measured value with the limit; raise Unavailable if a library is missing."""
         try:
             with exits_refused():
+                if problem := self.unsuitable_device(type(after)):
+                    raise PipelineInvalid(problem)
                 for name in self.on:
                     after = on_device(name, after, context)
                 value, outputs = self.measure_by_output(before, after, context)
