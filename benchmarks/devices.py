@@ -1,4 +1,4 @@
-"""Measure which files answer otherwise on which device, and why; writes the table of docs/devices.md.
+"""Measure which files answer otherwise on which device; writes the table of docs/devices.md.
 
     python benchmarks/devices.py RUN [--packages DIR] [--docs docs/devices.md]
 

@@ -47,7 +47,7 @@ PUBLIC = {
     "MinCosine MinDelegated MinEqualTokens MinIntegerMacs MinMetric MinSpeedup "
     "MinTokensPerSecond Parallel Parity PipelineInvalid Predictor PruneChannels PruneLayers "
     "PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
-    "QuantizeWeights RotateWeights RunsIn Signature Splits Stage StageFailed Target TensorSpec "
+    "QuantizeWeights RotateWeights Signature Splits Stage StageFailed Target TensorSpec "
     "Train Training Unavailable Verdict consolidate convert_precision distill prune_channels "
     "prune_layers prune_weights quantize_aware_training quantize_dynamic quantize_mixed "
     "quantize_static quantize_weights rotate_weights train export_aot export_compressed_tensors "
