@@ -93,8 +93,9 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
     name = planned.name
     model, artifact = state.artifacts[planned.input], state.artifacts[name]
     cache = MeasurementCache(state.entries[name], artifact)
+    context = state.context(name)
     # A gate `on` a device may be against this very file, here.
-    context = replace(state.context(name), artifacts={**state.artifacts, name: artifact})
+    context = replace(context, artifacts={**context.artifacts, name: artifact})
     check_parity(state, planned, lookup, cache)
     # Before its gates: what they refuse is kept for a look, too.
     publish(artifact, state.out / "artifacts" / name)
