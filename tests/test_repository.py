@@ -24,6 +24,7 @@ from compress.pipelines import Pipeline
 from compress.pipelines.config.model_spec import MODEL_CLASSES, ModelSpec
 from compress.pipelines.config.registry import stages
 from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.system.yaml_core import Loader
 from compress.quantization.config.dtype_scheme import BuiltInObserver
 from compress.quantization.config.dtype_scheme import Target as Runtime
 
@@ -180,7 +181,7 @@ def test_the_stages_in_a_page_are_valid(name: str) -> None:
     found = re.findall(r"```yaml\n(stages:\n.*?)```", page, re.DOTALL)
     assert len(found) >= 2
     for snippet in found:
-        for stage in yaml.safe_load(snippet)["stages"]:
+        for stage in yaml.load(snippet, Loader)["stages"]:
             stages()[stage["stage"]].model_validate(stage)
 
 

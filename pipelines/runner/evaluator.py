@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.common.dependency_recorder import Recording, recording
-from compress.common.errors import StageFailed
+from compress.common.errors import StageFailed, first_line
 from compress.core.devices import devices
 from compress.core.gates.cost import MeasuredOnVal
 from compress.core.gates.quality import LabelAgreement, Parity
@@ -158,8 +158,8 @@ def _compare_device(
             rows = tuple(x[:LAYERS_ROWS] for x in inputs)
             try:
                 first = first_difference(artifact.payload_path, there, rows, context.threads)
-            except StageFailed as error:
-                first = f"not found: {error}"
+            except Exception as error:  # noqa: BLE001 - the verdicts stand without a cause
+                first = f"not found: {first_line(error)}"
         return DeviceReport(
             device=device,
             equal_labels=equal_labels(artifact),
