@@ -598,6 +598,25 @@ def doctor() -> None:
     console.print_result(found, found.lines())
 
 
+@command("compress devices", "compress devices --prepare cortex-a72")
+def devices(
+    prepare: Annotated[list[str], typer.Option(help="Fetch what a device needs.")] = [],  # noqa: B006
+    qemu: Annotated[Path | None, typer.Option(help="Your own QEMU, version 10 or later.")] = None,
+) -> None:
+    """List the devices that a gate can name in `on`."""
+    with console.fast_imports():
+        from compress.core.devices import device_named, lacking
+
+    for name in prepare:
+        device_named(name).prepare(qemu, console.notify)
+    found = lacking()
+    lines = (
+        f"{'✗' if needs else '✓'} {'; '.join((title, *needs))}" for title, needs in found.values()
+    )
+    content = {name: {"device": title, "missing": needs} for name, (title, needs) in found.items()}
+    console.print_result(content, lines)
+
+
 @command("compress gc runs/pipeline --older-than 8w --dry-run")
 def gc(
     place: Annotated[str, typer.Argument(metavar="DIR|URL", **RUN_ARGUMENT)],

@@ -47,7 +47,6 @@ from .export.functional import export_openvino as export_openvino
 from .export.functional import export_program as export_program
 from .export.functional import export_tensorrt as export_tensorrt
 from .export.functional import export_torchscript as export_torchscript
-from .export.web.gate import RunsIn as RunsIn
 from .functional.stages import convert_precision as convert_precision
 from .functional.stages import distill as distill
 from .functional.stages import prune_channels as prune_channels

@@ -24,6 +24,7 @@ from compress.pipelines import Pipeline
 from compress.pipelines.config.model_spec import MODEL_CLASSES, ModelSpec
 from compress.pipelines.config.registry import stages
 from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.system.yaml_core import Loader
 from compress.quantization.config.dtype_scheme import BuiltInObserver
 from compress.quantization.config.dtype_scheme import Target as Runtime
 
@@ -47,7 +48,7 @@ PUBLIC = {
     "MinCosine MinDelegated MinEqualTokens MinIntegerMacs MinMetric MinSpeedup "
     "MinTokensPerSecond Parallel Parity PipelineInvalid Predictor PruneChannels PruneLayers "
     "PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
-    "QuantizeWeights RotateWeights RunsIn Signature Splits Stage StageFailed Target TensorSpec "
+    "QuantizeWeights RotateWeights Signature Splits Stage StageFailed Target TensorSpec "
     "Train Training Unavailable Verdict consolidate convert_precision distill prune_channels "
     "prune_layers prune_weights quantize_aware_training quantize_dynamic quantize_mixed "
     "quantize_static quantize_weights rotate_weights train export_aot export_compressed_tensors "
@@ -180,7 +181,7 @@ def test_the_stages_in_a_page_are_valid(name: str) -> None:
     found = re.findall(r"```yaml\n(stages:\n.*?)```", page, re.DOTALL)
     assert len(found) >= 2
     for snippet in found:
-        for stage in yaml.safe_load(snippet)["stages"]:
+        for stage in yaml.load(snippet, Loader)["stages"]:
             stages()[stage["stage"]].model_validate(stage)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, get_args
 
@@ -54,8 +55,9 @@ def evaluate_gates(
     """
     with artifact.keep_loaded():
         return tuple(
-            evaluate(gate, baseline_for(gate, model, artifact, context), artifact, context)
+            evaluate(each, baseline_for(each, model, artifact, context), artifact, context)
             for gate in gates
+            for each in gate.on_each()
         )
 
 
@@ -134,6 +136,8 @@ class Stage(Settings, Generic[Reads, Writes]):
     def judge(self, model: Artifact, artifact: Artifact, context: Context) -> list[Verdict]:
         """Return every gate's verdict on the result."""
         stage = self if context.task is None else self.for_task(context.task)
+        # A gate `on` a device may be against this very file, here.
+        context = replace(context, artifacts={**context.artifacts, self.title: artifact})
         return list(evaluate_gates(stage.gates, model, artifact, context))
 
     def for_task(self, task: Task) -> Self:

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 Location = tuple[str | int, ...]  # keys and indices that lead to a value
 
-REMOVED_STAGES = {
+REMOVED = {
     "quantize_native": "stage 'quantize_native' was removed, as torch deprecates the modes of "
     "torch.ao that it used; write 'quantize_static' (method: static), 'quantize_dynamic' (method: "
     "dynamic) or 'quantize_aware_training' (method: qat), whose graphs export_torchscript turns "
-    "into torch's own integer kernels"
+    "into torch's own integer kernels",
+    "runs_in": "gate 'runs_in' was removed; write {gate: parity, atol: …, on: web}",
 }
-"""Messages for stages that earlier versions had, with their replacements."""
+"""Messages for stages and gates that earlier versions had, with their replacements."""
 
 
 class _Problem(NamedTuple):
@@ -142,8 +143,8 @@ def _line(
     if kind == "union_tag_invalid":
         context = details["ctx"]
         key = context["discriminator"].strip("'")
-        if context["tag"] in REMOVED_STAGES:
-            return f"{where}: {REMOVED_STAGES[context['tag']]}"
+        if context["tag"] in REMOVED:
+            return f"{where}: {REMOVED[context['tag']]}"
         known = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
         return f"{where}: unknown {key} {context['tag']!r}; {did_you_mean(context['tag'], known)}"
     if kind == "union_tag_not_found":

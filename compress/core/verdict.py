@@ -51,6 +51,8 @@ class Verdict(Settings):
     passed: bool
     against: str | None
     """Name of the artifact compared with; None where the gate measures the result alone."""
+    on: str = ""
+    """Name of the device that answered; empty for this machine."""
     rule: str
     """The rule with its unit, such as ``size ratio <= 0.25``."""
     reason: str = ""
@@ -61,6 +63,16 @@ class Verdict(Settings):
     outputs: dict[str, float] = {}
     """Value of each output that was read, where the model has several and a gate has a value for
     each; the worst is the verdict's."""
+
+    @property
+    def located(self) -> str:
+        """Say on which device: `` on web``; empty for this machine."""
+        return f" on {self.on}" if self.on else ""
+
+    @property
+    def compared(self) -> str:
+        """Say where, and against what, such as `` on web against train``."""
+        return self.located + (f" against {self.against}" if self.against else "")
 
     @property
     def measured(self) -> JsonValue:
@@ -85,8 +97,8 @@ def explain(verdict: Verdict) -> str:
     """Format a verdict in one line: the gate, its rule, and the measured value."""
     found = verdict.reason or f"found {verdict.value:.4g}"
     found += verdict.basis()
-    against = f" against {verdict.against}" if verdict.against not in (None, "input") else ""
-    return f"{verdict.gate}{against}: {verdict.rule}, {found}"
+    shown = verdict.model_copy(update={"against": None}) if verdict.against == "input" else verdict
+    return f"{verdict.gate}{shown.compared}: {verdict.rule}, {found}"
 
 
 class PastStage(Settings):

@@ -33,7 +33,6 @@ LIMITS = {
     "min_integer_macs": 0.9,
     "min_tokens_per_second": 30.0,
     "max_first_token": 500.0,
-    "runs_in": 0.0001,
 }
 """The limit in each gate's example."""
 
@@ -48,7 +47,7 @@ def gates_page() -> str:
             *(part for name in LIMITS for part in _gate(gate_classes()[name])),
             "## Settings of every gate",
             definitions(
-                {"against": DEFS["Parity"]["properties"]["against"]},
+                {name: DEFS["Parity"]["properties"][name] for name in ("against", "on")},
                 (),
                 "every",
                 link_from("gates"),

@@ -55,6 +55,13 @@ def opened_session(file: Path, threads: int) -> AbstractContextManager[Predictor
     return nullcontext(session_predictor(file, threads))
 
 
+def unoptimized_predictor(file: Path, threads: int) -> Predictor:
+    """Return a predictor that runs a file's operators as they are."""
+    options = session_options(threads)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return _predictor(_session(file, options))
+
+
 def counted_predictor(
     file: Path, threads: int, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[Predictor, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Writes one HTML file that runs an ONNX file in a browser, and opens it in a headless Chromium."""
+"""Writes one HTML file that runs an ONNX file in a browser, and measures it there."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ import gzip
 import html
 import json
 import os
-import shutil
-import signal
-import subprocess
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from string import Template
-from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed, Unavailable
@@ -31,8 +22,6 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
 
     Batch = tuple[torch.Tensor, ...]
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 class NodePackage(Requirement):
@@ -69,109 +58,6 @@ ONNXRUNTIME_WEB = NodePackage(
     install="npm install onnxruntime-web@1.30.0, and set ONNXRUNTIME_WEB to its folder, "
     "such as $PWD/node_modules/onnxruntime-web",
 )
-CHROMIUM = Requirement(
-    what=next(filter(shutil.which, BROWSERS), BROWSERS[0]),
-    program=True,
-    install="Chromium or Chrome, e.g. apt-get install chromium",
-)
-
-REPORT = "report"  # where a page posts its results, on the server that it came from
-DEADLINE_S = 600
-LARGEST_REPORT = 2**20
-OPTIONS = (
-    *("--headless=new", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    # The page needs nothing from elsewhere, and gets nothing.
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-)
-
-
-def run_page(page: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Open a page in Chromium and return the JSON that it posts to :data:`REPORT`.
-
-    Raise Unavailable without Chromium, StageFailed where it ended or posted nothing in time.
-    """
-    # Chromium alone: Playwright or a driver would add a package, and the page reports by itself.
-    reports: SimpleQueue[bytes] = SimpleQueue()
-    with (
-        _served(page.encode(), reports) as address,
-        TemporaryDirectory(prefix="compress-chromium-", ignore_cleanup_errors=True) as folder,
-        _chromium(address, Path(folder)) as process,
-    ):
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            with suppress(Empty):
-                return json.loads(reports.get(timeout=0.2))
-            if process.poll() is not None:
-                *_, last = "", *Path(folder, "log").read_text(errors="replace").splitlines()
-                raise StageFailed(
-                    f"{CHROMIUM.what} ended with exit code {process.returncode}: {last}"
-                )
-    raise StageFailed(f"the page in {CHROMIUM.what} reported nothing within {deadline_s:g} s")
-
-
-@contextmanager
-def _served(page: bytes, reports: SimpleQueue[bytes]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = DEADLINE_S
-
-        def do_GET(self) -> None:
-            """Send the page; a browser also asks for an icon."""
-            if self.path != "/":
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(page)))
-            # An isolated page gets a clock of 5 µs instead of 100.
-            self.send_header("Cross-Origin-Opener-Policy", "same-origin")
-            self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
-            self.end_headers()
-            self.wfile.write(page)
-
-        def do_POST(self) -> None:
-            """Take a report."""
-            size = int(self.headers.get("Content-Length", 0))
-            if self.path != f"/{REPORT}" or size > LARGEST_REPORT:
-                self.send_error(404)
-                return
-            reports.put(self.rfile.read(size))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing on standard error."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@contextmanager
-def _chromium(address: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run Chromium with a new profile; it and its processes end with the block."""
-    if (program := CHROMIUM.program_path()) is None:
-        raise Unavailable(f"needs {CHROMIUM.what}, which was not found; {CHROMIUM.install}")
-    # Chromium refuses its sandbox to root.
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-    command = [program, *OPTIONS, *sandbox, f"--user-data-dir={folder / 'profile'}", address]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 TEMPLATE = Path(__file__).with_name("page.html")
 SCRIPT, WASM = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
 """What onnxruntime-web needs to run on the CPU: its code in JavaScript and in WebAssembly."""
@@ -189,15 +75,14 @@ def web_page(
     atol: float | None = None,
     baseline: Mapping[int, float] | None = None,
     facts: Mapping[str, str] | None = None,
-    report: str = "",
 ) -> str:
     """Return a page that holds an ONNX file, onnxruntime-web, inputs by rows and answers.
 
     It needs no other file and asks nothing of the network. Answers are equal up to `atol`, by
     default 1 % of the largest one, as runtimes round integers differently. The page measures calls
-    of each number of rows for some seconds, shows them beside `baseline`, milliseconds of a call
-    here by rows, and `facts` of the model, and sends them as JSON to the address `report`. Raise
-    StageFailed where the model is too large, or onnxruntime-web lacks a file.
+    of each number of rows for some seconds, and shows them beside `baseline`, milliseconds of a
+    call here by rows, and `facts` of the model. Raise StageFailed where the model is too large, or
+    onnxruntime-web lacks a file.
     """
     folder = ONNXRUNTIME_WEB.need_folder() / "dist"
     model.verify_cached()
@@ -236,7 +121,6 @@ def web_page(
         "sizes": sizes,
         "atol": atol,
         "seconds": seconds,
-        "report": report,
         "facts": {
             "Model": f"{name}, {model.payload_bytes / 2**20:.2f} MiB",
             "Digest": model.digest,
@@ -265,21 +149,3 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
         "shape": list(array.shape),
         "packed": _packed(array.tobytes(), level=1),
     }
-
-
-def run_in_browser(model: Artifact, batches: Sequence[Batch]) -> tuple[str, dict[str, Any]]:
-    """Run an artifact's file in a headless Chromium on batches of one size, and measure it.
-
-    Returns where it ran, and `difference` (the largest absolute one of an output to the artifact's
-    own runtime; None for NaN and other shapes), `p50_ms` and `p90_ms` of a call.
-    """
-    from compress.profiling.benchmark import MEASURED_SECONDS
-
-    sizes = {len(batches[0][0]): batches}
-    page = web_page(model.path.name, model, sizes, seconds=MEASURED_SECONDS, report=REPORT)
-    found = run_page(page)
-    where = f"onnxruntime-web {ONNXRUNTIME_WEB.version()} in {CHROMIUM.what}"
-    if "error" in found:
-        raise StageFailed(f"does not run in {where}: {found['error']}")
-    (size,) = found["sizes"]
-    return where, size

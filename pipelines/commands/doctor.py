@@ -16,6 +16,7 @@ from compress.common.config import Settings
 from compress.common.errors import exits_refused, first_line
 from compress.common.process import usable_cores
 from compress.common.requirements import COMPILER, DISTRIBUTION, JAVA, Requirement, pip_install
+from compress.core.devices import devices
 from compress.core.gates.gate import gate_classes
 from compress.pipelines.config.model_spec import TIMM
 from compress.pipelines.config.registry import stages
@@ -48,7 +49,7 @@ class Findings(Settings):
     broken: dict[str, str]
     """Packages that cannot be imported, torch or those of another build: the error, what to do."""
     stages: dict[str, tuple[str, ...]]
-    """Missing requirements by stage, or gate, with default settings, and how to install them."""
+    """Missing requirements by stage with default settings, gate or device: how to install them."""
 
     def lines(self) -> Iterator[str]:
         """Yield the findings as lines of text."""
@@ -97,6 +98,8 @@ def examine() -> Findings:
     for name, gate in gate_classes().items():
         if needs := gate.model_construct(gate=name).requirements:
             missing[f"gate {name}"] = _lacking(needs, torch)
+    for name, device in devices().items():
+        missing[f"device {name}"] = _lacking(device.requirements, torch)
     return Findings(
         versions=versions(),
         extras=dict(_extras()),

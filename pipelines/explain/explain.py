@@ -265,6 +265,7 @@ class _RefusedBranch:
             gate
             for gate in planned.stage.gates
             if (gate.gate, gate.verdict(None).rule) == (verdict.gate, verdict.rule)
+            and not gate.on
             and verdict.against
             == (baseline_name(gate, kind, planned.input, plan.baseline) if gate.compares else None)
         )

@@ -240,7 +240,7 @@ def excess(explained: Explained, tried: TriedRepair) -> float:
 def _same_verdict(refusal: Explained, verdicts: Mapping[str, Sequence[Verdict]]) -> Verdict | None:
     refused = refusal.judged.verdict
     for verdict in verdicts.get(refusal.judged.report.name, ()):
-        if (verdict.gate, verdict.rule) == (refused.gate, refused.rule):
+        if (verdict.gate, verdict.rule, verdict.on) == (refused.gate, refused.rule, refused.on):
             return verdict
     return None
 

@@ -161,7 +161,9 @@ def _resolve_stages(pipeline: PipelineConfig) -> tuple[PlannedStage, ...]:
                     f"{reference!r}; {did_you_mean(reference, earlier)}"
                 )
         for i, gate in enumerate(stage.gates):
-            if gate.against is not None and gate.against not in earlier:
+            if gate.against is not None and gate.against not in earlier | (
+                {name} if gate.on else set()
+            ):
                 _check_runtime(pipeline, index, i, earlier)
         compared = tuple(gate.against for gate in stage.gates if gate.against in earlier)
         previous = planned[-1].name if planned else SOURCE
@@ -292,8 +294,9 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tu
         for i, gate in enumerate(p.stage.gates):
             where = f"{pipeline.place('stages', p.index, 'gates', i)} ({gate.gate})"
             for kind in members_of(p.stage.writes()):
-                if problem := gate.unsuitable_artifact(kind):
-                    raise PipelineInvalid(f"{where}: {problem}")
+                with located(f"{where}: "):
+                    if problem := gate.unsuitable_artifact(kind) or gate.unsuitable_device(kind):
+                        raise PipelineInvalid(problem)
             if gate.against in BASELINES and gate.against not in names:
                 runtime = BASELINES[gate.against]
                 require_all(runtime.requirements, f"{where}: against {gate.against}")

@@ -78,7 +78,7 @@ def gate_lines(report: Report) -> Iterator[Text]:
     for stage in report.stages:
         for v in stage.verdicts:
             mark, style = ("✓", "green") if v.passed else ("✗", "bold red")
-            rule = rule_in_words(v, metric) + (f" against {v.against}" if v.against else "")
+            rule = rule_in_words(v, metric) + v.compared
             yield Text(f"{mark} {stage.name}: {rule}: {value_in_words(v, metric)}", style=style)
     for skipped in report.skipped:
         yield Text(f"– {skipped.name}: skipped, as {skipped.because} did not pass")
@@ -99,6 +99,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
             yield Text(f"{stage.name}: {fidelity.line()}")
         if sameness := stage_rows.sameness_of(stage):
             yield Text(f"{stage.name}: {sameness.line()}")
+        for device in stage.devices:
+            yield Text(f"{stage.name} {device.line(report.baseline_name)}")
     yield from gate_lines(report)
     if report.test:
         values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())

@@ -70,9 +70,8 @@ def _parts(report: Report) -> tuple[dict[str, Any], ...]:
     stages: dict[str, Any] = {}
     for stage in report.stages:
         gates = {}
-        for v in stage.verdicts:  # a stage may have the same gate against several
-            rule = f"{v.rule} against {v.against}" if v.against else v.rule
-            gates[rule] = "passed" if v.passed else "refused"
+        for v in stage.verdicts:  # a stage may have the same gate against several, or on several
+            gates[v.rule + v.compared] = "passed" if v.passed else "refused"
         stages[stage.name] = {
             **stage.measurements.figures,
             "gates": gates,

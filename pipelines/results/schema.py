@@ -60,6 +60,36 @@ class ArtifactReport(Settings):
         )
 
 
+class DeviceReport(Settings):
+    """How an artifact's answers on another device differ from those of the same file here."""
+
+    device: str
+    equal_labels: float | None
+    """Share of the labels on `val` that are the same here; None where there are no labels."""
+    equal_to_baseline: float | None
+    """Share that are the baseline's."""
+    largest_difference: float | None
+    """Largest absolute difference of an output; None where one is not finite, or none came."""
+    first_difference: str = ""
+    """The first layer that differs there, and why; empty where all outputs are equal."""
+
+    def line(self, baseline: str) -> str:
+        """Return it for the terminal."""
+        shares = ((self.equal_labels, "those here"), (self.equal_to_baseline, f"{baseline}'s"))
+        labels = [
+            f"{100 * share:.4g} % of the labels are {of}"
+            for share, of in shares
+            if share is not None
+        ]
+        difference = (
+            "not finite" if self.largest_difference is None else f"{self.largest_difference:.3g}"
+        )
+        first = self.first_difference and f"; first layer that differs: {self.first_difference}"
+        return (
+            f"on {self.device}: {', '.join([*labels, f'largest difference {difference}'])}{first}"
+        )
+
+
 class StageReport(Result):
     """One stage of a run."""
 
@@ -88,6 +118,8 @@ class StageReport(Result):
     rounding explains → by how much on `val`, relative to how much the output varies there."""
     operators: tuple[OperatorTable, ...] = ()
     """The operators that took most time in training steps that this run has traced."""
+    devices: tuple[DeviceReport, ...] = ()
+    """Each device that a gate named in `on`, compared with this machine."""
     verdicts: tuple[Verdict, ...]
     status: Literal["passed", "refused"] = Field(
         default_factory=lambda known: (

@@ -78,7 +78,8 @@ def history_before(planned: PlannedStage, state: RunState) -> History:
     for past in ancestors(planned, state.plan):
         report = state.reports[past.name]
         artifact, measured = report.artifact, report.measurements
-        verdicts = zip(past.stage.gates, report.verdicts, strict=True)
+        gates = (each for gate in past.stage.gates for each in gate.on_each())
+        verdicts = zip(gates, report.verdicts, strict=True)
         stages.append(
             PastStage(
                 name=report.name,

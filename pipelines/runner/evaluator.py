@@ -8,15 +8,18 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.common.dependency_recorder import Recording, recording
-from compress.common.errors import StageFailed
+from compress.common.errors import StageFailed, first_line
+from compress.core.devices import devices
 from compress.core.gates.cost import MeasuredOnVal
+from compress.core.gates.quality import LabelAgreement, Parity
 from compress.core.gates.runtime import baseline_name
 from compress.core.metrics.score import Score
 from compress.core.stage import evaluate_gates
+from compress.export.common.remote_device import RemoteDevice
 from compress.export.exporter import Exporter
 from compress.pipelines.planning.plan import PlannedStage, reads_all_outputs
 from compress.pipelines.results.measurements import JUDGED_QUICKLY, NOT_MEASURED, Measurements
@@ -24,6 +27,7 @@ from compress.pipelines.results.schema import (
     FIDELITY,
     SIMULATED_KINDS,
     ArtifactReport,
+    DeviceReport,
     StageReport,
 )
 from compress.pipelines.store.local import publish
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from compress.pipelines.store.entry import Entry
 
 T = TypeVar("T")
+LAYERS_ROWS = 16  # of `val`, on which the layers of a file are compared
 
 
 @dataclass
@@ -87,7 +92,10 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
     """Publish a stage's result, compare it with its input, evaluate its gates and measure it."""
     name = planned.name
     model, artifact = state.artifacts[planned.input], state.artifacts[name]
-    context, cache = state.context(name), MeasurementCache(state.entries[name], artifact)
+    cache = MeasurementCache(state.entries[name], artifact)
+    context = state.context(name)
+    # A gate `on` a device may be against this very file, here.
+    context = replace(context, artifacts={**context.artifacts, name: artifact})
     check_parity(state, planned, lookup, cache)
     # Before its gates: what they refuse is kept for a look, too.
     publish(artifact, state.out / "artifacts" / name)
@@ -95,6 +103,8 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
     with artifact.keep_loaded():
         evaluate = functools.partial(_evaluate_gate, state, planned, cache)
         verdicts = evaluate_gates(planned.stage.gates, model, artifact, context, evaluate)
+        used = dict.fromkeys(device for gate in planned.stage.gates for device in gate.on)
+        compared = tuple(_compare_device(device, state, name, cache) for device in used)
         if name in state.unmeasured:
             baseline = state.artifacts[state.plan.baseline]
             measurements = Measurements.sizes(artifact, baseline, context, state.why_unmeasured)
@@ -121,7 +131,49 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         unread_outputs={name: error for name, error in moved.items() if name in unread},
         # A stage from the cache was not trained: the folder may hold those of other settings.
         operators=() if lookup.cached else read_operator_tables(state.out / "profiles", name),
+        devices=compared,
         verdicts=verdicts,
+    )
+
+
+def _compare_device(
+    device: str, state: RunState, name: str, cache: MeasurementCache
+) -> DeviceReport:
+    """Compare the answers of a stage's file on a device with those here, and the baseline's."""
+    artifact, baseline = cache.artifact, state.artifacts[state.plan.baseline]
+    context, there = state.context(name), devices()[device]
+    labels = LabelAgreement(on=(device,))
+    has_labels = context.task is None or not labels.unsuitable_task(context.task)
+
+    def equal_labels(before: Artifact) -> float | None:
+        return labels.evaluate(before, artifact, context).value if has_labels else None
+
+    def measure() -> DeviceReport:
+        difference = Parity(atol=0, on=(device,)).evaluate(artifact, artifact, context).value
+        first = ""
+        if difference != 0 and isinstance(there, RemoteDevice):
+            from compress.export.onnx.first_difference import first_difference
+
+            inputs = next(context.comparison_inputs(artifact.signature))
+            rows = tuple(x[:LAYERS_ROWS] for x in inputs)
+            try:
+                first = first_difference(artifact.payload_path, there, rows, context.threads)
+            except Exception as error:  # noqa: BLE001 - the verdicts stand without a cause
+                first = f"not found: {first_line(error)}"
+        return DeviceReport(
+            device=device,
+            equal_labels=equal_labels(artifact),
+            equal_to_baseline=equal_labels(baseline),
+            largest_difference=difference,
+            first_difference=first,
+        )
+
+    key = {"compared on": f"{device} {there.version}", "against": baseline.digest}
+    return cache.get_or_measure(
+        {**key, **state.measurement_conditions(), **_conditions_of_calls(state, name)},
+        measure=measure,
+        load=DeviceReport.model_validate,
+        dump=lambda found: found.model_dump(mode="json"),
     )
 
 

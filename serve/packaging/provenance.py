@@ -155,7 +155,8 @@ def _history_section(history: History) -> list[str]:
         stages.append((*texts, stage.bytes, *counts, markdown_code(stage.digest)))
         for verdict in stage.verdicts:
             measured = "kept" if verdict.value is None else f"{verdict.value:.6g}"
-            rule, against = markdown_text(verdict.rule), markdown_text(verdict.against or "–")
+            rule = markdown_text(verdict.rule + verdict.located)
+            against = markdown_text(verdict.against or "–")
             verdicts.append((markdown_text(stage.name), rule, measured, against))
     return [
         _table(("what", "value"), facts),

@@ -145,7 +145,7 @@ def test_the_doctor_names_what_is_missing(hide_java: Callable[[], None]) -> None
     without = doctor.examine()
     assert without.programs == {"java": None, "g++": None}
     assert any("java" in need for need in without.stages["package_torchserve"])
-    assert any("apt-get install chromium" in need for need in without.stages["gate runs_in"])
+    assert any("apt-get install chromium" in need for need in without.stages["device web"])
     assert any(line.startswith("✗ package_torchserve: needs java") for line in without.lines())
 
 

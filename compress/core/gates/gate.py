@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
 
-from pydantic import Field, GetJsonSchemaHandler, JsonValue, TypeAdapter
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, JsonValue, TypeAdapter
 from pydantic_core import core_schema
 
 from compress.common.config import Settings, Unmet
-from compress.common.errors import CompressError, Unavailable, exits_refused
+from compress.common.errors import CompressError, PipelineInvalid, Unavailable, exits_refused
 from compress.common.requirements import Requirement, announced, unmet_in
+from compress.core.devices import device_named, devices, on_device
 from compress.core.verdict import Uncertainty, Verdict
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.objectives.task import Task
 
+COST_ELSEWHERE = (
+    "takes gates that judge answers, such as max_drop, label_agreement and parity: time and memory "
+    "in an emulator or a browser are not the device's, and a size is the same everywhere"
+)
 Measured = tuple[float, dict[str, float]]
 """A value, and that of each output by name; empty where it has none by output."""
 
@@ -34,6 +39,16 @@ class Gate(Settings):
     gate: str
     against: str | None = None
     """Earlier stage compared with, or `source`; by default the stage's input."""
+    on: Annotated[
+        tuple[str, ...],
+        BeforeValidator(
+            lambda on: (on,) if isinstance(on, str) else on,
+            json_schema_input_type=str | tuple[str, ...],
+        ),
+    ] = ()
+    """Devices that the stage's file is opened on instead of here, of `compress devices`: a name or
+    a list, each with a verdict of its own. What it is compared with answers here; `against` may
+    then also name the stage itself: the same file here."""
 
     limit_field: ClassVar[str]
     """The setting that holds the limit."""
@@ -69,6 +84,15 @@ class Gate(Settings):
     def unmet(self, context: Context) -> Iterator[Unmet]:
         """Yield what keeps the gate from being measured, known before anything runs."""
         yield from unmet_in(self, self.requirements, context)
+        needs = (need for name in self.on for need in device_named(name).requirements)
+        yield from (Unmet(("on",), n.problem, Unavailable, n.program) for n in needs if n.missing())
+
+    def on_each(self) -> Iterator[Gate]:
+        """Yield the gate for each of its devices; itself where it is measured here."""
+        if not self.on:
+            yield self
+        for name in self.on:
+            yield self.model_copy(update={"on": (name,)})
 
     def unmet_by(self, context: Context) -> Iterator[Unmet]:
         """Yield that there is no split to measure on."""
@@ -103,6 +127,13 @@ class Gate(Settings):
         """Return, before anything runs, why a limit or this type of result cannot be meant."""
         return ""
 
+    def unsuitable_device(self, written: type[Artifact]) -> str:
+        """Return why this cannot be measured on its devices, for this type of result."""
+        if self.on and not self.depends_on_batch:
+            return f"on: {COST_ELSEWHERE}"
+        found = (device_named(name).unopenable(written) for name in self.on)
+        return next(filter(None, found), "")
+
     def unsuitable_metric(self, metric: str) -> str:
         """Return, before anything runs, why the limit does not go with the pipeline's metric."""
         return ""
@@ -114,12 +145,17 @@ class Gate(Settings):
     def measurement_key(self) -> dict[str, JsonValue]:
         """Return the settings that change the measured value, its limit left out."""
         # Measured once per pair of artifacts: tightening a limit judges again without computing.
-        return self.model_dump(mode="json", exclude={self.limit_field, "against"})
+        key = self.model_dump(mode="json", exclude={self.limit_field, "against", "on"})
+        return key | {f"on {name}": devices()[name].version for name in self.on}
 
     def evaluate(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
         """Compare the measured value with the limit; raise Unavailable if a library is missing."""
         try:
             with exits_refused():
+                if problem := self.unsuitable_device(type(after)):
+                    raise PipelineInvalid(problem)
+                for name in self.on:
+                    after = on_device(name, after, context)
                 value, outputs = self.measure_by_output(before, after, context)
                 uncertainty = self.uncertainty(before, after, context)
                 return self.verdict(value, uncertainty=uncertainty, outputs=outputs)
@@ -158,6 +194,7 @@ class Gate(Settings):
             limit=self.limit,
             passed=passed,
             against=(self.against or "input") if self.compares else None,
+            on=", ".join(self.on),
             rule=self.rule_template.format_map(dict(self)),
             reason=reason,
             uncertainty=uncertainty,

@@ -136,7 +136,7 @@ def test_a_missing_compiler_is_named_in_the_error(mlp, graph, context, monkeypat
     [
         "runtime.runtime_named('onnxruntime').title == 'ONNX Runtime'",
         "runtime.runtime_named('a_stage') is None",
-        "compress.RunsIn(atol=1).requirements",
+        "'on web' in compress.Parity(atol=1, on='web').measurement_key()",
     ],
 )
 def test_a_runtime_is_found_where_no_exporter_was_imported(found: str) -> None:

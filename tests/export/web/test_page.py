@@ -1,4 +1,4 @@
-"""The page and the refusals of the gate, without a browser."""
+"""The page and the refusals of the device `web`, without a browser."""
 
 import base64
 import gzip
@@ -13,7 +13,8 @@ import torch
 import compress
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.export.web import page as page_module
-from compress.export.web.page import CHROMIUM, ONNXRUNTIME_WEB, SCRIPT, WASM
+from compress.export.web.device import CHROMIUM
+from compress.export.web.page import ONNXRUNTIME_WEB, SCRIPT, WASM
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
 from tests.export.builders import NETWORKS
@@ -24,7 +25,7 @@ version: 1
 code: {code}
 model: {{factory: "networks:mlp", inputs: [{{name: image, shape: [batch, 1, 8, 8]}}]}}
 stages:
-  - {{stage: {stage}, gates: [{{gate: runs_in, runtime: web, atol: 0.001}}]}}
+  - {{stage: {stage}, gates: [{{gate: parity, atol: 0.001, on: web}}]}}
 """
 
 
@@ -68,7 +69,7 @@ def test_the_page_holds_the_file_the_runtime_and_the_answers(
     assert unpacked(blocks["file-0"]) == (exported / "model.onnx").read_bytes()
     setup = json.loads(re.search(r'id="setup">(.+?)</script>', page)[1])
     assert setup["files"] == ["model.onnx"]
-    assert (setup["report"], setup["seconds"]) == ("", 0.001)
+    assert setup["seconds"] == 0.001
     assert setup["facts"]["Runtime"] == "onnxruntime-web 1.2.3"
     assert [size["rows"] for size in setup["sizes"]] == [2, 4]
     largest = 0.0
@@ -129,7 +130,7 @@ def test_a_plan_is_refused_where_the_package_or_chromium_is_not(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(CHROMIUM), "missing", lambda need: need is CHROMIUM)
-    with pytest.raises(Unavailable, match=r"runs_in.*chrom.*not installed; .*apt-get install"):
+    with pytest.raises(Unavailable, match=r"parity.*chrom.*not installed; .*apt-get install"):
         plan(tmp_path, "export_onnx")
     monkeypatch.setattr(type(CHROMIUM), "missing", lambda need: False)
     plan(tmp_path, "export_onnx")
@@ -138,8 +139,3 @@ def test_a_plan_is_refused_where_the_package_or_chromium_is_not(
         plan(tmp_path, "export_onnx")
     with pytest.raises(Unavailable, match=r"onnxruntime-web.*npm install .*ONNXRUNTIME_WEB"):
         bench(tmp_path / "page.html", torch.nn.Linear(4, 3), example_inputs=X)
-
-
-def test_other_files_than_onnx_are_refused(package: Path, tmp_path: Path) -> None:
-    with pytest.raises(PipelineInvalid, match=r"runs_in.*web runs onnx files, found torchscript"):
-        plan(tmp_path, "export_torchscript")

@@ -1,27 +1,24 @@
 """ONNX files in a real browser: headless Chromium, with onnxruntime-web from npm."""
 
-import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from compress import (
     ConvertPrecision,
+    Parity,
     QuantizeDynamic,
     QuantizeStatic,
     QuantizeWeights,
-    RunsIn,
     Stage,
 )
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from compress.common.forward import opened_model
 from compress.core.context import Context
+from compress.core.devices import devices
 from compress.export import ExportOnnx, OnnxModel
-from compress.export.web.page import CHROMIUM, ONNXRUNTIME_WEB, run_page
+from compress.export.web.device import CHROMIUM, Page
+from compress.export.web.page import ONNXRUNTIME_WEB
 from tests.export.builders import IMAGE_AND_CONTEXT, TOKENS, images, network, samples
 
 pytestmark = [
@@ -54,14 +51,17 @@ def file(mobilenet: EagerModel, context: Context) -> OnnxModel:
     return exported(mobilenet, context)
 
 
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the name of onnxruntime-web."""
+    (tmp_path / "package.json").write_text('{"name": "onnxruntime-web", "version": "1"}')
+    monkeypatch.setenv(ONNXRUNTIME_WEB.variable, str(tmp_path))
+
+
 @needs_package
-def test_a_file_answers_in_the_browser_as_here(
-    file: OnnxModel, context: Context, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        verdict = RunsIn(atol=1e-6, batch=8).evaluate(file, file, context)
-    assert (verdict.passed, verdict.reason) == (True, "")
-    assert "a call of 8 takes " in caplog.text
+def test_a_file_answers_in_the_browser_as_here(file: OnnxModel, context: Context) -> None:
+    verdict = Parity(atol=1e-6, on="web").evaluate(file, file, context)
+    assert (verdict.passed, verdict.reason, verdict.on) == (True, "", "web")
 
 
 @needs_package
@@ -80,7 +80,7 @@ def test_quantized_files_answer_in_the_browser_as_here(
 ) -> None:
     file = exported(mobilenet, context, stage)
     assert operator in file.manifest.facts["operators"]
-    verdict = RunsIn(atol=1e-6, batch=8).evaluate(mobilenet, file, context)
+    verdict = Parity(atol=1e-6, on="web").evaluate(file, file, context)
     assert (verdict.passed, verdict.reason) == (True, "")
 
 
@@ -92,65 +92,53 @@ def test_inputs_of_several_types_and_shapes(tmp_path: Path) -> None:
     ):
         context = Context(root=tmp_path / factory.partition(":")[2])
         file = exported(network(context.root / "model", factory, signature), context)
-        verdict = RunsIn(atol=1e-6).evaluate(file, file, context)
+        verdict = Parity(atol=1e-6, on="web").evaluate(file, file, context)
         assert (verdict.passed, verdict.reason) == (True, "")
 
 
-class Shifted(OnnxModel):
-    """A file whose answers here are others than those of its runtime in a browser."""
-
-    shift = 0.5
-
-    @opened_model
-    def open(self, device: str = "cpu", threads: int = 1) -> Iterator:
-        with super().open(device, threads) as predict:
-            yield lambda *inputs: tuple(y + self.shift for y in predict(*inputs))
-
-
 @needs_package
-@pytest.mark.parametrize(("shift", "value"), [(0.5, 0.5), (float("nan"), None)])
 def test_other_answers_are_refused(
-    file: OnnxModel, context: Context, shift: float, value: float | None
+    file: OnnxModel, mobilenet: EagerModel, context: Context
 ) -> None:
-    shifted = Shifted(file.path, file.manifest, file.digest)
-    shifted.shift = shift
-    verdict = RunsIn(atol=0.4).evaluate(file, shifted, context)
+    int8 = exported(mobilenet, context, QuantizeStatic(calibration_samples=64))
+    verdict = Parity(atol=1e-6, on="web").evaluate(int8, file, context)
     assert not verdict.passed
-    assert verdict.value == (value and pytest.approx(value, abs=1e-6))
-    assert value or "an output is NaN" in verdict.reason
+    here = Parity(atol=1e-6).evaluate(int8, file, context)
+    assert verdict.value == pytest.approx(here.value, abs=1e-5)
 
 
 @needs_package
-def test_what_the_browser_cannot_open_is_an_error(
-    file: OnnxModel, context: Context, tmp_path: Path
+def test_what_the_browser_cannot_open_is_an_error_that_leaves_it_open(
+    file: OnnxModel, tmp_path: Path
 ) -> None:
-    class Damaged(OnnxModel):
-        def verify_cached(self) -> None:
-            """Let other bytes pass."""
-
-        @contextmanager
-        def open(self, device: str = "cpu", threads: int = 1) -> Iterator:
-            yield lambda *inputs: inputs
-
     (tmp_path / "model.onnx").write_bytes(b"no model")
-    damaged = Damaged(tmp_path, file.manifest, file.digest)
-    verdict = RunsIn(atol=1).evaluate(file, damaged, context)
-    assert verdict.reason.startswith("does not run in onnxruntime-web ")
-    assert "protobuf parsing failed" in verdict.reason
+    browser = devices()["web"]
+    with (
+        pytest.raises(StageFailed, match=r"does not run on web .*protobuf parsing failed"),
+        browser.open_files([tmp_path / "model.onnx"], 1),
+    ):
+        pass
+    with browser.open(file, 1) as predict:
+        assert predict(images(2))[0].shape[0] == 2
 
 
-def test_a_page_that_reports_nothing_is_given_up() -> None:
-    begin = time.monotonic()
-    with pytest.raises(StageFailed, match="reported nothing within 3 s"):
-        run_page("<!doctype html><p>silence", deadline_s=3)
-    assert time.monotonic() - begin < 60
-    assert run_page("<script>fetch('report', {method: 'POST', body: '[1]'})</script>", 60) == [1]
+def test_a_page_that_answers_nothing_is_given_up(tmp_path: Path, package: None) -> None:
+    (tmp_path / "page.html").write_text("<!doctype html><p>silence")
+    page = Page(tmp_path / "page.html")
+    with pytest.raises(StageFailed, match="answered nothing within 1 s"):
+        page.exchange(b"frame", 1)
+    page.close()
+    assert page._process.poll() is not None
 
 
-def test_a_browser_that_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_browser_that_ends_is_an_error(
+    tmp_path: Path, package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / CHROMIUM.what
     program.write_text("#!/bin/sh\necho cannot start\nexit 7\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    page = Page(tmp_path / "page.html")
     with pytest.raises(StageFailed, match="ended with exit code 7: cannot start"):
-        run_page("", deadline_s=60)
+        page.exchange(b"frame", 60)
+    page.close()

@@ -75,7 +75,6 @@ REQUIRED: dict[str, list[dict[str, Any]]] = {
     "min_integer_macs": [{"share": 0.5}],
     "min_tokens_per_second": [{"at": 5}],
     "max_first_token": [{"ms": 5}],
-    "runs_in": [{"runtime": "web", "atol": 1e-3}],
 }
 """Required settings of stages and gates, and variants of them; the others have none."""
 NESTED: list[tuple[type[Settings], dict[str, Any]]] = [

@@ -1,0 +1,107 @@
+"""Devices whose far end runs ONNX files in another process, which is started once and kept."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from compress.common.errors import StageFailed
+from compress.common.lazy_modules import torch
+from compress.core.devices import Device
+from compress.export.common.remote_session import pack, unpack
+
+if TYPE_CHECKING:
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
+
+DEADLINE_S = 600.0
+"""Longest wait for one answer: to opening a file, or to one batch."""
+
+
+class FarEnd(Protocol):
+    """A process that answers frames."""
+
+    def exchange(self, frame: bytes, deadline_s: float) -> bytes:
+        """Return the answer to a frame; raise StageFailed where the process ends, or is late."""
+        ...
+
+    def close(self) -> None:
+        """End the process."""
+        ...
+
+
+class RemoteDevice(Device):
+    """A device that opens ONNX files in another process, one for all files of a run."""
+
+    kinds = frozenset({"onnx"})
+    reads_files = False
+    """Whether the process reads this machine's files, and needs no copy of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._far_end: FarEnd | None = None
+
+    @abstractmethod
+    def start(self) -> FarEnd:
+        """Start the process; raise Unavailable where something that it takes is missing."""
+
+    @contextmanager
+    def open(self, artifact: Artifact, threads: int) -> Iterator[Predictor]:
+        """Open an artifact's file as onnxruntime does by default."""
+        # The graph comes first, before the weights that a large one has beside it.
+        names = sorted(artifact.model_files, key=lambda name: name != artifact.payload_name)
+        with self.open_files([artifact.path / name for name in names], threads) as predict:
+            yield predict
+
+    @contextmanager
+    def open_files(
+        self, files: Sequence[Path], threads: int, *, optimized: bool = True
+    ) -> Iterator[Predictor]:
+        """Open a graph's file and those of its weights, on request without rewriting the graph."""
+        session = uuid.uuid4().hex
+
+        def ask(do: str, arrays: Sequence[Any] = (), **more: Any) -> list[Any]:
+            return self._ask({"do": do, "session": session, **more}, arrays)
+
+        def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(map(torch.from_numpy, ask("run", [x.cpu().numpy() for x in inputs])))
+
+        paths = [str(file.absolute()) if self.reads_files else file.name for file in files]
+        copies = [] if self.reads_files else [np.fromfile(file, np.uint8) for file in files]
+        ask("open", copies, files=paths, threads=threads, optimized=optimized)
+        try:
+            yield predict
+        finally:
+            with suppress(StageFailed):  # the process has ended
+                ask("close")
+
+    def _ask(self, header: dict[str, Any], arrays: Sequence[Any]) -> list[Any]:
+        with self._lock:
+            if self._far_end is None:
+                if header["do"] == "close":
+                    return []
+                self._far_end = self.start()
+                atexit.register(self.close)
+            try:
+                reply, outputs = unpack(self._far_end.exchange(pack(header, arrays), DEADLINE_S))
+            except BaseException:
+                self.close()
+                raise
+        if "error" in reply:
+            raise StageFailed(f"does not run on {self.title}: {reply['error']}")
+        return outputs
+
+    def close(self) -> None:
+        """End the process; the next call starts another."""
+        atexit.unregister(self.close)
+        if self._far_end is not None:
+            self._far_end.close()
+        self._far_end = None

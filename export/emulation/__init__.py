@@ -1,0 +1,1 @@
+"""Processors in emulation: ONNX Runtime's kernels for them, run by QEMU."""
