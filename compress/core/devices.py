@@ -43,11 +43,6 @@ class Device(ABC):
     def open(self, artifact: Artifact, threads: int) -> AbstractContextManager[Predictor]:
         """Open an artifact of one of the kinds; raise StageFailed where it does not run there."""
 
-    def unopenable(self, kind: type[Artifact]) -> str:
-        """Return why it does not open artifacts of a kind; empty where it does."""
-        opens = " and ".join(sorted(self.kinds))
-        return "" if kind.kind in self.kinds else f"{self.name} opens {opens}, found {kind.kind}"
-
     def prepare(self, qemu: Path | None, announce: Callable[[str], None]) -> None:
         """Fetch what it needs, with a QEMU of the user's if one is given; announce what.
 
@@ -87,14 +82,6 @@ def device_named(name: str) -> Device:
     if name not in devices():
         raise PipelineInvalid(f"there is no device {name!r}; known: {', '.join(devices())}")
     return devices()[name]
-
-
-def lacking() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return each device's title, and what it needs that is missing here."""
-    return {
-        name: (device.title, tuple(n.problem for n in device.requirements if n.missing()))
-        for name, device in devices().items()
-    }
 
 
 def on_device(name: str, artifact: Artifact, context: Context) -> Artifact:

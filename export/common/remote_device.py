@@ -19,6 +19,8 @@ from compress.core.devices import Device
 from compress.export.common.remote_session import pack, unpack
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
 
@@ -53,13 +55,11 @@ class RemoteDevice(Device):
     def start(self) -> FarEnd:
         """Start the process; raise Unavailable where something that it takes is missing."""
 
-    @contextmanager
-    def open(self, artifact: Artifact, threads: int) -> Iterator[Predictor]:
+    def open(self, artifact: Artifact, threads: int) -> AbstractContextManager[Predictor]:
         """Open an artifact's file as onnxruntime does by default."""
         # The graph comes first, before the weights that a large one has beside it.
         names = sorted(artifact.model_files, key=lambda name: name != artifact.payload_name)
-        with self.open_files([artifact.path / name for name in names], threads) as predict:
-            yield predict
+        return self.open_files([artifact.path / name for name in names], threads)
 
     @contextmanager
     def open_files(
@@ -102,6 +102,6 @@ class RemoteDevice(Device):
     def close(self) -> None:
         """End the process; the next call starts another."""
         atexit.unregister(self.close)
-        if self._far_end is not None:
-            self._far_end.close()
-        self._far_end = None
+        far_end, self._far_end = self._far_end, None
+        if far_end is not None:
+            far_end.close()

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed, describe_exit_code
-from compress.common.requirements import Requirement, require_all
+from compress.common.requirements import Requirement
 from compress.export.common import remote_session
 from compress.export.common.remote_device import RemoteDevice
-from compress.export.emulation.sysroot import find_sysroot, prepare
+from compress.export.emulation.sysroot import PACKAGES, find_sysroot, prepare, python_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-START = "import sys; sys.path += sys.argv[1:]; import remote_session; remote_session.serve()"
-"""What the far end runs: that module, without the rest of the toolkit."""
+START = (
+    *("-c", "import sys; sys.path += sys.argv[1:]; import remote_session; remote_session.serve()"),
+    str(Path(remote_session.__file__).parent),
+)
+"""Arguments of the Python at the far end: it runs that module, without the rest of the toolkit."""
 
 
 class PreparedSysroot(Requirement):
@@ -50,45 +53,41 @@ class EmulatedProcessor(RemoteDevice):
     @property
     def version(self) -> str:
         """The CPU's name in QEMU, and the digest of everything that was fetched."""
-        sysroot = find_sysroot(self.architecture)
-        return f"{self.cpu} {sysroot.folder.name if sysroot else ''}"
+        folder = find_sysroot(self.architecture)
+        return f"{self.cpu} {folder.name if folder else ''}"
 
     def prepare(self, qemu: Path | None, announce: Callable[[str], None]) -> None:
         """Fetch Python and onnxruntime for the instruction set, and QEMU."""
         prepare(self.architecture, self.cpu, qemu, announce)
 
-    def start(self) -> EmulatedProcess:
+    def start(self) -> PythonProcess:
         """Start Python and onnxruntime in QEMU."""
-        require_all(self.requirements, f"on {self.name}")
-        return EmulatedProcess(self)
+        folder = find_sysroot(self.architecture)
+        assert folder is not None  # it is one of the requirements
+        python = python_command(folder, self.architecture, self.cpu)
+        return PythonProcess(self.title, [*python, *START, str(folder / PACKAGES)])
 
 
-class EmulatedProcess:
-    """Python in QEMU, which answers frames on pipes."""
+class PythonProcess:
+    """A Python that answers frames on pipes."""
 
-    def __init__(self, device: EmulatedProcessor) -> None:
-        sysroot = find_sysroot(device.architecture)
-        assert sysroot is not None
-        self._title, self._log = device.title, tempfile.TemporaryFile()  # noqa: SIM115 - kept open
-        paths = [str(sysroot.packages), str(Path(remote_session.__file__).parent)]
+    def __init__(self, title: str, command: Sequence[str]) -> None:
+        self._title, self._log = title, tempfile.TemporaryFile()  # noqa: SIM115 - kept open
         # It ends with this process, whose end closes its standard input.
-        self._process = subprocess.Popen(
-            [*sysroot.python(device.cpu), "-c", START, *paths],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={},
-        )
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log, env={})
 
     def exchange(self, frame: bytes, deadline_s: float) -> bytes:
         """Return the answer to a frame."""
         process, reply = self._process, None
         timer = threading.Timer(deadline_s, process.kill)
         timer.start()
-        with suppress(OSError):  # it has ended
-            remote_session.write_frame(process.stdin, frame)  # type: ignore[arg-type]
-            reply = remote_session.read_frame(process.stdout)  # type: ignore[arg-type]
-        timer.cancel()
+        try:
+            with suppress(OSError):  # it has ended
+                remote_session.write_frame(process.stdin, frame)  # type: ignore[arg-type]
+                reply = remote_session.read_frame(process.stdout)  # type: ignore[arg-type]
+        finally:
+            timer.cancel()  # or Ctrl-C would leave this process waiting for it
         if reply is not None:
             return reply
         self._log.seek(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -16,7 +17,7 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
-from compress.common.errors import StageFailed, Unavailable, describe_exit_code
+from compress.common.errors import StageFailed, describe_exit_code
 from compress.common.requirements import Requirement
 from compress.export.common.remote_device import DEADLINE_S, RemoteDevice
 from compress.export.web.page import ONNXRUNTIME_WEB, SCRIPT, WASM
@@ -32,7 +33,10 @@ OPTIONS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     # The page needs nothing from elsewhere, and gets nothing.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    # Chromium ends when the other end of its descriptor 3 is closed, however this process ends.
+    "--remote-debugging-pipe",
 )
+START = ("sh", "-c", 'exec "$0" "$@" 3<&0 4>/dev/null </dev/null')
 PAGE = Path(__file__).with_name("session.html")
 POLL_S = 60
 """How long the page waits for a frame before it asks again: browsers give requests up."""
@@ -60,34 +64,37 @@ class Page:
     # Chromium alone: Playwright or a driver would add a package, and the page asks by itself.
 
     def __init__(self, page: Path) -> None:
-        if (program := CHROMIUM.program_path()) is None:
-            raise Unavailable(f"needs {CHROMIUM.what}, which was not found; {CHROMIUM.install}")
         dist = ONNXRUNTIME_WEB.need_folder() / "dist"
-        # Other pages and processes of this machine do not know the address.
+        # Other pages, processes and users of this machine do not know the address.
         root = f"/{secrets.token_hex(16)}/"
         files = {
-            root: (page, "text/html; charset=utf-8"),
-            f"{root}ort.mjs": (dist / SCRIPT, "text/javascript"),
-            f"{root}ort.wasm": (dist / WASM, "application/wasm"),
+            root: (page.read_bytes(), "text/html; charset=utf-8"),
+            f"{root}ort.mjs": ((dist / SCRIPT).read_bytes(), "text/javascript"),
+            f"{root}ort.wasm": ((dist / WASM).read_bytes(), "application/wasm"),
         }
         self._frames, self._replies = SimpleQueue[bytes](), SimpleQueue[bytes]()
         handler = _handler(files, f"{root}exchange", self._frames, self._replies)
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         self._folder = TemporaryDirectory(prefix="compress-chromium-", ignore_cleanup_errors=True)
         self._log = Path(self._folder.name, "log")
         # Chromium refuses its sandbox to root.
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
         profile = f"--user-data-dir={self._folder.name}/profile"
-        address = f"http://127.0.0.1:{self._server.server_port}{root}"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [program, *OPTIONS, *sandbox, profile, address],
-                stdin=subprocess.DEVNULL,
+                [*START, CHROMIUM.what, *OPTIONS, *sandbox, profile],
+                bufsize=0,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        url = {"url": f"http://127.0.0.1:{self._server.server_port}{root}"}
+        # Not as an argument, which every user of this machine can read.
+        command = {"id": 1, "method": "Target.createTarget", "params": url}
+        with suppress(BrokenPipeError):  # it has ended
+            self._process.stdin.write(json.dumps(command).encode() + b"\0")  # type: ignore[union-attr]
 
     def exchange(self, frame: bytes, deadline_s: float) -> bytes:
         """Return the page's answer to a frame."""
@@ -105,14 +112,14 @@ class Page:
         """Kill Chromium and its processes."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.communicate()
         self._server.shutdown()
         self._server.server_close()
         self._folder.cleanup()
 
 
 def _handler(
-    files: dict[str, tuple[Path, str]],
+    files: dict[str, tuple[bytes, str]],
     exchange: str,
     frames: SimpleQueue[bytes],
     replies: SimpleQueue[bytes],
@@ -125,12 +132,11 @@ def _handler(
             if self.path not in files:
                 self.send_error(404)
                 return
-            file, kind = files[self.path]
-            self._send(200, file.read_bytes(), kind)
+            self._send(200, *files[self.path])
 
         def do_POST(self) -> None:
             """Take an answer, if there is one, and send the next frame."""
-            if self.path != exchange:
+            if not secrets.compare_digest(self.path.encode(), exchange.encode()):
                 self.send_error(404)
                 return
             if size := int(self.headers.get("Content-Length", 0)):

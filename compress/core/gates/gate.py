@@ -131,8 +131,11 @@ class Gate(Settings):
         """Return why this cannot be measured on its devices, for this type of result."""
         if self.on and not self.depends_on_batch:
             return f"on: {COST_ELSEWHERE}"
-        found = (device_named(name).unopenable(written) for name in self.on)
-        return next(filter(None, found), "")
+        for device in map(device_named, self.on):
+            if written.kind not in device.kinds:
+                opens = " and ".join(sorted(device.kinds))
+                return f"{device.name} opens {opens}, found {written.kind}"
+        return ""
 
     def unsuitable_metric(self, metric: str) -> str:
         """Return, before anything runs, why the limit does not go with the pipeline's metric."""
@@ -149,7 +152,13 @@ class Gate(Settings):
         return key | {f"on {name}": devices()[name].version for name in self.on}
 
     def evaluate(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
-        """Compare the measured value with the limit; raise Unavailable if a library is missing."""
+        """Compare the measured value with the limit; raise Unavailable if a library is missing.
+
+        Of several devices, return the verdict on the first that refuses, else on the first.
+        """
+        if len(self.on) > 1:
+            verdicts = [each.evaluate(before, after, context) for each in self.on_each()]
+            return min(verdicts, key=lambda verdict: verdict.passed)
         try:
             with exits_refused():
                 if problem := self.unsuitable_device(type(after)):
