@@ -15,7 +15,7 @@ import torch
 
 from compress import LabelAgreement, MaxLatency, Parity, QuantizeStatic, QuantizeWeights
 from compress.artifacts.artifact import Artifact
-from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
+from compress.common.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
 from compress.common.forward import Predictor
 from compress.core.context import Context
 from compress.core.devices import Device, OnDevice, devices
@@ -208,6 +208,39 @@ def test_one_process_answers_for_all_files_and_errors_leave_it(
         pass
     assert first_difference(file.payload_path, native, (images(4),), 1).startswith("none alone: ")
     assert native._far_end is kept
+
+
+class Broken(Native):
+    """A device that fails, and answers with another number once it is repaired."""
+
+    is_broken = True
+
+    @contextmanager
+    def open(self, artifact: Artifact, threads: int) -> Iterator[Predictor]:
+        if self.is_broken:
+            raise StageFailed("the device is broken")
+        with super().open(artifact, threads) as predict:
+            yield lambda *inputs: tuple(y + 0.5 for y in predict(*inputs))
+
+
+def test_the_report_says_why_nothing_was_compared_and_the_next_run_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(devices(), "native", device := Broken())
+    gate = "{gate: parity, atol: 1, on: native}"
+    text = PIPELINE.format(code=NETWORKS, stage="export_onnx", gate=gate)
+    (tmp_path / "p.yaml").write_text(text.replace("batch, 1", "4, 1"))  # always four rows
+    pipeline = Pipeline.from_yaml(tmp_path / "p.yaml")
+    with pytest.raises(GateRefused, match="the device is broken"):
+        pipeline.run(tmp_path / "run", judge="quick")
+    page = (tmp_path / "run/report.html").read_text()
+    assert '<td class="wrap">the device is broken</td>' in page
+    device.is_broken = False
+    (row,) = pipeline.run(tmp_path / "run", judge="quick").stages[-1].devices
+    device.close()
+    assert row.problem == ""
+    assert row.largest_difference == pytest.approx(0.5, abs=1e-6)
+    assert row.first_difference.startswith("none alone: ")
 
 
 def test_a_process_that_ends_or_is_late_is_an_error(
