@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
-import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compress.common.errors import StageFailed, describe_exit_code
 from compress.common.requirements import Requirement
 from compress.export.common import remote_session
-from compress.export.common.remote_device import RemoteDevice
+from compress.export.common.remote_device import FarEnd, RemoteDevice
 from compress.export.emulation.sysroot import PACKAGES, find_sysroot, prepare, python_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 START = (
     *("-c", "import sys; sys.path += sys.argv[1:]; import remote_session; remote_session.serve()"),
@@ -60,46 +55,12 @@ class EmulatedProcessor(RemoteDevice):
         """Fetch Python and onnxruntime for the instruction set, and QEMU."""
         prepare(self.architecture, self.cpu, qemu, announce)
 
-    def start(self) -> PythonProcess:
+    def start(self) -> FarEnd:
         """Start Python and onnxruntime in QEMU."""
         folder = find_sysroot(self.architecture)
         assert folder is not None  # it is one of the requirements
         python = python_command(folder, self.architecture, self.cpu)
-        return PythonProcess(self.title, [*python, *START, str(folder / PACKAGES)])
-
-
-class PythonProcess:
-    """A Python that answers frames on pipes."""
-
-    def __init__(self, title: str, command: Sequence[str]) -> None:
-        self._title, self._log = title, tempfile.TemporaryFile()  # noqa: SIM115 - kept open
-        # It ends with this process, whose end closes its standard input.
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log, env={})
-
-    def exchange(self, frame: bytes, deadline_s: float) -> bytes:
-        """Return the answer to a frame."""
-        process, reply = self._process, None
-        timer = threading.Timer(deadline_s, process.kill)
-        timer.start()
-        try:
-            with suppress(OSError):  # it has ended
-                remote_session.write_frame(process.stdin, frame)  # type: ignore[arg-type]
-                reply = remote_session.read_frame(process.stdout)  # type: ignore[arg-type]
-        finally:
-            timer.cancel()  # or Ctrl-C would leave this process waiting for it
-        if reply is not None:
-            return reply
-        self._log.seek(0)
-        *_, last = "", *self._log.read().decode(errors="replace").splitlines()
-        ended = describe_exit_code(process.wait(deadline_s))
-        raise StageFailed(f"{self._title}: {ended}, or took over {deadline_s:g} s; {last}")
-
-    def close(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
+        return FarEnd(self.title, [*python, *START, str(folder / PACKAGES)], env={})
 
 
 PROCESSORS: dict[str, EmulatedProcessor] = {

@@ -23,8 +23,8 @@ from compress.core.gates.gate import Gate
 from compress.core.verdict import explain
 from compress.export import ExportOnnx, OnnxModel
 from compress.export.common import remote_session
-from compress.export.common.remote_device import RemoteDevice
-from compress.export.emulation.processor import PROCESSORS, START, PythonProcess
+from compress.export.common.remote_device import FarEnd, RemoteDevice
+from compress.export.emulation.processor import PROCESSORS, START
 from compress.export.onnx.first_difference import first_difference
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
@@ -183,8 +183,8 @@ class Native(RemoteDevice):
     reads_files = True
     arguments = START
 
-    def start(self) -> PythonProcess:
-        return PythonProcess(self.title, [sys.executable, *self.arguments])
+    def start(self) -> FarEnd:
+        return FarEnd(self.title, [sys.executable, *self.arguments], env={})
 
 
 @pytest.fixture
@@ -263,13 +263,13 @@ def test_an_interrupted_call_leaves_neither_process_nor_timer(
     process = native.start()
     monkeypatch.setattr(native, "start", lambda: process)
 
-    def interrupt(stream: object) -> bytes:
+    def interrupt(frame: bytes) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(remote_session, "read_frame", interrupt)
+    monkeypatch.setattr(process, "answer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         native._ask({"do": "run", "session": ""}, [])
-    assert process._process.returncode is not None
+    assert process.process.returncode is not None
     assert not [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
 
 

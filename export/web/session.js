@@ -1,15 +1,29 @@
-<!doctype html>
-<meta charset="utf-8">
-<title>ONNX Runtime in this browser</title>
-<script type="module">
-import * as ort from "./ort.mjs"
-ort.env.wasm.numThreads = 1
-ort.env.wasm.wasmBinary = await (await fetch("ort.wasm")).arrayBuffer()
-
+// Evaluated in a page without content; device.py sends bytes to it in base64, in parts.
 const ARRAYS = {
   float32: Float32Array, float64: Float64Array, float16: Uint16Array, int64: BigInt64Array,
   int32: Int32Array, int16: Int16Array, int8: Int8Array, uint64: BigUint64Array,
   uint32: Uint32Array, uint16: Uint16Array, uint8: Uint8Array, bool: Uint8Array,
+}
+
+let parts = []
+async function receive(base64) {
+  parts.push(await (await fetch(`data:application/octet-stream;base64,${base64}`)).blob())
+}
+
+function received(type = "") {
+  const content = new Blob(parts, {type})
+  parts = []
+  return content
+}
+
+let ort
+async function load_script() {
+  ort = await import(URL.createObjectURL(received("text/javascript")))
+  ort.env.wasm.numThreads = 1
+}
+
+async function load_wasm() {
+  ort.env.wasm.wasmBinary = await received().arrayBuffer()
 }
 
 // Frames as in remote_session.py: the length of a JSON header, the header, the bytes of the arrays.
@@ -33,7 +47,7 @@ function pack(header, tensors = []) {
 }
 
 const sessions = {}
-async function answer(frame) {
+async function answer_frame(frame) {
   const [header, tensors] = unpack(frame)
   const session = sessions[header.session]
   if (header.do === "run") {
@@ -53,14 +67,14 @@ async function answer(frame) {
   return pack({})
 }
 
-// Each request carries the answer to the one before; without a next one the server says 204.
-let reply = null
-for (;;) {
-  const response = await fetch("exchange", {method: "POST", body: reply})
-  reply = null
-  if (response.status === 200) {
-    const frame = await response.arrayBuffer()
-    reply = await answer(frame).catch(error => pack({error: String(error?.message ?? error)}))
-  }
+// Return the answer to the frame that was received, in base64.
+async function answer() {
+  const frame = await received().arrayBuffer()
+  const reply = await answer_frame(frame).catch(error => pack({error: String(error?.message ?? error)}))
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader()
+    reader.onload = () => resolve(reader.result.slice(reader.result.indexOf(",") + 1))
+    reader.onerror = () => reject(reader.error)
+    reader.readAsDataURL(reply)
+  })
 }
-</script>
