@@ -15,8 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from compress.common.errors import StageFailed, describe_exit_code
 from compress.common.lazy_modules import torch
 from compress.core.devices import Device
@@ -85,8 +83,6 @@ class RemoteDevice(Device):
     """A device that opens ONNX files in another process, one for all files of a run."""
 
     kinds = frozenset({"onnx"})
-    reads_files = False
-    """Whether the process reads this machine's files, and needs no copy of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -115,9 +111,8 @@ class RemoteDevice(Device):
         def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return tuple(map(torch.from_numpy, ask("run", [x.cpu().numpy() for x in inputs])))
 
-        paths = [str(file.absolute()) if self.reads_files else file.name for file in files]
-        copies = [] if self.reads_files else [np.fromfile(file, np.uint8) for file in files]
-        ask("open", copies, files=paths, threads=threads, optimized=optimized)
+        paths = [str(file.absolute()) for file in files]
+        ask("open", files=paths, threads=threads, optimized=optimized)
         try:
             yield predict
         finally:

@@ -33,8 +33,6 @@ class PreparedSysroot(Requirement):
 class EmulatedProcessor(RemoteDevice):
     """A processor that QEMU emulates: onnxruntime chooses its kernels as on the real one."""
 
-    reads_files = True
-
     def __init__(self, name: str, architecture: str, cpu: str, about: str) -> None:
         super().__init__()
         self.name, self.architecture, self.cpu = name, architecture, cpu

@@ -1,29 +1,19 @@
-// Evaluated in a page without content; device.py sends bytes to it in base64, in parts.
+// Evaluated in a page without content by device.py.
 const ARRAYS = {
   float32: Float32Array, float64: Float64Array, float16: Uint16Array, int64: BigInt64Array,
   int32: Int32Array, int16: Int16Array, int8: Int8Array, uint64: BigUint64Array,
   uint32: Uint32Array, uint16: Uint16Array, uint8: Uint8Array, bool: Uint8Array,
 }
 
-let parts = []
-async function receive(base64) {
-  parts.push(await (await fetch(`data:application/octet-stream;base64,${base64}`)).blob())
-}
-
-function received(type = "") {
-  const content = new Blob(parts, {type})
-  parts = []
-  return content
-}
+// device.py sets the files, as browsers read them fastest: of a frame, and of the model to open.
+const input = Object.assign(document.createElement("input"), {type: "file", multiple: true})
 
 let ort
-async function load_script() {
-  ort = await import(URL.createObjectURL(received("text/javascript")))
+async function load() {
+  const [script, wasm] = input.files
+  ort = await import(URL.createObjectURL(script.slice(0, script.size, "text/javascript")))
   ort.env.wasm.numThreads = 1
-}
-
-async function load_wasm() {
-  ort.env.wasm.wasmBinary = await received().arrayBuffer()
+  ort.env.wasm.wasmBinary = await wasm.arrayBuffer()
 }
 
 // Frames as in remote_session.py: the length of a JSON header, the header, the bytes of the arrays.
@@ -47,8 +37,8 @@ function pack(header, tensors = []) {
 }
 
 const sessions = {}
-async function answer_frame(frame) {
-  const [header, tensors] = unpack(frame)
+async function answer_frame(frame, ...models) {
+  const [header, tensors] = unpack(await frame.arrayBuffer())
   const session = sessions[header.session]
   if (header.do === "run") {
     const feeds = Object.fromEntries(tensors.map((tensor, i) => [session.inputNames[i], tensor]))
@@ -58,7 +48,8 @@ async function answer_frame(frame) {
   if (session) await session.release()
   delete sessions[header.session]
   if (header.do === "open") {
-    const files = header.files.map((path, i) => ({path, data: tensors[i].data}))
+    const files = await Promise.all(models.map(
+      async file => ({path: file.name, data: new Uint8Array(await file.arrayBuffer())})))
     sessions[header.session] = await ort.InferenceSession.create(files[0].data, {
       executionProviders: ["wasm"], externalData: files.slice(1),
       graphOptimizationLevel: header.optimized ? "all" : "disabled",
@@ -67,10 +58,10 @@ async function answer_frame(frame) {
   return pack({})
 }
 
-// Return the answer to the frame that was received, in base64.
+// Return the answer to the frame in the first file, in base64.
 async function answer() {
-  const frame = await received().arrayBuffer()
-  const reply = await answer_frame(frame).catch(error => pack({error: String(error?.message ?? error)}))
+  const failed = error => pack({error: String(error?.message ?? error)})
+  const reply = await answer_frame(...input.files).catch(failed)
   return new Promise((resolve, reject) => {
     const reader = new FileReader()
     reader.onload = () => resolve(reader.result.slice(reader.result.indexOf(",") + 1))

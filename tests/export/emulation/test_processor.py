@@ -180,7 +180,6 @@ class Native(RemoteDevice):
     """The far end on this processor, without an emulator."""
 
     name, title, requirements, version = "native", "native (a test)", (), ""
-    reads_files = True
     arguments = START
 
     def start(self) -> FarEnd:
@@ -270,7 +269,9 @@ def test_an_interrupted_call_leaves_neither_process_nor_timer(
     with pytest.raises(KeyboardInterrupt):
         native._ask({"do": "run", "session": ""}, [])
     assert process.process.returncode is not None
-    assert not [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
+    for timer in (t for t in threading.enumerate() if isinstance(t, threading.Timer)):
+        timer.join(10)
+        assert not timer.is_alive()
 
 
 def test_what_a_library_prints_is_no_frame(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.core.devices import devices
 from compress.export import ExportOnnx, OnnxModel
+from compress.export.onnx.first_difference import first_difference
 from compress.export.web.device import CHROMIUM, Page
 from compress.export.web.page import ONNXRUNTIME_WEB, SCRIPT, WASM
 from tests.export.builders import IMAGE_AND_CONTEXT, TOKENS, images, network, samples
@@ -129,6 +130,9 @@ def test_what_the_browser_cannot_open_is_an_error_that_leaves_it_open(
         pass
     with browser.open(file, 1) as predict:
         assert predict(images(2))[0].shape[0] == 2
+    # Layers are compared by a graph with its weights in a file beside it.
+    found = first_difference(file.payload_path, browser, (images(2),), 1)
+    assert found.startswith("none alone: ") or "products are added in another order" in found
 
 
 def test_a_page_that_answers_nothing_is_given_up(tmp_path: Path, package: None) -> None:
