@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from compress.artifacts.artifact import Artifact
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.forward import Predictor, opened_model
 from compress.common.requirements import Requirement, announced, require_all
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
     from pathlib import Path
-
-    from compress.core.context import Context
 
 
 class Device(ABC):
@@ -73,8 +71,12 @@ class OnDevice(Artifact):
 @cache
 def devices() -> dict[str, Device]:
     """Return every device by its name; Unavailable where a package's cannot be imported."""
-    groups = announced("compress.devices", "device").values()
-    return {name: device for group in groups for name, device in group.items()}
+    found: dict[str, Device] = {}
+    for group in announced("compress.devices", "device").values():
+        if taken := found.keys() & group.keys():
+            raise Unavailable(f"device {min(taken)!r}: two packages announce this name")
+        found |= group
+    return found
 
 
 def device_named(name: str) -> Device:
@@ -82,11 +84,3 @@ def device_named(name: str) -> Device:
     if name not in devices():
         raise PipelineInvalid(f"there is no device {name!r}; known: {', '.join(devices())}")
     return devices()[name]
-
-
-def on_device(name: str, artifact: Artifact, context: Context) -> Artifact:
-    """Return an artifact that answers from a device."""
-    there = OnDevice(artifact, device_named(name))
-    # Whether answers depend on the batch is the model's property, and costly to measure there.
-    context.dependences[there.digest] = context.batch_dependence(artifact)
-    return there

@@ -24,7 +24,7 @@ WHEELS = ("onnxruntime", "numpy")
 QEMU = "qemu-user_"  # how its package's file name begins
 COMMAND_TIMEOUT_S = 1800
 MANIFEST, PACKAGES = "fetched.json", "packages"
-DEBIAN_OF = {"x86_64": "amd64", "AMD64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
+DEBIAN_OF = {"x86_64": "amd64", "aarch64": "arm64"}
 """An instruction set's name → Debian's."""
 
 

@@ -14,7 +14,7 @@ from pydantic_core import core_schema
 from compress.common.config import Settings, Unmet
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable, exits_refused
 from compress.common.requirements import Requirement, announced, unmet_in
-from compress.core.devices import device_named, devices, on_device
+from compress.core.devices import OnDevice, device_named, devices
 from compress.core.verdict import Uncertainty, Verdict
 
 if TYPE_CHECKING:
@@ -164,7 +164,10 @@ class Gate(Settings):
                 if problem := self.unsuitable_device(type(after)):
                     raise PipelineInvalid(problem)
                 for name in self.on:
-                    after = on_device(name, after, context)
+                    # A property of the model, and costly to measure there.
+                    dependence = context.batch_dependence(after)
+                    after = OnDevice(after, device_named(name))
+                    context.dependences[after.digest] = dependence
                 value, outputs = self.measure_by_output(before, after, context)
                 uncertainty = self.uncertainty(before, after, context)
                 return self.verdict(value, uncertainty=uncertainty, outputs=outputs)

@@ -300,6 +300,13 @@ def test_the_command_lists_devices_and_refuses_unknown_ones(tmp_path: Path) -> N
     assert "npm install onnxruntime-web" in web.stderr
 
 
+def test_no_package_takes_the_name_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {"own": {"web": Here()}, "theirs": {"web": Here()}}
+    monkeypatch.setattr("compress.core.devices.announced", lambda *group: groups)
+    with pytest.raises(Unavailable, match="'web': two packages announce this name"):
+        devices.__wrapped__()
+
+
 def test_a_line_of_the_report() -> None:
     row = DeviceReport(
         device="x", equal_labels=0.5, equal_to_baseline=None, largest_difference=0.25,
