@@ -55,7 +55,7 @@ class FarEnd:
         timer = threading.Timer(deadline_s, self.process.kill)
         timer.start()
         try:
-            with suppress(OSError, EOFError):  # it has ended
+            with suppress(BrokenPipeError, EOFError):  # it has ended
                 reply = self.answer(frame)
         finally:
             timer.cancel()  # or Ctrl-C would leave this process waiting for it
@@ -67,7 +67,7 @@ class FarEnd:
         raise StageFailed(f"{self._title}: {ended}, or took over {deadline_s:g} s; {last}")
 
     def answer(self, frame: bytes) -> bytes | None:
-        """Return the answer to a frame; None, OSError or EOFError where the process has ended."""
+        """Return the answer; None, BrokenPipeError or EOFError where the process has ended."""
         write_frame(self.stdin, frame)
         return read_frame(self.stdout)
 
