@@ -601,19 +601,24 @@ def doctor() -> None:
 @command("compress devices", "compress devices --prepare cortex-a72")
 def devices(
     prepare: Annotated[list[str], typer.Option(help="Fetch what a device needs.")] = [],  # noqa: B006
-    qemu: Annotated[Path | None, typer.Option(help="Your own QEMU, version 10 or later.")] = None,
+    qemu: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Your own QEMU, version 10 or later; it is copied."
+        ),
+    ] = None,
 ) -> None:
     """List the devices that a gate can name in `on`."""
     with console.fast_imports():
-        from compress.core.devices import device_named, lacking
+        from compress.core import devices as registry
 
-    for name in prepare:
-        device_named(name).prepare(qemu, console.notify)
-    found = lacking()
-    lines = (
-        f"{'✗' if needs else '✓'} {'; '.join((title, *needs))}" for title, needs in found.values()
-    )
-    content = {name: {"device": title, "missing": needs} for name, (title, needs) in found.items()}
+    for device in [registry.device_named(name) for name in prepare]:
+        device.prepare(qemu, console.notify)
+    lines, content = [], {}
+    for name, device in registry.devices().items():
+        missing = [need.problem for need in device.requirements if need.missing()]
+        lines.append(f"{'✗' if missing else '✓'} {'; '.join((device.title, *missing))}")
+        content[name] = {"device": device.title, "missing": missing}
     console.print_result(content, lines)
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from compress.artifacts.artifact import Artifact
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.forward import Predictor, opened_model
 from compress.common.requirements import Requirement, announced, require_all
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
     from pathlib import Path
-
-    from compress.core.context import Context
 
 
 class Device(ABC):
@@ -42,11 +40,6 @@ class Device(ABC):
     @abstractmethod
     def open(self, artifact: Artifact, threads: int) -> AbstractContextManager[Predictor]:
         """Open an artifact of one of the kinds; raise StageFailed where it does not run there."""
-
-    def unopenable(self, kind: type[Artifact]) -> str:
-        """Return why it does not open artifacts of a kind; empty where it does."""
-        opens = " and ".join(sorted(self.kinds))
-        return "" if kind.kind in self.kinds else f"{self.name} opens {opens}, found {kind.kind}"
 
     def prepare(self, qemu: Path | None, announce: Callable[[str], None]) -> None:
         """Fetch what it needs, with a QEMU of the user's if one is given; announce what.
@@ -78,8 +71,12 @@ class OnDevice(Artifact):
 @cache
 def devices() -> dict[str, Device]:
     """Return every device by its name; Unavailable where a package's cannot be imported."""
-    groups = announced("compress.devices", "device").values()
-    return {name: device for group in groups for name, device in group.items()}
+    found: dict[str, Device] = {}
+    for group in announced("compress.devices", "device").values():
+        if taken := found.keys() & group.keys():
+            raise Unavailable(f"device {min(taken)!r}: two packages announce this name")
+        found |= group
+    return found
 
 
 def device_named(name: str) -> Device:
@@ -87,19 +84,3 @@ def device_named(name: str) -> Device:
     if name not in devices():
         raise PipelineInvalid(f"there is no device {name!r}; known: {', '.join(devices())}")
     return devices()[name]
-
-
-def lacking() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return each device's title, and what it needs that is missing here."""
-    return {
-        name: (device.title, tuple(n.problem for n in device.requirements if n.missing()))
-        for name, device in devices().items()
-    }
-
-
-def on_device(name: str, artifact: Artifact, context: Context) -> Artifact:
-    """Return an artifact that answers from a device."""
-    there = OnDevice(artifact, device_named(name))
-    # Whether answers depend on the batch is the model's property, and costly to measure there.
-    context.dependences[there.digest] = context.batch_dependence(artifact)
-    return there

@@ -7,6 +7,7 @@ arrays whose dtypes and shapes the header lists. On a pipe its own length (8 byt
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -55,12 +56,15 @@ def write_frame(stream: BinaryIO, frame: bytes) -> None:
 def serve() -> None:
     """Answer frames of standard input on standard output until it is closed."""
     sessions: dict[str, Any] = {}
+    # What a library prints is no frame.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         try:
             reply = _answer(*unpack(frame), sessions)
         except Exception as error:  # noqa: BLE001 - onnxruntime's own types derive from it alone
             reply = pack({"error": f"{type(error).__name__}: {error}"})
-        write_frame(sys.stdout.buffer, reply)
+        write_frame(replies, reply)
 
 
 def _answer(header: dict[str, Any], arrays: list[Array], sessions: dict[str, Any]) -> bytes:

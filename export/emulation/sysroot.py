@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,30 +19,13 @@ from compress.common.requirements import DISTRIBUTION
 
 RELEASE = "trixie"
 """Debian 13: its QEMU is 10. That of Debian 12, 7.2, crashes onnxruntime."""
-PACKAGES = ("python3-minimal", "libpython3-stdlib", "libstdc++6")
+DEBS = ("python3-minimal", "libpython3-stdlib", "libstdc++6")
 WHEELS = ("onnxruntime", "numpy")
+QEMU = "qemu-user_"  # how its package's file name begins
 COMMAND_TIMEOUT_S = 1800
-MANIFEST = "fetched.json"
-DEBIAN_OF = {"x86_64": "amd64", "AMD64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
+MANIFEST, PACKAGES = "fetched.json", "packages"
+DEBIAN_OF = {"x86_64": "amd64", "aarch64": "arm64"}
 """An instruction set's name → Debian's."""
-
-
-@dataclass(frozen=True)
-class Sysroot:
-    """A folder with Python and onnxruntime for an instruction set, and the emulator for it."""
-
-    folder: Path
-    qemu: str
-
-    @property
-    def packages(self) -> Path:
-        """Where wheels were unpacked."""
-        return self.folder / "packages"
-
-    def python(self, cpu: str) -> list[str]:
-        """Return the command that starts its Python on a processor."""
-        python = f"{self.folder}/usr/bin/python3"
-        return [self.qemu, "-cpu", cpu, "-L", str(self.folder), python, "-IS"]
 
 
 def cache_folder() -> Path:
@@ -51,15 +34,19 @@ def cache_folder() -> Path:
     return Path(base, DISTRIBUTION, "devices")
 
 
-def find_sysroot(architecture: str) -> Sysroot | None:
-    """Return what was fetched last for this onnxruntime; None where nothing was, or it is gone."""
+def find_sysroot(architecture: str) -> Path | None:
+    """Return the folder that was prepared last for this onnxruntime; None where there is none."""
     files = cache_folder().glob(f"{architecture}-*/{MANIFEST}")
-    for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
-        found, own = json.loads(file.read_text()), file.parent / f"usr/bin/qemu-{architecture}"
-        sysroot = Sysroot(file.parent, found["qemu"] or str(own))
-        if found["onnxruntime"] == version("onnxruntime") and Path(sysroot.qemu).is_file():
-            return sysroot
-    return None
+    usable = [
+        f for f in files if json.loads(f.read_text())["onnxruntime"] == version("onnxruntime")
+    ]
+    return max((f.parent for f in usable), key=lambda f: f.stat().st_mtime, default=None)
+
+
+def python_command(folder: Path, architecture: str, cpu: str) -> list[str]:
+    """Return the command that starts a sysroot's Python, in QEMU, on a processor."""
+    qemu, python = f"{folder}/usr/bin/qemu-{architecture}", f"{folder}/usr/bin/python3"
+    return [qemu, "-cpu", cpu, "-L", str(folder), python, "-IS"]
 
 
 def prepare(
@@ -67,27 +54,24 @@ def prepare(
 ) -> None:
     """Fetch everything by the user's apt and pip, and start it once on a processor.
 
-    `qemu` is a QEMU of the user's; else Debian's is fetched. Raise Unavailable where apt knows no
-    archive of Debian, StageFailed where a command fails. Nothing is kept of what fails.
+    `qemu` is a QEMU of the user's, which is copied; else Debian's is fetched. Raise Unavailable
+    where apt knows no archive of Debian, StageFailed where a command fails, which keeps nothing.
     """
     with partial_folder(cache_folder() / architecture) as folder:
         debs = _fetch_debian_packages(architecture, qemu is None, folder / "debs")
         files = [*debs, *_fetch_wheels(architecture, debs, folder / "wheels")]
+        files += [qemu] if qemu else []
         hashes = {file.name: sha256_of(file) for file in files}
         for file in files:
             size = file.stat().st_size / 2**20
-            announce(f"fetched {file.name}, {size:.1f} MiB, sha256 {hashes[file.name]}")
+            announce(f"{file.name}, {size:.1f} MiB, sha256 {hashes[file.name]}")
         root = folder / "root"
         _unpack(architecture, files, root)
-        fetched = {
-            "onnxruntime": version("onnxruntime"),
-            "qemu": str(qemu.absolute() if qemu else ""),
-        }
-        (root / MANIFEST).write_text(json.dumps({**fetched, "files": hashes}, indent=1))
-        here = Sysroot(root, fetched["qemu"] or f"{root}/usr/bin/qemu-{architecture}")
+        fetched = {"onnxruntime": version("onnxruntime"), "files": hashes}
+        (root / MANIFEST).write_text(json.dumps(fetched, indent=1))
         # Python also writes its byte code then: importing takes a third of the time afterwards.
-        start = f"import sys; sys.path.append({str(here.packages)!r}); import numpy, onnxruntime"
-        _run([*here.python(cpu), "-c", start], env={})
+        start = f"import sys; sys.path.append({str(root / PACKAGES)!r}); import numpy, onnxruntime"
+        _run([*python_command(root, architecture, cpu), "-c", start], env={})
         digest = sha256_of(root / MANIFEST)[:16]
         replace(root, cache_folder() / f"{architecture}-{digest}")
 
@@ -114,13 +98,13 @@ def _fetch_debian_packages(architecture: str, with_qemu: bool, folder: Path) -> 
         *(f"Dir::State={folder}", f"Dir::State::status={folder}/status"),
     )
     apt = ["apt-get", "-q", *(x for setting in settings for x in ("-o", setting))]
-    wanted = [f"{package}:{other}" for package in PACKAGES]
+    wanted = [f"{package}:{other}" for package in DEBS]
     _run([*apt, "update"])
     qemu = [f"qemu-user:{host}"] if with_qemu else []
     _run([*apt, "install", "--yes", "--download-only", *wanted, *qemu])
     # QEMU's own dependencies are installed here, or it does without.
-    ends = (f"_{other}.deb", "_all.deb")
-    return sorted(x for x in folder.glob("*.deb") if x.name.endswith(ends) or _is_qemu(x))
+    wanted = [f"*_{other}.deb", "*_all.deb", f"{QEMU}*"]
+    return sorted({file for pattern in wanted for file in folder.glob(pattern)})
 
 
 def _fetch_wheels(architecture: str, debs: Sequence[Path], folder: Path) -> list[Path]:
@@ -136,23 +120,21 @@ def _fetch_wheels(architecture: str, debs: Sequence[Path], folder: Path) -> list
 
 def _unpack(architecture: str, files: Sequence[Path], root: Path) -> None:
     # Debian's files lie below /usr alone, and links lead there.
+    program = f"usr/bin/qemu-{architecture}"
     (root / "usr").mkdir(parents=True)
     for name in ("lib", "bin", "lib64"):
         (root / name).symlink_to(f"usr/{name}")
     for file in files:
         if file.suffix == ".whl":
             with zipfile.ZipFile(file) as archive:
-                archive.extractall(root / "packages")
-        elif _is_qemu(file):  # 60 emulators, of which one is needed
-            tar = file.with_suffix(".tar")
-            _run(["sh", "-c", 'dpkg-deb --fsys-tarfile "$0" > "$1"', str(file), str(tar)])
-            _run(["tar", "-xf", str(tar), "-C", str(root), f"./usr/bin/qemu-{architecture}"])
-        else:
+                archive.extractall(root / PACKAGES)
+        elif file.name.startswith(QEMU):  # 60 emulators, of which one is needed
+            unpack = ["sh", "-c", 'dpkg-deb --fsys-tarfile "$0" | tar -xC "$1" "./$2"']
+            _run([*unpack, str(file), str(root), program])
+        elif file.suffix == ".deb":
             _run(["dpkg-deb", "--extract", str(file), str(root)])
-
-
-def _is_qemu(file: Path) -> bool:
-    return file.name.startswith("qemu-user_")
+        else:
+            shutil.copy(file, root / program)
 
 
 def _run(command: list[str], env: dict[str, str] | None = None) -> str:
@@ -168,5 +150,5 @@ def _run(command: list[str], env: dict[str, str] | None = None) -> str:
         raise StageFailed(str(error)) from error
     if ran.returncode:
         *_, last = "", *ran.stderr.strip().splitlines()
-        raise StageFailed(f"{' '.join(command[:3])} {describe_exit_code(ran.returncode)}: {last}")
+        raise StageFailed(f"{command[0]} {describe_exit_code(ran.returncode)}: {last}")
     return ran.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 ROUNDING = 1e-5
 """What is less, as a share of a layer's norm, is the order in which float32 products are added."""
-
-
 SATURATED = (
     "sums of 8-bit products are cut off at 16 bits, unless a session sets "
     "session.x64quantprecision to 1, as this toolkit and its servers do"
@@ -52,31 +51,33 @@ def first_difference(file: Path, device: RemoteDevice, inputs: Tensors, threads:
     smallest = ""
     for node, name in ((n, v.name) for n in nodes for v in n.outputs if v.name in pairs):
         own, other = pairs[name]
-        if torch.equal(own.nan_to_num(), other.nan_to_num()):
+        if torch.allclose(own, other, rtol=0, atol=0, equal_nan=True):
             continue
-        found = f"{name} ({node.op_type}): {_reason(node, own, other)}"
-        if _steps(own, other) > 1 or relative_error(own, other) > ROUNDING:
+        reason, is_rounding = _reason(node, own, other)
+        found = f"{name} ({node.op_type}): {reason}"
+        if not is_rounding:
             return found
         smallest = smallest or found
     return smallest or REWRITTEN
 
 
-def _steps(here: torch.Tensor, there: torch.Tensor) -> int:
-    """Return by how many quantization steps integers differ; 0 for floats."""
-    return 0 if here.is_floating_point() else int((here.long() - there.long()).abs().max())
-
-
-def _reason(node: ir.Node, here: torch.Tensor, there: torch.Tensor) -> str:
-    if steps := _steps(here, there):
+def _reason(node: ir.Node, here: torch.Tensor, there: torch.Tensor) -> tuple[str, bool]:
+    """Return how far a layer's outputs are apart and why, and whether only roundings differ."""
+    error, kernel = relative_error(here, there), node.op_type
+    is_quantized = "Quantize" in kernel or kernel.startswith(("QLinear", "QGemm", "QAttention"))
+    if is_quantized and not here.is_floating_point():
+        steps = int((here.long() - there.long()).abs().max())
         if steps > 1:
-            return f"{steps} quantization steps apart: {SATURATED}"
-        return "one quantization step apart: a value between two steps is rounded otherwise"
-    error = f"{relative_error(here, there):.2g} of its norm"
-    if relative_error(here, there) <= ROUNDING:
-        return f"{error}: products are added in another order"
+            return f"{steps} quantization steps apart: {SATURATED}", False
+        return "one quantization step apart: a value between two steps is rounded otherwise", True
+    if error <= ROUNDING:
+        return f"{error:.2g} of its norm: products are added in another order", True
+    why = "a kernel of other precision"
     if "accuracy_level" in node.attributes:
         level = node.attributes["accuracy_level"].as_int()
-        return f"{error}: `accuracy_level` {level} lets kernels round activations, or not"
-    if "Integer" in node.op_type or "Quantize" in node.op_type:
-        return f"{error}: {SATURATED}"
-    return f"{error}: a kernel of other precision"
+        why = f"`accuracy_level` {level} lets kernels round activations, or not"
+    elif "Integer" in kernel or is_quantized:
+        why = SATURATED
+    elif not math.isfinite(error):
+        return "infinite or NaN on one of them: its numbers are too large for a kernel there", False
+    return f"{error:.2g} of its norm: {why}", False

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-import secrets
 import shutil
-import signal
-import subprocess
-import time
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from base64 import b64decode
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Any
 
-from compress.common.errors import StageFailed, Unavailable, describe_exit_code
+from compress.common.errors import StageFailed
 from compress.common.requirements import Requirement
-from compress.export.common.remote_device import DEADLINE_S, RemoteDevice
+from compress.export.common.remote_device import FarEnd, RemoteDevice
+from compress.export.common.remote_session import unpack
 from compress.export.web.page import ONNXRUNTIME_WEB, SCRIPT, WASM
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -31,11 +26,12 @@ OPTIONS = (
     *("--headless=new", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     # The page needs nothing from elsewhere, and gets nothing.
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    # The DevTools protocol on descriptors 3 and 4; Chromium ends when the first is closed.
+    "--remote-debugging-pipe",
 )
-PAGE = Path(__file__).with_name("session.html")
-POLL_S = 60
-"""How long the page waits for a frame before it asks again: browsers give requests up."""
+START = ("sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 </dev/null >&2')
+PAGE = Path(__file__).with_name("session.js")
 
 
 class Browser(RemoteDevice):
@@ -50,107 +46,78 @@ class Browser(RemoteDevice):
         return ONNXRUNTIME_WEB.version()
 
     def start(self) -> Page:
-        """Open a page in Chromium."""
+        """Start Chromium."""
         return Page(PAGE)
 
 
-class Page:
-    """A page in Chromium that answers frames; it gets them from a server on the loopback."""
+class Page(FarEnd):
+    """A page in Chromium that answers frames, asked by the DevTools protocol on pipes."""
 
-    # Chromium alone: Playwright or a driver would add a package, and the page asks by itself.
+    # Not by Playwright or a driver, each a package more, nor by a port, which others could use.
 
-    def __init__(self, page: Path) -> None:
-        if (program := CHROMIUM.program_path()) is None:
-            raise Unavailable(f"needs {CHROMIUM.what}, which was not found; {CHROMIUM.install}")
+    def __init__(self, script: Path) -> None:
         dist = ONNXRUNTIME_WEB.need_folder() / "dist"
-        # Other pages and processes of this machine do not know the address.
-        root = f"/{secrets.token_hex(16)}/"
-        files = {
-            root: (page, "text/html; charset=utf-8"),
-            f"{root}ort.mjs": (dist / SCRIPT, "text/javascript"),
-            f"{root}ort.wasm": (dist / WASM, "application/wasm"),
-        }
-        self._frames, self._replies = SimpleQueue[bytes](), SimpleQueue[bytes]()
-        handler = _handler(files, f"{root}exchange", self._frames, self._replies)
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self._script = script.read_text()
+        self._runtime = [(dist / name).resolve(strict=True) for name in (SCRIPT, WASM)]
+        self._target: dict[str, str] = {}
+        self._rest = b""
         self._folder = TemporaryDirectory(prefix="compress-chromium-", ignore_cleanup_errors=True)
-        self._log = Path(self._folder.name, "log")
         # Chromium refuses its sandbox to root.
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-        profile = f"--user-data-dir={self._folder.name}/profile"
-        address = f"http://127.0.0.1:{self._server.server_port}{root}"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [program, *OPTIONS, *sandbox, profile, address],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        options = [*OPTIONS, *sandbox, f"--user-data-dir={self._folder.name}"]
+        super().__init__(CHROMIUM.what, [*START, CHROMIUM.what, *options])
 
-    def exchange(self, frame: bytes, deadline_s: float) -> bytes:
+    def answer(self, frame: bytes) -> bytes:
         """Return the page's answer to a frame."""
-        self._frames.put(frame)
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            with suppress(Empty):
-                return self._replies.get(timeout=0.2)
-            if (code := self._process.poll()) is not None:
-                *_, last = "", *self._log.read_text(errors="replace").splitlines()
-                raise StageFailed(f"{CHROMIUM.what} {describe_exit_code(code)}: {last}")
-        raise StageFailed(f"the page in {CHROMIUM.what} answered nothing within {deadline_s:g} s")
+        if not self._target:
+            target = self._call("Target.createTarget", url="about:blank")
+            found = self._call("Target.attachToTarget", **target, flatten=True)
+            self._target = {"sessionId": found["sessionId"]}
+            self._evaluate(self._script)
+            self._set_files(*self._runtime)
+            self._evaluate("load()")
+        file = Path(self._folder.name, "frame")
+        file.write_bytes(frame)
+        self._set_files(file, *unpack(frame)[0].get("files", ()))
+        return b64decode(self._evaluate("answer()"))
+
+    def _set_files(self, *files: Path | str) -> None:
+        # Not in messages, of which Chromium reads 10 MB a second, and at most 100 MB.
+        element = self._call("Runtime.evaluate", expression="input")["result"]["objectId"]
+        self._call("DOM.setFileInputFiles", files=[*map(str, files)], objectId=element)
+
+    def _evaluate(self, code: str) -> Any:
+        """Return the value of JavaScript in the page."""
+        how = {"awaitPromise": True, "returnByValue": True}
+        found = self._call("Runtime.evaluate", expression=code, **how)
+        if "exceptionDetails" in found:
+            raise StageFailed(f"{CHROMIUM.what}: {found['result'].get('description', 'failed')}")
+        return found["result"].get("value")
+
+    def _call(self, method: str, **params: Any) -> Any:
+        """Return the result of a command of the DevTools protocol."""
+        command = {"id": 1, "method": method, "params": params, **self._target}
+        self.stdin.write(json.dumps(command).encode() + b"\0")
+        self.stdin.flush()
+        while "id" not in (message := json.loads(self._read_message())):
+            pass  # an event
+        if "result" not in message:
+            raise StageFailed(f"{CHROMIUM.what}: {method}: {message['error']}")
+        return message["result"]
+
+    def _read_message(self) -> bytes:
+        parts = [self._rest]
+        while b"\0" not in parts[-1]:
+            if not (part := self.stdout.read1(2**20)):
+                raise EOFError
+            parts.append(part)
+        last, _, self._rest = parts.pop().partition(b"\0")
+        return b"".join([*parts, last])
 
     def close(self) -> None:
         """Kill Chromium and its processes."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._server.shutdown()
-        self._server.server_close()
+        super().close()
         self._folder.cleanup()
-
-
-def _handler(
-    files: dict[str, tuple[Path, str]],
-    exchange: str,
-    frames: SimpleQueue[bytes],
-    replies: SimpleQueue[bytes],
-) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = DEADLINE_S
-
-        def do_GET(self) -> None:
-            """Send the page, or onnxruntime-web; a browser also asks for an icon."""
-            if self.path not in files:
-                self.send_error(404)
-                return
-            file, kind = files[self.path]
-            self._send(200, file.read_bytes(), kind)
-
-        def do_POST(self) -> None:
-            """Take an answer, if there is one, and send the next frame."""
-            if self.path != exchange:
-                self.send_error(404)
-                return
-            if size := int(self.headers.get("Content-Length", 0)):
-                replies.put(self.rfile.read(size))
-            try:
-                self._send(200, frames.get(timeout=POLL_S), "application/octet-stream")
-            except Empty:
-                self._send(204, b"", "")
-
-        def _send(self, status: int, content: bytes, kind: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing on standard error."""
-
-    return Handler
 
 
 BROWSER = {"web": Browser()}

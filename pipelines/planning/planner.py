@@ -161,9 +161,8 @@ def _resolve_stages(pipeline: PipelineConfig) -> tuple[PlannedStage, ...]:
                     f"{reference!r}; {did_you_mean(reference, earlier)}"
                 )
         for i, gate in enumerate(stage.gates):
-            if gate.against is not None and gate.against not in earlier | (
-                {name} if gate.on else set()
-            ):
+            own = {name} if gate.on else set()  # the same file here
+            if gate.against is not None and gate.against not in earlier | own:
                 _check_runtime(pipeline, index, i, earlier)
         compared = tuple(gate.against for gate in stage.gates if gate.against in earlier)
         previous = planned[-1].name if planned else SOURCE

@@ -69,9 +69,10 @@ class DeviceReport(Settings):
     equal_to_baseline: float | None
     """Share that are the baseline's."""
     largest_difference: float | None
-    """Largest absolute difference of an output; None where one is not finite, or none came."""
+    """Largest absolute difference of an output; None where there is none, for this reason:"""
+    problem: str = ""
     first_difference: str = ""
-    """The first layer that differs there, and why; empty where all outputs are equal."""
+    """The first layer that differs there, and why; empty where all are equal, or it is unknown."""
 
     def line(self, baseline: str) -> str:
         """Return it for the terminal."""
@@ -81,13 +82,9 @@ class DeviceReport(Settings):
             for share, of in shares
             if share is not None
         ]
-        difference = (
-            "not finite" if self.largest_difference is None else f"{self.largest_difference:.3g}"
-        )
+        difference = self.problem or f"largest difference {self.largest_difference:.3g}"
         first = self.first_difference and f"; first layer that differs: {self.first_difference}"
-        return (
-            f"on {self.device}: {', '.join([*labels, f'largest difference {difference}'])}{first}"
-        )
+        return f"on {self.device}: {', '.join([*labels, difference])}{first}"
 
 
 class StageReport(Result):

@@ -149,31 +149,33 @@ def _compare_device(
         return labels.evaluate(before, artifact, context).value if has_labels else None
 
     def measure() -> DeviceReport:
-        difference = Parity(atol=0, on=(device,)).evaluate(artifact, artifact, context).value
-        first = ""
-        if difference != 0 and isinstance(there, RemoteDevice):
+        parity = Parity(atol=0, on=(device,)).evaluate(artifact, artifact, context)
+        first, signature = "", artifact.signature
+        if parity.value != 0 and isinstance(there, RemoteDevice):
             from compress.export.onnx.first_difference import first_difference
 
-            inputs = next(context.comparison_inputs(artifact.signature))
-            rows = tuple(x[:LAYERS_ROWS] for x in inputs)
+            rows = LAYERS_ROWS if signature.batch_axis else signature.smallest_batch
+            inputs = next(context.comparison_inputs(signature, rows))
             try:
-                first = first_difference(artifact.payload_path, there, rows, context.threads)
+                first = first_difference(artifact.payload_path, there, inputs, context.threads)
             except Exception as error:  # noqa: BLE001 - the verdicts stand without a cause
                 first = f"not found: {first_line(error)}"
         return DeviceReport(
             device=device,
             equal_labels=equal_labels(artifact),
             equal_to_baseline=equal_labels(baseline),
-            largest_difference=difference,
+            largest_difference=parity.value,
+            problem=parity.reason,
             first_difference=first,
         )
 
     key = {"compared on": f"{device} {there.version}", "against": baseline.digest}
     return cache.get_or_measure(
-        {**key, **state.measurement_conditions(), **_conditions_of_calls(state, name)},
+        {**key, **state.measurement_conditions(), **_conditions_of_calls(state, name, baseline)},
         measure=measure,
         load=DeviceReport.model_validate,
-        dump=lambda found: found.model_dump(mode="json"),
+        # What could not be compared is tried again by the next run.
+        dump=lambda found: None if found.problem else found.model_dump(mode="json"),
     )
 
 

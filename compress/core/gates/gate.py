@@ -14,7 +14,7 @@ from pydantic_core import core_schema
 from compress.common.config import Settings, Unmet
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable, exits_refused
 from compress.common.requirements import Requirement, announced, unmet_in
-from compress.core.devices import device_named, devices, on_device
+from compress.core.devices import OnDevice, device_named, devices
 from compress.core.verdict import Uncertainty, Verdict
 
 if TYPE_CHECKING:
@@ -131,8 +131,11 @@ class Gate(Settings):
         """Return why this cannot be measured on its devices, for this type of result."""
         if self.on and not self.depends_on_batch:
             return f"on: {COST_ELSEWHERE}"
-        found = (device_named(name).unopenable(written) for name in self.on)
-        return next(filter(None, found), "")
+        for device in map(device_named, self.on):
+            if written.kind not in device.kinds:
+                opens = " and ".join(sorted(device.kinds))
+                return f"{device.name} opens {opens}, found {written.kind}"
+        return ""
 
     def unsuitable_metric(self, metric: str) -> str:
         """Return, before anything runs, why the limit does not go with the pipeline's metric."""
@@ -149,13 +152,22 @@ class Gate(Settings):
         return key | {f"on {name}": devices()[name].version for name in self.on}
 
     def evaluate(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
-        """Compare the measured value with the limit; raise Unavailable if a library is missing."""
+        """Compare the measured value with the limit; raise Unavailable if a library is missing.
+
+        Of several devices, return the verdict on the first that refuses, else on the first.
+        """
+        if len(self.on) > 1:
+            verdicts = [each.evaluate(before, after, context) for each in self.on_each()]
+            return min(verdicts, key=lambda verdict: verdict.passed)
         try:
             with exits_refused():
                 if problem := self.unsuitable_device(type(after)):
                     raise PipelineInvalid(problem)
                 for name in self.on:
-                    after = on_device(name, after, context)
+                    # A property of the model, and costly to measure there.
+                    dependence = context.batch_dependence(after)
+                    after = OnDevice(after, device_named(name))
+                    context.dependences[after.digest] = dependence
                 value, outputs = self.measure_by_output(before, after, context)
                 uncertainty = self.uncertainty(before, after, context)
                 return self.verdict(value, uncertainty=uncertainty, outputs=outputs)

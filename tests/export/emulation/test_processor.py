@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +15,16 @@ import torch
 
 from compress import LabelAgreement, MaxLatency, Parity, QuantizeStatic, QuantizeWeights
 from compress.artifacts.artifact import Artifact
-from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
+from compress.common.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
 from compress.common.forward import Predictor
 from compress.core.context import Context
-from compress.core.devices import Device, devices
+from compress.core.devices import Device, OnDevice, devices
 from compress.core.gates.gate import Gate
 from compress.core.verdict import explain
 from compress.export import ExportOnnx, OnnxModel
 from compress.export.common import remote_session
-from compress.export.common.remote_device import RemoteDevice
-from compress.export.emulation import processor, sysroot
-from compress.export.emulation.processor import PROCESSORS
+from compress.export.common.remote_device import FarEnd, RemoteDevice
+from compress.export.emulation.processor import PROCESSORS, START
 from compress.export.onnx.first_difference import first_difference
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
@@ -119,7 +119,7 @@ def test_what_cannot_be_meant_is_refused_before_a_run(
 
 
 def test_a_device_that_is_not_prepared_is_exit_4_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, file: OnnxModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gate = "{gate: label_agreement, minimum: 0.9, against: file, on: [cortex-a72, web]}"
@@ -127,8 +127,9 @@ def test_a_device_that_is_not_prepared_is_exit_4_with_the_command(
         Unavailable, match=r"needs cortex-a72 in .*; compress devices --prepare cor"
     ):
         plan(tmp_path, gate)
+    there = OnDevice(file, PROCESSORS["neoverse-n1"])
     with pytest.raises(Unavailable, match=r"on neoverse-n1: needs .*--prepare neoverse-n1"):
-        PROCESSORS["neoverse-n1"].start()
+        there.open()(images(1))
 
 
 def test_each_device_has_a_verdict_and_is_compared_with_the_file_here(
@@ -150,6 +151,9 @@ def test_each_device_has_a_verdict_and_is_compared_with_the_file_here(
     assert verdict.value == pytest.approx(0.5, abs=1e-6)
     assert gates[0].measurement_key() == {"gate": "parity", "on here": "0.0", "on off": "0.5"}
     assert Parity(atol=1).measurement_key() == {"gate": "parity"}  # as before devices were
+    # Asked as one, the first device that refuses decides, wherever it stands.
+    verdict = Parity(atol=0.1, on=["off", "here"]).evaluate(file, file, context)
+    assert (verdict.on, verdict.passed) == ("off", False)
 
 
 @pytest.mark.parametrize("gate", [MaxLatency(p95_ms=1, on="here"), Parity(atol=1, on="here")])
@@ -176,21 +180,10 @@ class Native(RemoteDevice):
     """The far end on this processor, without an emulator."""
 
     name, title, requirements, version = "native", "native (a test)", (), ""
-    reads_files = True
-    code = processor.START
+    arguments = START
 
-    def start(self) -> processor.EmulatedProcess:
-        class Folder(sysroot.Sysroot):
-            def python(self, cpu: str) -> list[str]:
-                return [sys.executable]
-
-        root = Folder(Path(np.__file__).parents[1], "")
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(processor, "find_sysroot", lambda architecture: root)
-            patched.setattr(processor, "START", self.code)
-            patched.setattr(Folder, "packages", root.folder)
-            device = PROCESSORS["cortex-a53"]
-            return processor.EmulatedProcess(device)
+    def start(self) -> FarEnd:
+        return FarEnd(self.title, [sys.executable, *self.arguments], env={})
 
 
 @pytest.fixture
@@ -216,18 +209,78 @@ def test_one_process_answers_for_all_files_and_errors_leave_it(
     assert native._far_end is kept
 
 
+class Broken(Native):
+    """A device that fails, and answers with another number once it is repaired."""
+
+    is_broken = True
+
+    @contextmanager
+    def open(self, artifact: Artifact, threads: int) -> Iterator[Predictor]:
+        if self.is_broken:
+            raise StageFailed("the device is broken")
+        with super().open(artifact, threads) as predict:
+            yield lambda *inputs: tuple(y + 0.5 for y in predict(*inputs))
+
+
+def test_the_report_says_why_nothing_was_compared_and_the_next_run_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(devices(), "native", device := Broken())
+    gate = "{gate: parity, atol: 1, on: native}"
+    text = PIPELINE.format(code=NETWORKS, stage="export_onnx", gate=gate)
+    (tmp_path / "p.yaml").write_text(text.replace("batch, 1", "4, 1"))  # always four rows
+    pipeline = Pipeline.from_yaml(tmp_path / "p.yaml")
+    with pytest.raises(GateRefused, match="the device is broken"):
+        pipeline.run(tmp_path / "run", judge="quick")
+    page = (tmp_path / "run/report.html").read_text()
+    assert '<td class="wrap">the device is broken</td>' in page
+    device.is_broken = False
+    (row,) = pipeline.run(tmp_path / "run", judge="quick").stages[-1].devices
+    device.close()
+    assert row.problem == ""
+    assert row.largest_difference == pytest.approx(0.5, abs=1e-6)
+    assert row.first_difference.startswith("none alone: ")
+
+
 def test_a_process_that_ends_or_is_late_is_an_error(
     file: OnnxModel, native: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "code", "import sys; sys.exit('cannot start')")
+    monkeypatch.setattr(native, "arguments", ("-c", "import sys; sys.exit('cannot start')"))
     with pytest.raises(StageFailed, match=r"ended with exit code 1, .*cannot start"):
         native.open(file, 1).__enter__()
-    monkeypatch.setattr(native, "code", "import time; time.sleep(600)")
+    monkeypatch.setattr(native, "arguments", ("-c", "import time; time.sleep(600)"))
     monkeypatch.setattr("compress.export.common.remote_device.DEADLINE_S", 0.5)
     begin = time.monotonic()
     with pytest.raises(StageFailed, match=r"was ended by SIGKILL.*, or took over 0\.5 s"):
         native.open(file, 1).__enter__()
     assert time.monotonic() - begin < 60
+
+
+def test_an_interrupted_call_leaves_neither_process_nor_timer(
+    native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = native.start()
+    monkeypatch.setattr(native, "start", lambda: process)
+
+    def interrupt(frame: bytes) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "answer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        native._ask({"do": "run", "session": ""}, [])
+    assert process.process.returncode is not None
+    for timer in (t for t in threading.enumerate() if isinstance(t, threading.Timer)):
+        timer.join(10)
+        assert not timer.is_alive()
+
+
+def test_what_a_library_prints_is_no_frame(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = START[1].replace("remote_session.serve()", "remote_session.unpack = loud; {}")
+    loud = "import os; loud = lambda frame: os.write(1, b'printed') and {}; "
+    serve = loud + serve.format("remote_session.serve()")
+    monkeypatch.setattr(native, "arguments", ("-c", serve, *START[2:]))
+    with pytest.raises(StageFailed, match=r"does not run on native \(a test\): TypeError"):
+        native._ask({"do": "run", "session": ""}, [])
 
 
 def test_the_command_lists_devices_and_refuses_unknown_ones(tmp_path: Path) -> None:
@@ -247,6 +300,13 @@ def test_the_command_lists_devices_and_refuses_unknown_ones(tmp_path: Path) -> N
     assert "npm install onnxruntime-web" in web.stderr
 
 
+def test_no_package_takes_the_name_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {"own": {"web": Here()}, "theirs": {"web": Here()}}
+    monkeypatch.setattr("compress.core.devices.announced", lambda *group: groups)
+    with pytest.raises(Unavailable, match="'web': two packages announce this name"):
+        devices.__wrapped__()
+
+
 def test_a_line_of_the_report() -> None:
     row = DeviceReport(
         device="x", equal_labels=0.5, equal_to_baseline=None, largest_difference=0.25,
@@ -256,6 +316,10 @@ def test_a_line_of_the_report() -> None:
         "on x: 50 % of the labels are those here, largest difference 0.25; first layer that "
         "differs: y (Conv): why"
     )
+    row = row.model_copy(
+        update={"largest_difference": None, "problem": "does not run", "first_difference": ""}
+    )
+    assert row.line("train") == "on x: 50 % of the labels are those here, does not run"
 
 
 CACHE = str(Path.home() / ".cache")

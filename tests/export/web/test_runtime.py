@@ -1,5 +1,10 @@
 """ONNX files in a real browser: headless Chromium, with onnxruntime-web from npm."""
 
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,8 +22,9 @@ from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.core.devices import devices
 from compress.export import ExportOnnx, OnnxModel
+from compress.export.onnx.first_difference import first_difference
 from compress.export.web.device import CHROMIUM, Page
-from compress.export.web.page import ONNXRUNTIME_WEB
+from compress.export.web.page import ONNXRUNTIME_WEB, SCRIPT, WASM
 from tests.export.builders import IMAGE_AND_CONTEXT, TOKENS, images, network, samples
 
 pytestmark = [
@@ -53,8 +59,12 @@ def file(mobilenet: EagerModel, context: Context) -> OnnxModel:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with the name of onnxruntime-web."""
+    """A folder with the name of onnxruntime-web and of its files, and a page that does nothing."""
     (tmp_path / "package.json").write_text('{"name": "onnxruntime-web", "version": "1"}')
+    (tmp_path / "dist").mkdir()
+    for name in (SCRIPT, WASM):
+        (tmp_path / "dist" / name).touch()
+    (tmp_path / "page.js").write_text("new Promise(() => {})")
     monkeypatch.setenv(ONNXRUNTIME_WEB.variable, str(tmp_path))
 
 
@@ -120,15 +130,58 @@ def test_what_the_browser_cannot_open_is_an_error_that_leaves_it_open(
         pass
     with browser.open(file, 1) as predict:
         assert predict(images(2))[0].shape[0] == 2
+    # Layers are compared by a graph with its weights in a file beside it.
+    found = first_difference(file.payload_path, browser, (images(2),), 1)
+    assert found.startswith("none alone: ") or "products are added in another order" in found
 
 
 def test_a_page_that_answers_nothing_is_given_up(tmp_path: Path, package: None) -> None:
-    (tmp_path / "page.html").write_text("<!doctype html><p>silence")
-    page = Page(tmp_path / "page.html")
-    with pytest.raises(StageFailed, match="answered nothing within 1 s"):
+    page = Page(tmp_path / "page.js")
+    with pytest.raises(StageFailed, match=r"was ended by SIGKILL.* or took over 1 s"):
         page.exchange(b"frame", 1)
     page.close()
-    assert page._process.poll() is not None
+    assert page.process.poll() is not None
+
+
+def test_an_incomplete_package_is_an_error_at_once(tmp_path: Path, package: None) -> None:
+    (tmp_path / "dist" / WASM).unlink()
+    with pytest.raises(FileNotFoundError, match=WASM):
+        Page(tmp_path / "page.js")
+
+
+def test_chromium_ends_with_a_killed_process(tmp_path: Path, package: None) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from compress.export.web.device import Page; "
+        "page = Page(Path(sys.argv[1])); print(page.process.pid, flush=True); sys.stdin.read()"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "page.js")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+
+    def commands() -> list[bytes]:
+        """Return the command lines of the browser's session."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ProcessLookupError):
+                if os.getsid(int(folder.name)) == pid:
+                    found.append((folder / "cmdline").read_bytes())
+        return found
+
+    deadline = time.monotonic() + 60
+    while len(commands()) < 4 and time.monotonic() < deadline:  # with the page's own process
+        time.sleep(0.1)
+    assert len(commands()) >= 4
+    owner.kill()
+    owner.communicate()
+    while any(commands()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(commands())
 
 
 def test_a_browser_that_ends_is_an_error(
@@ -138,7 +191,7 @@ def test_a_browser_that_ends_is_an_error(
     program.write_text("#!/bin/sh\necho cannot start\nexit 7\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    page = Page(tmp_path / "page.html")
-    with pytest.raises(StageFailed, match="ended with exit code 7: cannot start"):
+    page = Page(tmp_path / "page.js")
+    with pytest.raises(StageFailed, match=r"ended with exit code 7, .*cannot start"):
         page.exchange(b"frame", 60)
     page.close()

@@ -1,15 +1,19 @@
-<!doctype html>
-<meta charset="utf-8">
-<title>ONNX Runtime in this browser</title>
-<script type="module">
-import * as ort from "./ort.mjs"
-ort.env.wasm.numThreads = 1
-ort.env.wasm.wasmBinary = await (await fetch("ort.wasm")).arrayBuffer()
-
+// Evaluated in a page without content by device.py.
 const ARRAYS = {
   float32: Float32Array, float64: Float64Array, float16: Uint16Array, int64: BigInt64Array,
   int32: Int32Array, int16: Int16Array, int8: Int8Array, uint64: BigUint64Array,
   uint32: Uint32Array, uint16: Uint16Array, uint8: Uint8Array, bool: Uint8Array,
+}
+
+// device.py sets the files, as browsers read them fastest: of a frame, and of the model to open.
+const input = Object.assign(document.createElement("input"), {type: "file", multiple: true})
+
+let ort
+async function load() {
+  const [script, wasm] = input.files
+  ort = await import(URL.createObjectURL(script.slice(0, script.size, "text/javascript")))
+  ort.env.wasm.numThreads = 1
+  ort.env.wasm.wasmBinary = await wasm.arrayBuffer()
 }
 
 // Frames as in remote_session.py: the length of a JSON header, the header, the bytes of the arrays.
@@ -33,8 +37,8 @@ function pack(header, tensors = []) {
 }
 
 const sessions = {}
-async function answer(frame) {
-  const [header, tensors] = unpack(frame)
+async function answer_frame(frame, ...models) {
+  const [header, tensors] = unpack(await frame.arrayBuffer())
   const session = sessions[header.session]
   if (header.do === "run") {
     const feeds = Object.fromEntries(tensors.map((tensor, i) => [session.inputNames[i], tensor]))
@@ -44,7 +48,8 @@ async function answer(frame) {
   if (session) await session.release()
   delete sessions[header.session]
   if (header.do === "open") {
-    const files = header.files.map((path, i) => ({path, data: tensors[i].data}))
+    const files = await Promise.all(models.map(
+      async file => ({path: file.name, data: new Uint8Array(await file.arrayBuffer())})))
     sessions[header.session] = await ort.InferenceSession.create(files[0].data, {
       executionProviders: ["wasm"], externalData: files.slice(1),
       graphOptimizationLevel: header.optimized ? "all" : "disabled",
@@ -53,14 +58,14 @@ async function answer(frame) {
   return pack({})
 }
 
-// Each request carries the answer to the one before; without a next one the server says 204.
-let reply = null
-for (;;) {
-  const response = await fetch("exchange", {method: "POST", body: reply})
-  reply = null
-  if (response.status === 200) {
-    const frame = await response.arrayBuffer()
-    reply = await answer(frame).catch(error => pack({error: String(error?.message ?? error)}))
-  }
+// Return the answer to the frame in the first file, in base64.
+async function answer() {
+  const failed = error => pack({error: String(error?.message ?? error)})
+  const reply = await answer_frame(...input.files).catch(failed)
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader()
+    reader.onload = () => resolve(reader.result.slice(reader.result.indexOf(",") + 1))
+    reader.onerror = () => reject(reader.error)
+    reader.readAsDataURL(reply)
+  })
 }
-</script>
