@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -120,6 +121,18 @@ class Rows(TensorDataset):
     """Numbers in memory, as tensors."""
 
     class_names: tuple[str, ...] = ()
+
+
+def class_names_in(name: str, folder: Path) -> tuple[str, ...]:
+    """Return the lines of a text file; PipelineInvalid where it cannot be read or one is twice."""
+    try:
+        lines = (folder / name).read_text("utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise PipelineInvalid(f"classes: {error}") from error
+    names = tuple(filter(None, map(str.strip, lines)))
+    if twice := [each for each, count in Counter(names).items() if count > 1]:
+        raise PipelineInvalid(f"classes: {name} gives {twice[0]!r} twice")
+    return names
 
 
 def load_files(files: Files) -> dict[str, Dataset[Any]]:

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections import Counter, UserDict
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -214,7 +214,7 @@ def load_data(pipeline: PipelineConfig) -> Splits | None:
 def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
     """Return what the data's files are read with, for the inputs that the model declares."""
     from compress.pipelines.data.preparation import find_preparation
-    from compress.pipelines.data.samples import Files
+    from compress.pipelines.data.samples import Files, class_names_in
 
     model, inputs = pipeline.model, pipeline.model.inputs
     if inputs is None and isinstance(model, HuggingFaceModel | TimmModel):
@@ -227,13 +227,7 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
     predicts_numbers = task is not None and not task.has_labels and bool(task.losses)
     place = pipeline.folder, pipeline.code_folder
     if isinstance(spec.classes, str):
-        try:
-            lines = (pipeline.folder / spec.classes).read_text("utf-8").splitlines()
-        except (OSError, UnicodeError) as error:
-            raise PipelineInvalid(f"classes: {error}") from error
-        names = tuple(filter(None, map(str.strip, lines)))
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise PipelineInvalid(f"classes: {spec.classes} gives {twice[0]!r} twice")
+        names = class_names_in(spec.classes, pipeline.folder)
         spec = spec.model_copy(update={"classes": names})
     return Files(spec, preparation, *place, predicts_numbers, carried)
 
