@@ -367,7 +367,10 @@ def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made |
         return None
     transposed = not node.get("transB")
     rows, columns = weight.shape if not transposed else reversed(weight.shape)
-    if bias and (bias not in weights or math.prod(weights[bias].shape) != rows):
+    if bias and bias not in weights:
+        return None
+    sizes = tuple(weights[bias].shape) if bias else (rows,)
+    if sizes[-1:] != (rows,) or math.prod(sizes) != rows:  # Gemm may add a column to each column
         return None
     layer = nn.Linear(columns, rows, bias=bool(bias), dtype=torch_dtype(weight))
     sources = {"weight": _Source(node.inputs[1], torch.t if transposed else None)}

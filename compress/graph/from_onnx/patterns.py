@@ -84,8 +84,8 @@ def _activations() -> Iterator[Rule]:
 
     def is_relu6(clip: ir.Value) -> bool:
         node: Any = clip.producer()
-        limits = [_number(v) for v in node.inputs[1:]]
-        return (limits or [node.attributes.get_float(k, 0.0) for k in ("min", "max")]) == [0, 6]
+        given = [node.attributes.get_float(key, None) for key in ("min", "max")]
+        return ([_number(v) for v in node.inputs[1:]] or given) == [0, 6]
 
     def hard_swish(op: Any, x: Any, clip: ir.Value) -> Any:
         return op.HardSwish(x) if is_relu6(clip) else None
@@ -241,12 +241,23 @@ def _fused_attention(op: Any, scores: ir.Value, value: ir.Value, weights: ir.Val
         axis = weights.producer().attributes.get_int("axis", 0)  # type: ignore[union-attr]
         if len(ranks) != 1 or (rank := ranks.pop()) < 3 or axis not in (-1, rank - 1):
             continue
+        if not all(_broadcasts(v.shape, product.shape) for v in mask):
+            continue
         *outer, row, column = perm or range(rank)
         if (turned := [*outer, column, row]) != [*range(rank)]:  # the product reads keys transposed
             key = op.Transpose(key, perm=turned)
         scale *= by_query * by_key
         return op.ScaledDotProductAttention(query, key, value, *mask, scale=scale)
     return None
+
+
+def _broadcasts(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Whether a mask has axes and is expanded to scores, as far as is known: never the scores."""
+    if shape is None or other is None:
+        return shape is None or shape.rank() > 0
+    pairs = zip(reversed([*shape]), reversed([*other]), strict=False)
+    fits = all(m in (1, n) or not (isinstance(m, int) and isinstance(n, int)) for m, n in pairs)
+    return 0 < shape.rank() <= other.rank() and fits
 
 
 def _without_scale(value: Any) -> tuple[Any, float]:
