@@ -162,9 +162,8 @@ class _Builder:
         weights = dict(outer or {})
         kept = weight_names(graph)
         for name, value in graph.initializers.items():
-            constant, held = value.const_value, None
-            if name not in kept:
-                held = from_constant(from_numpy(constant.numpy()))
+            constant: Any = value.const_value
+            held = None if name in kept else from_constant(from_numpy(constant.numpy()))
             if held is not None:
                 self.module._constants[name] = held
             else:
@@ -229,7 +228,7 @@ class _Builder:
         self.module.sources[path] = _Source(name)
         self.module._owners[name] = path
 
-    def add_layer(self, node: Node, layer: nn.Module, sources: Mapping[str, Any]) -> nn.Module:
+    def add_layer(self, node: Node, layer: nn.Module, sources: Mapping[str, _Source]) -> None:
         """Add a layer under the name of its first weight, or of its node.
 
         Args:
@@ -246,11 +245,10 @@ class _Builder:
         for key, source in sources.items():
             self.module.sources[f"{path}.{key}"] = source
             known = self.module._owners.get(source.initializer)
-            if known is None and source.change is None:
+            if source.change is None and known is None:
                 self.module._owners[source.initializer] = f"{path}.{key}"
-            elif known is not None and source.change is None:
+            elif source.change is None:
                 self._tie(layer, key, known)
-        return layer
 
     def _tie(self, layer: nn.Module, key: str, known: str) -> None:
         owner, _, other = known.rpartition(".")
@@ -277,12 +275,9 @@ class _Builder:
         parent: Any = self.module
         *owners, key = path.split(".")
         for owner in owners:
-            if owner in parent._modules:
-                parent = parent._modules[owner]
-            elif hasattr(parent, owner):
+            if owner not in parent._modules and hasattr(parent, owner):
                 return False
-            else:
-                return not hasattr(nn.Module(), key)
+            parent = parent._modules.get(owner, nn.Module())
         return not hasattr(parent, key)
 
 
@@ -315,6 +310,11 @@ def torch_dtype(constant: Any) -> torch.dtype:
 Made = tuple[Callable[..., Any], tuple[str, ...]]
 
 
+def _sources(keys: Sequence[str], node: Node) -> dict[str, _Source]:
+    """Return the sources of a layer's tensors: all of a node's inputs but the first."""
+    return {key: _Source(name) for key, name in zip(keys, node.inputs[1:], strict=False)}
+
+
 def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
     weight, bias = weights.get(node.inputs[1]), node.inputs[2] if len(node.inputs) > 2 else ""
     if weight is None or (bias and bias not in weights):
@@ -324,8 +324,8 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
     if n not in (1, 2, 3):
         return None
     pads = node.get("pads", [0] * 2 * n)
-    fixed = node.get("auto_pad", "NOTSET") in ("NOTSET", "VALID")
-    symmetric = fixed and (pads[:n] == pads[n:] or node.get("auto_pad") == "VALID")
+    how = node.get("auto_pad", "NOTSET")
+    symmetric = how == "VALID" or (how == "NOTSET" and pads[:n] == pads[n:])
     kinds: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     layer: Any = kinds[n - 1](
         per_group * group,
@@ -338,13 +338,10 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
         bias=bool(bias),
         dtype=torch_dtype(weight),
     )
-    sources = {"weight": _Source(node.inputs[1])}
-    if bias:
-        sources["bias"] = _Source(bias)
-    builder.add_layer(node, layer, sources)
+    keys = ("weight", "bias") if bias else ("weight",)
+    builder.add_layer(node, layer, _sources(keys, node))
     if symmetric:
         return layer, node.inputs[:1]
-    kernel = list(kernel)
 
     def padded(x: torch.Tensor) -> torch.Tensor:
         before, after = layers.padding(node, x.shape[2:], kernel)
@@ -358,24 +355,18 @@ def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made |
     if weight is None or len(weight.shape) != 2:
         return None
     bias = node.inputs[2] if len(node.inputs) > 2 else ""
-    is_gemm = node.operator == "Gemm"
-    if is_gemm and (node.get("alpha", 1.0), node.get("beta", 1.0), node.get("transA", 0)) != (
-        1,
-        1,
-        0,
-    ):
+    if node.get("alpha", 1.0) != 1 or node.get("beta", 1.0) != 1 or node.get("transA"):
         return None
     transposed = not node.get("transB")
-    rows, columns = weight.shape if not transposed else reversed(weight.shape)
+    rows, columns = reversed(weight.shape) if transposed else weight.shape
     if bias and bias not in weights:
         return None
     sizes = tuple(weights[bias].shape) if bias else (rows,)
     if sizes[-1:] != (rows,) or math.prod(sizes) != rows:  # Gemm may add a column to each column
         return None
     layer = nn.Linear(columns, rows, bias=bool(bias), dtype=torch_dtype(weight))
-    sources = {"weight": _Source(node.inputs[1], torch.t if transposed else None)}
-    if bias:
-        sources["bias"] = _Source(bias)
+    sources = _sources(("weight", "bias") if bias else ("weight",), node)
+    sources["weight"].change = torch.t if transposed else None
     builder.add_layer(node, layer, sources)
     return layer, node.inputs[:1]
 
@@ -387,13 +378,11 @@ def _norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | N
     sizes, epsilon = tuple(weights[names[0]].shape), node.get("epsilon", 1e-5)
     if node.get("axis", -1) != -len(sizes) or any(tuple(weights[n].shape) != sizes for n in names):
         return None
-    dtype, layer = torch_dtype(weights[names[0]]), nn.Module()
-    if node.operator == "LayerNormalization":
-        layer = nn.LayerNorm(sizes, epsilon, bias=len(names) > 1, dtype=dtype)
-    else:
-        layer = nn.RMSNorm(sizes, epsilon, dtype=dtype)
-    keys = ("weight", "bias")
-    builder.add_layer(node, layer, {k: _Source(n) for k, n in zip(keys, names, strict=False)})
+    is_centred = node.operator == "LayerNormalization"
+    options: dict[str, Any] = {"bias": len(names) > 1} if is_centred else {}
+    kind: Any = nn.LayerNorm if is_centred else nn.RMSNorm
+    layer = kind(sizes, epsilon, dtype=torch_dtype(weights[names[0]]), **options)
+    builder.add_layer(node, layer, _sources(("weight", "bias"), node))
     return layer, node.inputs[:1]
 
 
@@ -405,8 +394,7 @@ def _batch_norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Ma
     # ONNX's momentum is the share of the old statistics, PyTorch's that of the new ones.
     layer = _BatchNorm(channels, node.get("epsilon", 1e-5), 1 - node.get("momentum", 0.9))
     keys = ("weight", "bias", "running_mean", "running_var")
-    sources = {key: _Source(name) for key, name in zip(keys, names, strict=True)}
-    builder.add_layer(node, layer, sources)
+    builder.add_layer(node, layer, _sources(keys, node))
     return layer, node.inputs[:1]
 
 

@@ -263,10 +263,8 @@ def _broadcasts(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
 def _without_scale(value: Any) -> tuple[Any, float]:
     """Return what a value is a multiple of, and the factor."""
     node = value.producer()
-    factor = (
-        _number(node.inputs[1]) if node is not None and node.op_type in ("Mul", "Div") else None
-    )
-    if not factor:
+    is_scaled = node is not None and node.op_type in ("Mul", "Div")
+    if not is_scaled or not (factor := _number(node.inputs[1])):
         return value, 1.0
     inner, scale = _without_scale(node.inputs[0])
     return inner, scale * factor if node.op_type == "Mul" else scale / factor
@@ -281,11 +279,7 @@ def _simple_attention(op: Any, y: ir.Value, query: ir.Value, key: ir.Value, valu
     options = {name: a.value for name, a in node.attributes.items() if a.value}
     mask = [v for v in node.inputs[3:] if v is not None]
     is_plain = len({shape[1] for shape in shapes}) == 1 and mask == [*node.inputs[3:4]]
-    if (
-        not is_plain
-        or not options.keys() <= {"scale", "is_causal"}
-        or (mask and "is_causal" in options)
-    ):
+    if not is_plain or not options.keys() <= ({"scale"} if mask else {"scale", "is_causal"}):
         return None
     return op.ScaledDotProductAttention(query, key, value, *mask, **options)
 

@@ -151,16 +151,7 @@ def pack(model: ir.Model) -> str:
 def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
     """Return the state dict of a module, read from the initializers of its graph."""
     state: dict[str, torch.Tensor] = {}
-    values: dict[str, Any] = {}
-
-    def collect(graph: Any) -> None:
-        values.update(graph.initializers)
-
-    collect(model.graph)
-    for node in model.graph.all_nodes():
-        for attribute in node.attributes.values():
-            if attribute.type.name == "GRAPH":
-                collect(attribute.value)
+    values: dict[str, Any] = {k: v for g in model.graphs() for k, v in g.initializers.items()}
     shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
     for key, source in module.sources.items():
         tensor = from_numpy(values[source.initializer].const_value.numpy())
