@@ -228,10 +228,12 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
     place = pipeline.folder, pipeline.code_folder
     if isinstance(spec.classes, str):
         try:
-            lines = (pipeline.folder / spec.classes).read_text("utf-8").splitlines()
+            # Editors of Windows begin a file with a mark that is no part of the first name.
+            lines = (pipeline.folder / spec.classes).read_text("utf-8-sig").splitlines()
         except (OSError, UnicodeError) as error:
             raise PipelineInvalid(f"classes: {error}") from error
-        names = tuple(filter(None, map(str.strip, lines)))
+        if not (names := tuple(filter(None, map(str.strip, lines)))):
+            raise PipelineInvalid(f"classes: {spec.classes} is empty, expected a label a line")
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise PipelineInvalid(f"classes: {spec.classes} gives {twice[0]!r} twice")
         spec = spec.model_copy(update={"classes": names})
