@@ -87,8 +87,8 @@ STATEFUL = {
     "openvino_16k": "",
 }
 """Forms of silero-vad → their inputs, where the file's own axes allow too little."""
-ROUND_TRIP = """Difference: the largest of an output, over its norm, on 3 inputs. The recognizer's and the
-orientation file's sizes were declared as numbers, so that axes differ.
+ROUND_TRIP = """Difference: the largest of an output, over its norm, on 3 inputs. The recognizer's
+and the orientation file's sizes were declared as numbers, so that axes differ.
 """
 CALLS = 40
 
