@@ -352,15 +352,15 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
 
 def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
     weight = weights.get(node.inputs[1])
-    if weight is None or len(weight.shape) != 2:
-        return None
     bias = node.inputs[2] if len(node.inputs) > 2 else ""
+    if weight is None or len(weight.shape) != 2 or not torch_dtype(weight).is_floating_point:
+        return None
     if node.get("alpha", 1.0) != 1 or node.get("beta", 1.0) != 1 or node.get("transA"):
+        return None
+    if bias and bias not in weights:
         return None
     transposed = not node.get("transB")
     rows, columns = reversed(weight.shape) if transposed else weight.shape
-    if bias and bias not in weights:
-        return None
     sizes = tuple(weights[bias].shape) if bias else (rows,)
     if sizes[-1:] != (rows,) or math.prod(sizes) != rows:  # Gemm may add a column to each column
         return None

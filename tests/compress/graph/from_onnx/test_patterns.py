@@ -110,7 +110,7 @@ def _load(folder: Path, nodes: str, opset: int, output: str = "y") -> OnnxModule
     text = f"{head} g (float[batch, 3, 4] x) => (float[batch, 3, size] {output})"
     model = parser.parse_model(f"{text} {{{nodes}}}")
     tensors = {name: np.array(number, np.float32) for name, number in NUMBERS.items()}
-    tensors["last"] = np.array([-1])
+    tensors |= {"last": np.array([-1]), "table": np.arange(8).reshape(4, 2)}
     read = {name for node in model.graph.node for name in node.input}
     model.graph.initializer.extend(
         numpy_helper.from_array(array, name) for name, array in tensors.items() if name in read
@@ -195,6 +195,11 @@ def test_a_column_that_is_added_to_each_column_is_no_bias(tmp_path: Path) -> Non
     onnx.save(model, tmp_path / "net.onnx")
     module = load(tmp_path / "net.onnx")
     assert prove(module, tmp_path / "net.onnx", [(torch.randn(1, 4, 4),)]) < 1e-6
+
+
+def test_products_of_integers_are_no_layers(tmp_path: Path) -> None:
+    nodes = "i = Cast <to = 7> (x) m = MatMul (i, table) y = Cast <to = 1> (m)"
+    assert _operators(_load(tmp_path, nodes, 13)) == ["Cast", "MatMul", "Cast"]
 
 
 def test_a_value_that_is_also_an_output_is_still_computed(tmp_path: Path) -> None:
