@@ -239,8 +239,8 @@ def _fused_attention(op: Any, scores: ir.Value, value: ir.Value, weights: ir.Val
             key, by_source = _without_scale(transpose.inputs[0])
             by_key, ranks = by_key * by_source, ranks | {len(perm)}
         axis = weights.producer().attributes.get_int("axis", 0)  # type: ignore[union-attr]
-        if len(ranks) != 1 or (rank := ranks.pop()) < 3 or axis not in (-1, rank - 1):
-            continue
+        if len(ranks) != 1 or (rank := ranks.pop()) not in (3, 4) or axis not in (-1, rank - 1):
+            continue  # torch's exporter (2.13) has no attention of five axes
         if not all(_broadcasts(v.shape, product.shape) for v in mask):
             continue
         *outer, row, column = perm or range(rank)

@@ -197,6 +197,18 @@ def test_a_column_that_is_added_to_each_column_is_no_bias(tmp_path: Path) -> Non
     assert prove(module, tmp_path / "net.onnx", [(torch.randn(1, 4, 4),)]) < 1e-6
 
 
+def test_attention_of_five_axes_stays_in_products(tmp_path: Path) -> None:
+    nodes = """
+        u = Unsqueeze <axes = [0, 1]> (x)
+        t = Transpose <perm = [0, 1, 2, 4, 3]> (u)
+        a = MatMul (u, t)
+        w = Softmax <axis = -1> (a)
+        p = MatMul (w, u)
+        y = Squeeze <axes = [0, 1]> (p)
+    """
+    assert _operators(_load(tmp_path, nodes, 11)).count("MatMul") == 2
+
+
 def test_products_of_integers_are_no_layers(tmp_path: Path) -> None:
     nodes = "i = Cast <to = 7> (x) m = MatMul (i, table) y = Cast <to = 1> (m)"
     assert _operators(_load(tmp_path, nodes, 13)) == ["Cast", "MatMul", "Cast"]
