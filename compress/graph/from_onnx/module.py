@@ -244,11 +244,10 @@ class _Builder:
         self._parent(owner).add_module(key, layer)
         for key, source in sources.items():
             self.module.sources[f"{path}.{key}"] = source
-            known = self.module._owners.get(source.initializer)
-            if source.change is None and known is None:
-                self.module._owners[source.initializer] = f"{path}.{key}"
-            elif source.change is None:
-                self._tie(layer, key, known)
+            if source.change is None:
+                known = self.module._owners.setdefault(source.initializer, f"{path}.{key}")
+                if known != f"{path}.{key}":
+                    self._tie(layer, key, known)
 
     def _tie(self, layer: nn.Module, key: str, known: str) -> None:
         owner, _, other = known.rpartition(".")
