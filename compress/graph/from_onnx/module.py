@@ -48,7 +48,7 @@ class _Source:
 
     initializer: str
     change: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What the layer's order of rows and columns makes of the initializer."""
+    """Gives the initializer the layer's order of rows and columns; None where it has it."""
 
 
 @dataclass
@@ -307,6 +307,7 @@ def torch_dtype(constant: Any) -> torch.dtype:
 
 
 Made = tuple[Callable[..., Any], tuple[str, ...]]
+"""How a node is computed by a layer, and the names of the values that it takes."""
 
 
 def _sources(keys: Sequence[str], node: Node) -> dict[str, _Source]:

@@ -188,18 +188,14 @@ def _first_axis(x: ir.Value, *reductions: ir.Value) -> int | None:
     found = set()
     for value in reductions:
         node: Any = value.producer()
-        given = node.attributes.get_ints("axes", None)
-        if len(node.inputs) > 1:
-            given = (
-                node.inputs[1].const_value.numpy().tolist() if _is_held(node.inputs[1]) else None
-            )
-        if not given or not node.attributes.get_int("keepdims", 1):
+        axes = node.attributes.get_ints("axes", None)
+        for given in filter(_is_held, node.inputs[1:]):  # where operator set 18 has them
+            axes = given.const_value.numpy().tolist()
+        if not axes or not node.attributes.get_int("keepdims", 1):
             return None
-        if any(axis >= 0 for axis in given):
-            if x.shape is None:
-                return None
-            given = [axis - x.shape.rank() if axis >= 0 else axis for axis in given]
-        found.add(-len(given) if sorted(given) == [*range(-len(given), 0)] else 0)
+        rank = 0 if x.shape is None else x.shape.rank()
+        last = sorted(axis - rank if axis >= 0 else axis for axis in axes)
+        found.add(-len(last) if last == [*range(-len(last), 0)] else 0)
     return found.pop() or None if len(found) == 1 else None
 
 
