@@ -392,7 +392,9 @@ def _batch_norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Ma
         return None
     (channels,) = weights[names[0]].shape
     # ONNX's momentum is the share of the old statistics, PyTorch's that of the new ones.
-    layer = _BatchNorm(channels, node.get("epsilon", 1e-5), 1 - node.get("momentum", 0.9))
+    share, dtype = 1 - node.get("momentum", 0.9), torch_dtype(weights[names[0]])
+    dtype = torch.promote_types(dtype, torch.float32)  # statistics of halves are floats
+    layer = _BatchNorm(channels, node.get("epsilon", 1e-5), share, dtype=dtype)
     keys = ("weight", "bias", "running_mean", "running_var")
     builder.add_layer(node, layer, _sources(keys, node))
     return layer, node.inputs[:1]
