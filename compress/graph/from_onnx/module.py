@@ -252,7 +252,8 @@ class _Builder:
     def _tie(self, layer: nn.Module, key: str, known: str) -> None:
         owner, _, other = known.rpartition(".")
         shared = getattr(self.module.get_submodule(owner), other)
-        if isinstance(shared, nn.Parameter) and shared.shape == getattr(layer, key).shape:
+        own = layer._parameters.get(key)  # None for a buffer, such as a mean that is also the bias
+        if isinstance(shared, nn.Parameter) and own is not None and shared.shape == own.shape:
             layer.register_parameter(key, shared)
 
     def _parent(self, owner: str) -> nn.Module:

@@ -111,7 +111,7 @@ def _load(folder: Path, nodes: str, opset: int, output: str = "y") -> OnnxModule
     model = parser.parse_model(f"{text} {{{nodes}}}")
     tensors = {name: np.array(number, np.float32) for name, number in NUMBERS.items()}
     tensors |= {"last": np.array([-1]), "table": np.arange(8).reshape(4, 2)}
-    tensors["s"] = np.array([0.5, 1.0, 2.0])
+    tensors["doubles"] = np.array([0.5, 1.0, 2.0])
     read = {name for node in model.graph.node for name in node.input}
     model.graph.initializer.extend(
         numpy_helper.from_array(array, name) for name, array in tensors.items() if name in read
@@ -210,8 +210,12 @@ def test_attention_of_five_axes_stays_in_products(tmp_path: Path) -> None:
     assert _operators(_load(tmp_path, nodes, 11)).count("MatMul") == 2
 
 
-def test_statistics_have_the_precision_of_their_input(tmp_path: Path) -> None:
-    nodes = "d = Cast <to = 11> (x) n = BatchNormalization (d, s, s, s, s) y = Cast <to = 1> (n)"
+def test_statistics_have_the_precision_of_their_input_and_may_be_one_tensor(tmp_path: Path) -> None:
+    nodes = """
+        d = Cast <to = 11> (x)
+        n = BatchNormalization (d, doubles, doubles, doubles, doubles)
+        y = Cast <to = 1> (n)
+    """
     assert _operators(_load(tmp_path, nodes, 15))[1] == "BatchNormalization"
 
 
