@@ -311,9 +311,12 @@ Made = tuple[Callable[..., Any], tuple[str, ...]]
 """How a node is computed by a layer, and the names of the values that it takes."""
 
 
-def _sources(keys: Sequence[str], node: Node) -> dict[str, _Source]:
+def _sources(keys: Sequence[str], node: Node, weights: Mapping[str, Any]) -> dict[str, _Source]:
     """Return the sources of a layer's tensors: all of a node's inputs but the first."""
-    return {key: _Source(name) for key, name in zip(keys, node.inputs[1:], strict=False)}
+    sources = {key: _Source(name) for key, name in zip(keys, node.inputs[1:], strict=False)}
+    if "bias" in sources and len(weights[sources["bias"].initializer].shape) > 1:
+        sources["bias"].change = torch.flatten  # other nodes read it with its axes of size 1
+    return sources
 
 
 def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
@@ -340,7 +343,7 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
         dtype=torch_dtype(weight),
     )
     keys = ("weight", "bias") if bias else ("weight",)
-    builder.add_layer(node, layer, _sources(keys, node))
+    builder.add_layer(node, layer, _sources(keys, node, weights))
     if symmetric:
         return layer, node.inputs[:1]
 
@@ -366,7 +369,7 @@ def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made |
     if sizes[-1:] != (rows,) or math.prod(sizes) != rows:  # Gemm may add a column to each column
         return None
     layer = nn.Linear(columns, rows, bias=bool(bias), dtype=torch_dtype(weight))
-    sources = _sources(("weight", "bias") if bias else ("weight",), node)
+    sources = _sources(("weight", "bias") if bias else ("weight",), node, weights)
     sources["weight"].change = torch.t if transposed else None
     builder.add_layer(node, layer, sources)
     return layer, node.inputs[:1]
@@ -383,7 +386,7 @@ def _norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | N
     options: dict[str, Any] = {"bias": len(names) > 1} if is_centred else {}
     kind: Any = nn.LayerNorm if is_centred else nn.RMSNorm
     layer = kind(sizes, epsilon, dtype=torch_dtype(weights[names[0]]), **options)
-    builder.add_layer(node, layer, _sources(("weight", "bias"), node))
+    builder.add_layer(node, layer, _sources(("weight", "bias"), node, weights))
     return layer, node.inputs[:1]
 
 
@@ -397,7 +400,7 @@ def _batch_norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Ma
     dtype = torch.promote_types(dtype, torch.float32)  # statistics of halves are floats
     layer = _BatchNorm(channels, node.get("epsilon", 1e-5), share, dtype=dtype)
     keys = ("weight", "bias", "running_mean", "running_var")
-    builder.add_layer(node, layer, _sources(keys, node))
+    builder.add_layer(node, layer, _sources(keys, node, weights))
     return layer, node.inputs[:1]
 
 

@@ -111,6 +111,10 @@ def _load(folder: Path, nodes: str, opset: int, output: str = "y") -> OnnxModule
     model = parser.parse_model(f"{text} {{{nodes}}}")
     tensors = {name: np.array(number, np.float32) for name, number in NUMBERS.items()}
     tensors |= {"last": np.array([-1]), "table": np.arange(8).reshape(4, 2)}
+    tensors |= {
+        "kernel": np.ones((4, 3, 1), np.float32),
+        "column": np.arange(4, dtype=np.float32)[:, None],
+    }
     tensors["doubles"] = np.array([0.5, 1.0, 2.0])
     read = {name for node in model.graph.node for name in node.input}
     model.graph.initializer.extend(
@@ -217,6 +221,15 @@ def test_statistics_have_the_precision_of_their_input_and_may_be_one_tensor(tmp_
         y = Cast <to = 1> (n)
     """
     assert _operators(_load(tmp_path, nodes, 15))[1] == "BatchNormalization"
+
+
+def test_a_bias_keeps_its_axes_for_other_nodes(tmp_path: Path) -> None:
+    nodes = """
+        c = Conv (x, kernel)
+        a = Add (c, column)
+        y = Mul (a, column)
+    """
+    assert _operators(_load(tmp_path, nodes, 13)) == ["Conv", "Mul"]
 
 
 def test_products_of_integers_are_no_layers(tmp_path: Path) -> None:
