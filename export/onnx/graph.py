@@ -149,7 +149,8 @@ def _shorten_names_(model: ir.Model, given: Mapping[str, str]) -> None:
     given = {k: n for k, n in given.items() if uses[n] == 1}
     letters = (map("".join, product(ascii_letters, repeat=length)) for length in count(1))
     unused = (name for name in chain.from_iterable(letters) if name not in uses)
-    names: dict[str | None, Any] = {"": "", **{name: name for name in public}, **given}
+    names: dict[str | None, Any] = {"": "", **{name: name for name in public}}
+    names.update(given)
     # By name, not by value: a name may stand for one value in each branch of an If.
     values = dict.fromkeys(values_in_order(model))
     for value in values:
