@@ -14,6 +14,7 @@ TITLE = """# ONNX operators
 What becomes of the operators of a file when it is
 [imported as a module](../models.md#onnx-files). The numbers are the operator sets that changed an
 operator; forms of it that are refused, such as `Scan` of operator set 8, are named in one line.
+`Attention` of four axes without earlier keys is one function, too.
 """
 
 

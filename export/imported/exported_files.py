@@ -273,7 +273,7 @@ def _import_module(
         "metadata": {**graph.metadata_props},
         "doc_string": graph.doc_string,
         "name": graph.graph.name,
-        "axes": {re.sub(r"\W", "_", name): name for name in dims if name},
+        "axes": {_axis_name(name): name for name in dims if name},
         "weights": {key: source.initializer for key, source in module.sources.items()},
         "sha256": digest_of(file),
     }
@@ -308,6 +308,12 @@ def _import_script(
     return TorchScriptModel.from_directory(path)
 
 
+def _axis_name(name: str) -> str:
+    """Return an axis' name in the signature, of that in an ONNX file."""
+    word = re.sub(r"\W", "_", name)
+    return word if word.isidentifier() else f"axis_{word}"
+
+
 def _onnx_signature(file: Path) -> Signature:
     import numpy as np
     import onnx
@@ -325,9 +331,7 @@ def _onnx_signature(file: Path) -> Signature:
                 # Paddle writes -1, and "?" for all unknown axes, which need not be equal.
                 named = dim.dim_param if re.search(r"\w", dim.dim_param) else ""
                 named = named or ("batch" if axis == 0 else f"{value.name}_{axis}")
-                word = re.sub(r"\W", "_", named)
-                word = word if word.isidentifier() else f"axis_{word}"
-                shape.append(dim.dim_value if dim.dim_value > 0 else word)
+                shape.append(dim.dim_value if dim.dim_value > 0 else _axis_name(named))
             content = {"name": value.name, "shape": shape, "dtype": dtype}
             inputs.append(TensorSpec.model_validate(content))
         except (KeyError, ValueError) as error:

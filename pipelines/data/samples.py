@@ -123,16 +123,23 @@ class Rows(TensorDataset):
     class_names: tuple[str, ...] = ()
 
 
-def class_names_in(name: str, folder: Path) -> tuple[str, ...]:
-    """Return the lines of a text file; PipelineInvalid where it cannot be read or one is twice."""
+def with_class_names(spec: FileData, folder: Path) -> FileData:
+    """Return a section with the labels that its file of `classes` holds, a label a line.
+
+    Raises PipelineInvalid where the file cannot be read, is empty, or has a label twice.
+    """
+    if not isinstance(spec.classes, str):
+        return spec
     try:
-        lines = (folder / name).read_text("utf-8").splitlines()
+        # Editors of Windows begin a file with a mark that is no part of the first name.
+        lines = (folder / spec.classes).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeError) as error:
         raise PipelineInvalid(f"classes: {error}") from error
-    names = tuple(filter(None, map(str.strip, lines)))
-    if twice := [each for each, count in Counter(names).items() if count > 1]:
-        raise PipelineInvalid(f"classes: {name} gives {twice[0]!r} twice")
-    return names
+    if not (names := tuple(filter(None, map(str.strip, lines)))):
+        raise PipelineInvalid(f"classes: {spec.classes} is empty, expected a label a line")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise PipelineInvalid(f"classes: {spec.classes} gives {twice[0]!r} twice")
+    return spec.model_copy(update={"classes": names})
 
 
 def load_files(files: Files) -> dict[str, Dataset[Any]]:

@@ -214,7 +214,7 @@ def load_data(pipeline: PipelineConfig) -> Splits | None:
 def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
     """Return what the data's files are read with, for the inputs that the model declares."""
     from compress.pipelines.data.preparation import find_preparation
-    from compress.pipelines.data.samples import Files, class_names_in
+    from compress.pipelines.data.samples import Files, with_class_names
 
     model, inputs = pipeline.model, pipeline.model.inputs
     if inputs is None and isinstance(model, HuggingFaceModel | TimmModel):
@@ -225,10 +225,7 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
     preparation, carried = find_preparation(pipeline, inputs)
     task, _ = task_of(pipeline)
     predicts_numbers = task is not None and not task.has_labels and bool(task.losses)
-    place = pipeline.folder, pipeline.code_folder
-    if isinstance(spec.classes, str):
-        names = class_names_in(spec.classes, pipeline.folder)
-        spec = spec.model_copy(update={"classes": names})
+    spec, place = with_class_names(spec, pipeline.folder), (pipeline.folder, pipeline.code_folder)
     return Files(spec, preparation, *place, predicts_numbers, carried)
 
 

@@ -52,8 +52,7 @@ def _unary(name: str, node: Node, x: Value) -> Value:
     return UNARY[name](to_tensor(x))
 
 
-for _name in UNARY:
-    OPERATORS[_name] = partial(_unary, _name)
+OPERATORS |= {name: partial(_unary, name) for name in UNARY}
 
 
 def _divide(x: Any, y: Any) -> Any:
@@ -113,8 +112,7 @@ def _binary(name: str, node: Node, x: Value, y: Value) -> Value:
     return BINARY[name](*_operands(x, y))
 
 
-for _name in BINARY:
-    OPERATORS[_name] = partial(_binary, _name)
+OPERATORS |= {name: partial(_binary, name) for name in BINARY}
 
 
 @operator("Pow")
@@ -137,23 +135,17 @@ def _mod(node: Node, x: Value, y: Value) -> Value:
 
 
 def _folded(name: str, function: Callable[..., Any], node: Node, *values: Value) -> Value:
-    if all(isinstance(v, ShapeTensor) for v in values):
-        pairs = {"Max": torch.sym_max, "Min": torch.sym_min, "Sum": op.add}
-        if name in pairs:
-            return reduce(lambda x, y: x.map(pairs[name], y), values)
+    pairs = {"Max": torch.sym_max, "Min": torch.sym_min, "Sum": op.add}
+    if name in pairs and all(isinstance(v, ShapeTensor) for v in values):
+        return reduce(lambda x, y: x.map(pairs[name], y), values)
     tensors = [to_tensor(v) for v in values]
     total = reduce(function, tensors)
     return total / len(tensors) if name == "Mean" else total
 
 
-FOLDED: dict[str, Any] = {
-    "Max": torch.maximum,
-    "Min": torch.minimum,
-    "Sum": torch.add,
-    "Mean": torch.add,
-}
-for _name, _function in FOLDED.items():
-    OPERATORS[_name] = partial(_folded, _name, _function)
+FOLDED: dict[str, Any] = {"Max": torch.maximum, "Min": torch.minimum}
+FOLDED |= dict.fromkeys(("Sum", "Mean"), torch.add)
+OPERATORS |= {name: partial(_folded, name, function) for name, function in FOLDED.items()}
 
 
 @operator("Where")
@@ -220,8 +212,7 @@ ACTIVATIONS: dict[str, Callable[[Node, torch.Tensor], torch.Tensor]] = {
     ),
     "Shrink": lambda n, x: _shrink(x, n.get("bias", 0.0), n.get("lambd", 0.5)),
 }
-for _name, _activation in ACTIVATIONS.items():
-    OPERATORS[_name] = _activation
+OPERATORS |= ACTIVATIONS
 
 
 def _hard_sigmoid(x: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
@@ -309,15 +300,11 @@ def _reduction(name: str, node: Node, x: Value, axes: Value | None = None) -> Va
     x = to_tensor(x)
     dims = _axes(node, axes, x)
     if dims is None:  # no axis is reduced, and the elements are computed as if each were alone
-        dims = []
-        if name in ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare"):
-            return REDUCTIONS[name](x.unsqueeze(0), [0], False)
-        return x
+        return REDUCTIONS[name](x.unsqueeze(0), [0], False)
     return REDUCTIONS[name](x, dims, bool(node.get("keepdims", 1))) if dims else x
 
 
-for _name in REDUCTIONS:
-    OPERATORS[_name] = partial(_reduction, _name)
+OPERATORS |= {name: partial(_reduction, name) for name in REDUCTIONS}
 
 
 @operator("CumSum", "CumProd")

@@ -216,12 +216,8 @@ def _scatter_nd(node: Node, x: Value, indices: Value, updates: Value) -> torch.T
 @operator("Expand")
 def _expand(node: Node, x: Value, shape: Value) -> Value:
     sizes = to_sizes(shape)
-    if (
-        isinstance(x, ShapeTensor)
-        and len(x.values) == 1
-        and len(sizes) == 1
-        and isinstance(sizes[0], int)
-    ):
+    is_one = isinstance(x, ShapeTensor) and len(x.values) == 1
+    if is_one and len(sizes) == 1 and isinstance(sizes[0], int):
         return vector(x.values * sizes[0], x.dtype)
     x = to_tensor(x)
     sizes = [1] * (x.ndim - len(sizes)) + sizes
@@ -232,14 +228,10 @@ def _expand(node: Node, x: Value, shape: Value) -> Value:
 
 @operator("ConstantOfShape")
 def _constant_of_shape(node: Node, shape: Value) -> Value:
-    fill = node.get("value")
-    number, dtype = (
-        (fill.reshape(-1)[0].item(), fill.dtype) if fill is not None else (0.0, torch.float32)
-    )
-    sizes = to_sizes(shape)
-    if len(sizes) == 1 and isinstance(sizes[0], int) and not dtype.is_floating_point:
-        return vector([number] * sizes[0], dtype)
-    return torch.full(sizes, number, dtype=dtype)
+    fill, sizes = node.get("value", torch.zeros(1)), to_sizes(shape)
+    if len(sizes) == 1 and isinstance(sizes[0], int) and not fill.is_floating_point():
+        return vector([fill.item()] * sizes[0], fill.dtype)
+    return torch.full(sizes, fill.item(), dtype=fill.dtype)
 
 
 @operator("Range")

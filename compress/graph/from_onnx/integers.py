@@ -36,9 +36,7 @@ def _quantize(node: Node, x: torch.Tensor, scale: Value, zero: Value | None = No
         raise Unsupported(f"to {zero.dtype}")
     low, high = RANGES[zero.dtype]
     scale = _by_axis(to_tensor(scale), x, axis, block).to(x.dtype)
-    shift = _by_axis(
-        zero.float() if zero.dtype != torch.uint16 else zero.int().float(), x, axis, block
-    )
+    shift = _by_axis(zero.int().float(), x, axis, block)  # torch converts no uint16 to floats
     y = (torch.round(x / scale).float() + shift).clamp(low, high)
     return y.to(torch.int32).to(zero.dtype)
 

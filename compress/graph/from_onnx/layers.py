@@ -73,35 +73,23 @@ def _conv_transpose(
     n, kernel = weight.ndim - 2, list(weight.shape[2:])
     strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
     extra, pads = node.get("output_padding", [0] * n), node.get("pads", [0] * 2 * n)
-    full = [
-        (size - 1) * s + (k - 1) * d + 1 + e
-        for size, s, k, d, e in zip(x.shape[2:], strides, kernel, dilations, extra, strict=True)
-    ]
-    how = node.get("auto_pad", "NOTSET")
-    if wanted := node.get("output_shape"):
-        cut = [f - w for f, w in zip(full, wanted[-n:], strict=True)]
-    elif how in ("SAME_UPPER", "SAME_LOWER"):
-        cut = [f - size * s for f, size, s in zip(full, x.shape[2:], strides, strict=True)]
-    elif how == "VALID":
-        cut, pads = [0] * n, [0] * 2 * n
-    else:
-        cut = [pads[i] + pads[n + i] for i in range(n)]
-    if node.get("output_shape") or how.startswith("SAME"):
-        lower = how == "SAME_UPPER"
-        before = [c // 2 if lower else c - c // 2 for c in cut]
+    how, wanted = node.get("auto_pad", "NOTSET"), node.get("output_shape")
+    before, after = ([0] * n, [0] * n) if how == "VALID" else (pads[:n], pads[n:])
+    if wanted or how.startswith("SAME"):
+        wanted = wanted or [size * s for size, s in zip(x.shape[2:], strides, strict=True)]
+        axes = zip(x.shape[2:], strides, kernel, dilations, extra, wanted[-n:], strict=True)
+        cut = [(size - 1) * s + (k - 1) * d + 1 + e - w for size, s, k, d, e, w in axes]
+        before = [c // 2 if how == "SAME_UPPER" else c - c // 2 for c in cut]
         after = [c - b for c, b in zip(cut, before, strict=True)]
-    else:
-        before, after = pads[:n], pads[n:]
     bias = None if bias is None else to_tensor(bias)
     group = node.get("group", 1)
     if before == after:
         return TRANSPOSED[n - 1](x, weight, bias, strides, before, extra, group, dilations)
     y = TRANSPOSED[n - 1](x, weight, bias, strides, 0, extra, group, dilations)
-    both = [-v for axis in reversed(range(n)) for v in (before[axis], after[axis])]
-    return F.pad(y, both)
+    return F.pad(y, [-v for v in both_sides(before, after)])
 
 
-def _windows(x: torch.Tensor, node: Node) -> tuple[list[int], list[int], list[int]]:
+def _windows(node: Node) -> tuple[list[int], list[int], list[int]]:
     kernel = node.get("kernel_shape")
     return kernel, node.get("strides", [1] * len(kernel)), node.get("dilations", [1] * len(kernel))
 
@@ -110,7 +98,7 @@ def _ceil_padding(
     x: torch.Tensor, node: Node, before: list[int], after: list[int]
 ) -> tuple[list[int], list[int]]:
     """Return the padding with what `ceil_mode` adds, whose last window must begin in the input."""
-    kernel, strides, dilations = _windows(x, node)
+    kernel, strides, dilations = _windows(node)
     if not node.get("ceil_mode"):
         return before, after
     more = []
@@ -126,21 +114,18 @@ def _ceil_padding(
 
 @operator("MaxPool")
 def _max_pool(node: Node, x: torch.Tensor) -> Any:
-    kernel, strides, dilations = _windows(x, node)
+    kernel, strides, dilations = _windows(node)
     n, dtype = len(kernel), x.dtype
     x = x if x.is_floating_point() else x.float()
     before, after = padding(node, x.shape[2:], kernel)
     original = x
     symmetric = before == after and all(2 * b <= k for b, k in zip(before, kernel, strict=True))
     wanted = len(node.outputs) > 1 and bool(node.outputs[1])
-    ceil = bool(node.get("ceil_mode"))
-    if symmetric and not wanted:
-        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[n - 1]
-        return pool(x, kernel, strides, before, dilations, ceil).to(dtype)
-    before, after = _ceil_padding(x, node, before, after)
-    both = both_sides(before, after)
-    x = F.pad(x, both, value=-math.inf)
     pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[n - 1]
+    if symmetric and not wanted:
+        return pool(x, kernel, strides, before, dilations, bool(node.get("ceil_mode"))).to(dtype)
+    before, after = _ceil_padding(x, node, before, after)
+    x = F.pad(x, both_sides(before, after), value=-math.inf)
     if not wanted:
         return pool(x, kernel, strides, 0, dilations).to(dtype)
     y, place = pool(x, kernel, strides, 0, dilations, return_indices=True)
@@ -164,7 +149,7 @@ def _unpadded(place: torch.Tensor, padded: Any, shape: Any, before: list[int]) -
 
 @operator("AveragePool")
 def _average_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
-    kernel, strides, dilations = _windows(x, node)
+    kernel, strides, dilations = _windows(node)
     n = len(kernel)
     before, after = padding(node, x.shape[2:], kernel)
     with_padding, ceil = bool(node.get("count_include_pad")), bool(node.get("ceil_mode"))
@@ -192,11 +177,10 @@ def _average_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
 @operator("LpPool")
 def _lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
     p = node.get("p", 2)
-    kernel, strides, dilations = _windows(x, node)
+    kernel, strides, dilations = _windows(node)
     n = len(kernel)
     before, after = _ceil_padding(x, node, *padding(node, x.shape[2:], kernel))
-    both = both_sides(before, after)
-    x = F.pad(x.abs() ** p, both)
+    x = F.pad(x.abs() ** p, both_sides(before, after))
     weight = torch.ones(x.shape[1], 1, *kernel, dtype=x.dtype, device=x.device)
     return CONVOLUTIONS[n - 1](x, weight, None, strides, 0, dilations, x.shape[1]) ** (1 / p)
 
@@ -205,7 +189,7 @@ def _lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
 def _max_unpool(
     node: Node, x: torch.Tensor, place: torch.Tensor, shape: Value | None = None
 ) -> Any:
-    kernel, strides, _ = _windows(x, node)
+    kernel, strides, _ = _windows(node)
     n = len(kernel)
     pads = node.get("pads", [0] * 2 * n)
     sizes = [

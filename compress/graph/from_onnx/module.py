@@ -48,7 +48,7 @@ class _Source:
 
     initializer: str
     change: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What the layer's order of rows and columns makes of the initializer."""
+    """Gives the initializer the layer's order of rows and columns; None where it has it."""
 
 
 @dataclass
@@ -162,9 +162,8 @@ class _Builder:
         weights = dict(outer or {})
         kept = weight_names(graph)
         for name, value in graph.initializers.items():
-            constant, held = value.const_value, None
-            if name not in kept:
-                held = from_constant(from_numpy(constant.numpy()))
+            constant: Any = value.const_value
+            held = None if name in kept else from_constant(from_numpy(constant.numpy()))
             if held is not None:
                 self.module._constants[name] = held
             else:
@@ -229,7 +228,7 @@ class _Builder:
         self.module.sources[path] = _Source(name)
         self.module._owners[name] = path
 
-    def add_layer(self, node: Node, layer: nn.Module, sources: Mapping[str, Any]) -> nn.Module:
+    def add_layer(self, node: Node, layer: nn.Module, sources: Mapping[str, _Source]) -> None:
         """Add a layer under the name of its first weight, or of its node.
 
         Args:
@@ -245,17 +244,16 @@ class _Builder:
         self._parent(owner).add_module(key, layer)
         for key, source in sources.items():
             self.module.sources[f"{path}.{key}"] = source
-            known = self.module._owners.get(source.initializer)
-            if known is None and source.change is None:
-                self.module._owners[source.initializer] = f"{path}.{key}"
-            elif known is not None and source.change is None:
-                self._tie(layer, key, known)
-        return layer
+            if source.change is None:
+                known = self.module._owners.setdefault(source.initializer, f"{path}.{key}")
+                if known != f"{path}.{key}":
+                    self._tie(layer, key, known)
 
     def _tie(self, layer: nn.Module, key: str, known: str) -> None:
         owner, _, other = known.rpartition(".")
         shared = getattr(self.module.get_submodule(owner), other)
-        if isinstance(shared, nn.Parameter) and shared.shape == getattr(layer, key).shape:
+        own = layer._parameters.get(key)  # None for a buffer, such as a mean that is also the bias
+        if isinstance(shared, nn.Parameter) and own is not None and shared.shape == own.shape:
             layer.register_parameter(key, shared)
 
     def _parent(self, owner: str) -> nn.Module:
@@ -277,12 +275,9 @@ class _Builder:
         parent: Any = self.module
         *owners, key = path.split(".")
         for owner in owners:
-            if owner in parent._modules:
-                parent = parent._modules[owner]
-            elif hasattr(parent, owner):
+            if owner not in parent._modules and hasattr(parent, owner):
                 return False
-            else:
-                return not hasattr(nn.Module(), key)
+            parent = parent._modules.get(owner, nn.Module())
         return not hasattr(parent, key)
 
 
@@ -313,6 +308,15 @@ def torch_dtype(constant: Any) -> torch.dtype:
 
 
 Made = tuple[Callable[..., Any], tuple[str, ...]]
+"""How a node is computed by a layer, and the names of the values that it takes."""
+
+
+def _sources(keys: Sequence[str], node: Node, weights: Mapping[str, Any]) -> dict[str, _Source]:
+    """Return the sources of a layer's tensors: all of a node's inputs but the first."""
+    sources = {key: _Source(name) for key, name in zip(keys, node.inputs[1:], strict=False)}
+    if "bias" in sources and len(weights[sources["bias"].initializer].shape) > 1:
+        sources["bias"].change = torch.flatten  # other nodes read it with its axes of size 1
+    return sources
 
 
 def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
@@ -324,8 +328,8 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
     if n not in (1, 2, 3):
         return None
     pads = node.get("pads", [0] * 2 * n)
-    fixed = node.get("auto_pad", "NOTSET") in ("NOTSET", "VALID")
-    symmetric = fixed and (pads[:n] == pads[n:] or node.get("auto_pad") == "VALID")
+    how = node.get("auto_pad", "NOTSET")
+    symmetric = how == "VALID" or (how == "NOTSET" and pads[:n] == pads[n:])
     kinds: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     layer: Any = kinds[n - 1](
         per_group * group,
@@ -338,13 +342,10 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
         bias=bool(bias),
         dtype=torch_dtype(weight),
     )
-    sources = {"weight": _Source(node.inputs[1])}
-    if bias:
-        sources["bias"] = _Source(bias)
-    builder.add_layer(node, layer, sources)
+    keys = ("weight", "bias") if bias else ("weight",)
+    builder.add_layer(node, layer, _sources(keys, node, weights))
     if symmetric:
         return layer, node.inputs[:1]
-    kernel = list(kernel)
 
     def padded(x: torch.Tensor) -> torch.Tensor:
         before, after = layers.padding(node, x.shape[2:], kernel)
@@ -355,24 +356,21 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
 
 def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
     weight = weights.get(node.inputs[1])
-    if weight is None or len(weight.shape) != 2:
-        return None
     bias = node.inputs[2] if len(node.inputs) > 2 else ""
-    is_gemm = node.operator == "Gemm"
-    if is_gemm and (node.get("alpha", 1.0), node.get("beta", 1.0), node.get("transA", 0)) != (
-        1,
-        1,
-        0,
-    ):
+    if weight is None or len(weight.shape) != 2 or not torch_dtype(weight).is_floating_point:
+        return None
+    if node.get("alpha", 1.0) != 1 or node.get("beta", 1.0) != 1 or node.get("transA"):
+        return None
+    if bias and bias not in weights:
         return None
     transposed = not node.get("transB")
-    rows, columns = weight.shape if not transposed else reversed(weight.shape)
-    if bias and (bias not in weights or math.prod(weights[bias].shape) != rows):
+    rows, columns = reversed(weight.shape) if transposed else weight.shape
+    sizes = tuple(weights[bias].shape) if bias else (rows,)
+    if sizes[-1:] != (rows,) or math.prod(sizes) != rows:  # Gemm may add a column to each column
         return None
     layer = nn.Linear(columns, rows, bias=bool(bias), dtype=torch_dtype(weight))
-    sources = {"weight": _Source(node.inputs[1], torch.t if transposed else None)}
-    if bias:
-        sources["bias"] = _Source(bias)
+    sources = _sources(("weight", "bias") if bias else ("weight",), node, weights)
+    sources["weight"].change = torch.t if transposed else None
     builder.add_layer(node, layer, sources)
     return layer, node.inputs[:1]
 
@@ -384,13 +382,11 @@ def _norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | N
     sizes, epsilon = tuple(weights[names[0]].shape), node.get("epsilon", 1e-5)
     if node.get("axis", -1) != -len(sizes) or any(tuple(weights[n].shape) != sizes for n in names):
         return None
-    dtype, layer = torch_dtype(weights[names[0]]), nn.Module()
-    if node.operator == "LayerNormalization":
-        layer = nn.LayerNorm(sizes, epsilon, bias=len(names) > 1, dtype=dtype)
-    else:
-        layer = nn.RMSNorm(sizes, epsilon, dtype=dtype)
-    keys = ("weight", "bias")
-    builder.add_layer(node, layer, {k: _Source(n) for k, n in zip(keys, names, strict=False)})
+    is_centred = node.operator == "LayerNormalization"
+    options: dict[str, Any] = {"bias": len(names) > 1} if is_centred else {}
+    kind: Any = nn.LayerNorm if is_centred else nn.RMSNorm
+    layer = kind(sizes, epsilon, dtype=torch_dtype(weights[names[0]]), **options)
+    builder.add_layer(node, layer, _sources(("weight", "bias"), node, weights))
     return layer, node.inputs[:1]
 
 
@@ -400,10 +396,11 @@ def _batch_norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Ma
         return None
     (channels,) = weights[names[0]].shape
     # ONNX's momentum is the share of the old statistics, PyTorch's that of the new ones.
-    layer = _BatchNorm(channels, node.get("epsilon", 1e-5), 1 - node.get("momentum", 0.9))
+    share, dtype = 1 - node.get("momentum", 0.9), torch_dtype(weights[names[0]])
+    dtype = torch.promote_types(dtype, torch.float32)  # statistics of halves are floats
+    layer = _BatchNorm(channels, node.get("epsilon", 1e-5), share, dtype=dtype)
     keys = ("weight", "bias", "running_mean", "running_var")
-    sources = {key: _Source(name) for key, name in zip(keys, names, strict=True)}
-    builder.add_layer(node, layer, sources)
+    builder.add_layer(node, layer, _sources(keys, node, weights))
     return layer, node.inputs[:1]
 
 

@@ -84,8 +84,8 @@ def _activations() -> Iterator[Rule]:
 
     def is_relu6(clip: ir.Value) -> bool:
         node: Any = clip.producer()
-        limits = [_number(v) for v in node.inputs[1:]]
-        return (limits or [node.attributes.get_float(k, 0.0) for k in ("min", "max")]) == [0, 6]
+        given = [node.attributes.get_float(key, None) for key in ("min", "max")]
+        return ([_number(v) for v in node.inputs[1:]] or given) == [0, 6]
 
     def hard_swish(op: Any, x: Any, clip: ir.Value) -> Any:
         return op.HardSwish(x) if is_relu6(clip) else None
@@ -188,18 +188,14 @@ def _first_axis(x: ir.Value, *reductions: ir.Value) -> int | None:
     found = set()
     for value in reductions:
         node: Any = value.producer()
-        given = node.attributes.get_ints("axes", None)
-        if len(node.inputs) > 1:
-            given = (
-                node.inputs[1].const_value.numpy().tolist() if _is_held(node.inputs[1]) else None
-            )
-        if not given or not node.attributes.get_int("keepdims", 1):
+        axes = node.attributes.get_ints("axes", None)
+        for given in filter(_is_held, node.inputs[1:]):  # where operator set 18 has them
+            axes = given.const_value.numpy().tolist()
+        if not axes or not node.attributes.get_int("keepdims", 1):
             return None
-        if any(axis >= 0 for axis in given):
-            if x.shape is None:
-                return None
-            given = [axis - x.shape.rank() if axis >= 0 else axis for axis in given]
-        found.add(-len(given) if sorted(given) == [*range(-len(given), 0)] else 0)
+        rank = 0 if x.shape is None else x.shape.rank()
+        last = sorted(axis - rank if axis >= 0 else axis for axis in axes)
+        found.add(-len(last) if last == [*range(-len(last), 0)] else 0)
     return found.pop() or None if len(found) == 1 else None
 
 
@@ -239,7 +235,9 @@ def _fused_attention(op: Any, scores: ir.Value, value: ir.Value, weights: ir.Val
             key, by_source = _without_scale(transpose.inputs[0])
             by_key, ranks = by_key * by_source, ranks | {len(perm)}
         axis = weights.producer().attributes.get_int("axis", 0)  # type: ignore[union-attr]
-        if len(ranks) != 1 or (rank := ranks.pop()) < 3 or axis not in (-1, rank - 1):
+        if len(ranks) != 1 or (rank := ranks.pop()) not in (3, 4) or axis not in (-1, rank - 1):
+            continue  # torch's exporter (2.13) has no attention of five axes
+        if not all(_broadcasts(v.shape, product.shape) for v in mask):
             continue
         *outer, row, column = perm or range(rank)
         if (turned := [*outer, column, row]) != [*range(rank)]:  # the product reads keys transposed
@@ -249,13 +247,20 @@ def _fused_attention(op: Any, scores: ir.Value, value: ir.Value, weights: ir.Val
     return None
 
 
+def _broadcasts(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Whether a mask has axes and is expanded to scores, as far as is known: never the scores."""
+    if shape is None or other is None:
+        return shape is None or shape.rank() > 0
+    pairs = zip(reversed([*shape]), reversed([*other]), strict=False)
+    fits = all(m in (1, n) or not (isinstance(m, int) and isinstance(n, int)) for m, n in pairs)
+    return 0 < shape.rank() <= other.rank() and fits
+
+
 def _without_scale(value: Any) -> tuple[Any, float]:
     """Return what a value is a multiple of, and the factor."""
     node = value.producer()
-    factor = (
-        _number(node.inputs[1]) if node is not None and node.op_type in ("Mul", "Div") else None
-    )
-    if not factor:
+    is_scaled = node is not None and node.op_type in ("Mul", "Div")
+    if not is_scaled or not (factor := _number(node.inputs[1])):
         return value, 1.0
     inner, scale = _without_scale(node.inputs[0])
     return inner, scale * factor if node.op_type == "Mul" else scale / factor
@@ -270,11 +275,7 @@ def _simple_attention(op: Any, y: ir.Value, query: ir.Value, key: ir.Value, valu
     options = {name: a.value for name, a in node.attributes.items() if a.value}
     mask = [v for v in node.inputs[3:] if v is not None]
     is_plain = len({shape[1] for shape in shapes}) == 1 and mask == [*node.inputs[3:4]]
-    if (
-        not is_plain
-        or not options.keys() <= {"scale", "is_causal"}
-        or (mask and "is_causal" in options)
-    ):
+    if not is_plain or not options.keys() <= ({"scale"} if mask else {"scale", "is_causal"}):
         return None
     return op.ScaledDotProductAttention(query, key, value, *mask, **options)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXPANDED = "expanded"  # domain of functions that ONNX defines, until they are inlined
 MOVES = {"Concat", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
-MOVED = 2**24  # elements of a constant that is moved when a file is read, and not in every run
+MOVED = 2**24  # elements of the largest constant that is moved when a file is read, not in each run
 LEVELS = 4  # functions that consist of functions
 NAMED = 5  # nodes whose names a refusal lists for each operator
 
@@ -60,8 +60,9 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
 
 
 def _is_folded(node: ir.Node) -> bool | None:
-    """Whether a constant is computed now; None for the optimizer's limits of a few thousands."""
-    # By default none is filled; torch's exporter computes the sizes of paddings from one.
+    """Return whether a node that reads constants is computed now; None for the default limits."""
+    # These limits are a few thousand elements, and no ConstantOfShape, of which torch's exporter
+    # computes the sizes of paddings.
     if node.op_type == "ConstantOfShape":
         shape = node.inputs[0].const_value  # type: ignore[union-attr]
         return True if shape is not None and shape.numpy().prod() <= LARGEST else None
@@ -151,16 +152,7 @@ def pack(model: ir.Model) -> str:
 def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
     """Return the state dict of a module, read from the initializers of its graph."""
     state: dict[str, torch.Tensor] = {}
-    values: dict[str, Any] = {}
-
-    def collect(graph: Any) -> None:
-        values.update(graph.initializers)
-
-    collect(model.graph)
-    for node in model.graph.all_nodes():
-        for attribute in node.attributes.values():
-            if attribute.type.name == "GRAPH":
-                collect(attribute.value)
+    values: dict[str, Any] = {k: v for g in model.graphs() for k, v in g.initializers.items()}
     shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
     for key, source in module.sources.items():
         tensor = from_numpy(values[source.initializer].const_value.numpy())

@@ -15,25 +15,15 @@ from compress.graph.from_onnx.shape_tensor import Value, to_sizes
 @operator("Upsample", "Resize")
 def _resize(node: Node, x: torch.Tensor, *rest: Value | None) -> torch.Tensor:
     if node.operator == "Upsample":
-        scales = node.get("scales") if not rest else _floats(rest[0])
+        scales = node.get("scales") if not rest else to_sizes(rest[0])
         return _interpolate(node, x, scales, None, "asymmetric", "floor")
     roi, scales, sizes = (*rest, None, None, None)[:3]
     if node.opset < 11:
-        return _interpolate(node, x, _floats(roi), None, "asymmetric", "floor")
+        return _interpolate(node, x, to_sizes(roi), None, "asymmetric", "floor")
     coordinates = node.get("coordinate_transformation_mode", "half_pixel")
     nearest = node.get("nearest_mode", "round_prefer_floor")
-    given = None if scales is None else _floats(scales)
-    wanted = None if sizes is None else to_sizes(sizes)
-    window = None if roi is None else _floats(roi)
-    return _interpolate(
-        node, x, given or None, wanted or None, coordinates, nearest, window or None
-    )
-
-
-def _floats(value: Value) -> list[Any]:
-    if isinstance(value, torch.Tensor) and value.numel() == 0:
-        return []
-    return to_sizes(value)
+    roi, scales, sizes = (v if v is None else to_sizes(v) or None for v in (roi, scales, sizes))
+    return _interpolate(node, x, scales, sizes, coordinates, nearest, roi)
 
 
 def _interpolate(
@@ -98,9 +88,8 @@ def _torch_mode(
         return "nearest", None
     if coordinates == "pytorch_half_pixel" and any(isinstance(s, int) and s == 1 for s in sizes):
         return None  # where this takes the first element, and torch the middle
-    aligned = {"align_corners": True, "half_pixel": False, "pytorch_half_pixel": False}.get(
-        coordinates
-    )
+    corners = {"align_corners": True, "half_pixel": False, "pytorch_half_pixel": False}
+    aligned = corners.get(coordinates)
     if mode == "linear" and aligned is not None:
         return ("linear", "bilinear", "trilinear")[axes - 1], aligned
     is_torch_cubic = node.get("cubic_coeff_a", -0.75) == -0.75 and not node.get("exclude_outside")
@@ -186,9 +175,6 @@ def _kernel(mode: str, distance: torch.Tensor, stretch: float, node: Node) -> to
 
 @operator("GridSample")
 def _grid_sample(node: Node, x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(
-        node.get("mode", "linear"), node.get("mode", "bilinear")
-    )
-    return F.grid_sample(
-        x, grid, mode, node.get("padding_mode", "zeros"), bool(node.get("align_corners", 0))
-    )
+    mode, outside = node.get("mode", "linear"), node.get("padding_mode", "zeros")
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    return F.grid_sample(x, grid, mode, outside, bool(node.get("align_corners")))

@@ -274,8 +274,8 @@ def _is_lone_depthwise(node: Node) -> bool:
     if not (node.target in CONVOLUTIONS and is_float(source) and is_constant(weight)):
         return False
     is_depthwise = source.meta["val"].shape[1] > weight.meta["val"].shape[1] == 1
-    reads_integers = _is_quantized_output(source)
-    return is_depthwise and not (reads_integers or _is_read_as_integers(_with_clamp(node)[-1]))
+    output = _with_clamp(node)[-1]
+    return is_depthwise and not (_is_quantized_output(source) or _is_read_as_integers(output))
 
 
 def _residual(addition: Node, layers: Container[object]) -> tuple[Node | None, Node | None]:

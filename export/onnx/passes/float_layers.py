@@ -130,18 +130,23 @@ def separate_transposes_(model: ir.Model) -> None:
                 matmul.replace_input_with(place, reshaped)
 
 
+POOLED = {ir.DataType.FLOAT, ir.DataType.FLOAT16}  # by onnxruntime, which averages others, too
+
+
 def pool_means_(model: ir.Model) -> None:
-    """Write means over all spatial axes, which keep them, as GlobalAveragePool, in place."""
-    # onnxruntime pools blocked channels and integers as they lie, and has no such ReduceMean.
+    """Write means over all of two or more spatial axes as GlobalAveragePool, in place."""
+    # onnxruntime pools blocked channels and integers as they lie, and has no such ReduceMean. Of
+    # three axes the last is as often features, whose means it fuses into norms, but no poolings.
     for node in model.graph:
         axes = stored(node.inputs[1]) if len(node.inputs) > 1 else None
-        shape = node.inputs[0].shape if axes is not None and node.inputs[0] else None
-        if node.op_type != "ReduceMean" or axes is None or shape is None:
+        source = node.inputs[0] if node.op_type == "ReduceMean" else None
+        if axes is None or source is None or source.shape is None or source.dtype not in POOLED:
             continue
-        reduced = sorted(axis % len(shape) for axis in axes.numpy().reshape(-1).tolist())
+        rank = len(source.shape)
+        reduced = sorted(axis % rank for axis in axes.numpy().reshape(-1).tolist())
         keeps_axes = node.attributes.get_int("keepdims", 1) == 1
-        if keeps_axes and len(shape) > 2 and reduced == [*range(2, len(shape))]:
-            become_(node, "GlobalAveragePool", node.inputs[:1])
+        if keeps_axes and rank > 3 and reduced == [*range(2, rank)]:
+            become_(node, "GlobalAveragePool", [source])
 
 
 class Grid(NamedTuple):

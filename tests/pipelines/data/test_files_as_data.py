@@ -426,7 +426,7 @@ def test_a_text_file_names_the_classes(tmp_path: Path) -> None:
     with pytest.raises(PipelineInvalid, match=r"data.images: classes: .*No such file.*names.txt"):
         load_data(write(tmp_path, data))
     made = []
-    for names, targets in {"zebra\n\n ape\n": [1, 0], "ape\nzebra": [0, 1]}.items():
+    for names, targets in {"\ufeffzebra\n\n ape\n": [1, 0], "ape\nzebra": [0, 1]}.items():
         (tmp_path / "names.txt").write_text(names)
         found = load_data(write(tmp_path, data))
         assert found is not None
@@ -434,6 +434,9 @@ def test_a_text_file_names_the_classes(tmp_path: Path) -> None:
         assert batch.target.tolist() == targets
         made.append(found.contents().made)
     assert made[0] != made[1]
+    (tmp_path / "names.txt").write_text("\n")
+    with pytest.raises(PipelineInvalid, match=r"classes: names\.txt is empty"):
+        load_data(write(tmp_path, data))
     (tmp_path / "names.txt").write_text("ape\nzebra\nape\n")
     with pytest.raises(PipelineInvalid, match=r"classes: names\.txt gives 'ape' twice"):
         load_data(write(tmp_path, data))

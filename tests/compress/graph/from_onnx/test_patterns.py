@@ -106,12 +106,16 @@ NUMBERS = {
 
 def _load(folder: Path, nodes: str, opset: int, output: str = "y") -> OnnxModule:
     """Write a graph of `x`, three rows of four numbers, and read it as a module that is proven."""
-    text = (
-        f'<ir_version: 8, opset_import: ["": {opset}]> g (float[batch, 3, 4] x) => (float {output})'
-    )
+    head = f'<ir_version: 8, opset_import: ["": {opset}]>'
+    text = f"{head} g (float[batch, 3, 4] x) => (float[batch, 3, size] {output})"
     model = parser.parse_model(f"{text} {{{nodes}}}")
     tensors = {name: np.array(number, np.float32) for name, number in NUMBERS.items()}
-    tensors["last"] = np.array([-1])
+    tensors |= {"last": np.array([-1]), "table": np.arange(8).reshape(4, 2)}
+    tensors |= {
+        "kernel": np.ones((4, 3, 1), np.float32),
+        "column": np.arange(4, dtype=np.float32)[:, None],
+    }
+    tensors["doubles"] = np.array([0.5, 1.0, 2.0])
     read = {name for node in model.graph.node for name in node.input}
     model.graph.initializer.extend(
         numpy_helper.from_array(array, name) for name, array in tensors.items() if name in read
@@ -174,7 +178,9 @@ def test_attention_becomes_one_operator(
         (RMS_NORM, 18, ("Pow (x, two)", "Pow (x, three)")),
         (GELU, 13, ("Div (x, root)", "Div (x, two)")),
         (HARD_SWISH, 11, ("Add (three", "Add (two")),
+        (HARD_SWISH, 9, ("Clip (a, zero, six)", "Clip <max = 6.0> (a)")),
         (SCALED_SCORES, 13, ("axis = -1", "axis = 1")),
+        (SCALED_SCORES, 13, ("(mask, b)", "(two, b)")),  # PyTorch's masks have axes
     ],
 )
 def test_what_differs_from_a_pattern_stays(
@@ -182,6 +188,53 @@ def test_what_differs_from_a_pattern_stays(
 ) -> None:
     assert change[0] in nodes
     assert len(_load(tmp_path, nodes.replace(*change), opset).steps) > 2
+
+
+def test_a_column_that_is_added_to_each_column_is_no_bias(tmp_path: Path) -> None:
+    nodes = "r = Reshape (x, square) s = Gemm (r, w, column) y = Reshape (s, rows)"
+    tensors = {"w": np.eye(4, dtype=np.float32), "column": np.arange(4, dtype=np.float32)[:, None]}
+    tensors |= {"square": np.array([4, 4]), "rows": np.array([1, 4, 4])}
+    graph = '<ir_version: 8, opset_import: ["": 13]> g (float[1, 4, 4] x) => (float[1, 4, 4] y)'
+    model = parser.parse_model(f"{graph} {{{nodes}}}")
+    model.graph.initializer.extend(numpy_helper.from_array(a, name) for name, a in tensors.items())
+    onnx.save(model, tmp_path / "net.onnx")
+    module = load(tmp_path / "net.onnx")
+    assert prove(module, tmp_path / "net.onnx", [(torch.randn(1, 4, 4),)]) < 1e-6
+
+
+def test_attention_of_five_axes_stays_in_products(tmp_path: Path) -> None:
+    nodes = """
+        u = Unsqueeze <axes = [0, 1]> (x)
+        t = Transpose <perm = [0, 1, 2, 4, 3]> (u)
+        a = MatMul (u, t)
+        w = Softmax <axis = -1> (a)
+        p = MatMul (w, u)
+        y = Squeeze <axes = [0, 1]> (p)
+    """
+    assert _operators(_load(tmp_path, nodes, 11)).count("MatMul") == 2
+
+
+def test_statistics_have_the_precision_of_their_input_and_may_be_one_tensor(tmp_path: Path) -> None:
+    nodes = """
+        d = Cast <to = 11> (x)
+        n = BatchNormalization (d, doubles, doubles, doubles, doubles)
+        y = Cast <to = 1> (n)
+    """
+    assert _operators(_load(tmp_path, nodes, 15))[1] == "BatchNormalization"
+
+
+def test_a_bias_keeps_its_axes_for_other_nodes(tmp_path: Path) -> None:
+    nodes = """
+        c = Conv (x, kernel)
+        a = Add (c, column)
+        y = Mul (a, column)
+    """
+    assert _operators(_load(tmp_path, nodes, 13)) == ["Conv", "Mul"]
+
+
+def test_products_of_integers_are_no_layers(tmp_path: Path) -> None:
+    nodes = "i = Cast <to = 7> (x) m = MatMul (i, table) y = Cast <to = 1> (m)"
+    assert _operators(_load(tmp_path, nodes, 13)) == ["Cast", "MatMul", "Cast"]
 
 
 def test_a_value_that_is_also_an_output_is_still_computed(tmp_path: Path) -> None:

@@ -8,19 +8,21 @@ from compress.export.onnx.passes.float_layers import pool_means_
 
 
 @pytest.mark.parametrize(
-    ("axes", "keepdims", "operator"),
+    ("axes", "keepdims", "operator", "x"),
     [
-        ([2, 3], 1, "GlobalAveragePool"),
-        ([-1, -2], 1, "GlobalAveragePool"),
-        ([2, 3], 0, "ReduceMean"),
-        ([3], 1, "ReduceMean"),
-        ([1, 2, 3], 1, "ReduceMean"),
+        ([2, 3], 1, "GlobalAveragePool", "float[batch, 4, height, width]"),
+        ([-1, -2], 1, "GlobalAveragePool", "float[batch, 4, height, width]"),
+        ([2, 3], 0, "ReduceMean", "float[batch, 4, height, width]"),
+        ([3], 1, "ReduceMean", "float[batch, 4, height, width]"),
+        ([1, 2, 3], 1, "ReduceMean", "float[batch, 4, height, width]"),
+        ([2, 3], 1, "ReduceMean", "double[batch, 4, height, width]"),  # onnxruntime pools none
+        ([-1], 1, "ReduceMean", "float[batch, tokens, 8]"),  # of a norm, which it fuses
     ],
 )
-def test_only_means_over_all_spatial_axes_are_pooled(axes, keepdims, operator) -> None:
+def test_only_means_over_all_spatial_axes_are_pooled(axes, keepdims, operator, x) -> None:
     text = f"""
     <ir_version: 10, opset_import: ["" : 20]>
-    means (float[batch, 4, height, width] x) => (float[n] y)
+    means ({x} x) => (float[n] y)
     <int64[{len(axes)}] axes = {{{", ".join(map(str, axes))}}}>
     {{ y = ReduceMean<keepdims = {keepdims}>(x, axes) }}
     """
