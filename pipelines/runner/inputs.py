@@ -158,10 +158,7 @@ def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
     if not isinstance(spec, HuggingFaceModel):
         return positional_parameters(_recipe(spec).build(pipeline.code_folder))
     folder = pipeline.folder / spec.huggingface
-    if spec.stream:
-        return positional_parameters(hf_folder.read_architecture(folder, spec.task, spec.labels))
-    _, module = hf_folder.read_folder(folder, spec.task, spec.labels, untrained_head=True)
-    return positional_parameters(module)
+    return positional_parameters(hf_folder.read_architecture(folder, spec.task, spec.labels))
 
 
 def _declared_inputs(
