@@ -147,6 +147,7 @@ def pool_means_(model: ir.Model) -> None:
         keeps_axes = node.attributes.get_int("keepdims", 1) == 1
         if keeps_axes and rank > 3 and reduced == [*range(2, rank)]:
             become_(node, "GlobalAveragePool", [source])
+    remove_unread_(model)  # the axes
 
 
 class Grid(NamedTuple):
