@@ -12,7 +12,7 @@ import typer
 from compress import cli
 
 COMMANDS = typer.main.get_command(cli.app).commands
-TAKES_NOTHING = {"doctor", "schema"}
+TAKES_NOTHING = {"devices", "doctor", "schema"}
 FILE = """\
 version: 1
 model: {factory: "nets:mlp"}

@@ -141,7 +141,8 @@ def test_a_quantized_network_with_padding_of_tensorflow_has_none_left(tmp_path: 
     torch.manual_seed(0)
     same = nn.ZeroPad2d((0, 1, 0, 1))
     depthwise = nn.Conv2d(8, 8, 3, stride=2, groups=8)
-    module = nn.Sequential(same, nn.Conv2d(3, 8, 3, stride=2), nn.ReLU6(), same, depthwise)
+    first, last = nn.Conv2d(3, 8, 3, stride=2), nn.Conv2d(8, 4, 1)
+    module = nn.Sequential(same, first, nn.ReLU6(), same, depthwise, last)
     images = torch.randn(32, 3, 32, 32)
     graph = compress.quantize_static(
         module.eval(), calibration=images, progress=False, out=tmp_path / "int8"
@@ -149,4 +150,4 @@ def test_a_quantized_network_with_padding_of_tensorflow_has_none_left(tmp_path: 
     exported = compress.export_onnx(graph, progress=False, out=tmp_path / "onnx")
     facts = exported.manifest.facts
     assert "Pad" not in facts["operators"]
-    assert facts["integer_kernels"] == {"QLinearConv": 2}
+    assert facts["integer_kernels"] == {"QLinearConv": 3}
