@@ -20,7 +20,6 @@ from compress.export.parity.sample_parity import QUANTIZED
 from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import IMAGE_AND_CONTEXT, ROWS, TOKENS, network, samples
 
-
 MOBILENET = {
     "QGemm": 1,
     "QLinearAveragePool": 1,
