@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
@@ -159,7 +160,7 @@ def test_chromium_ends_with_a_killed_process(tmp_path: Path, package: None) -> N
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": gettempdir()},  # Chromium's sockets have paths of 108 bytes
     )
     assert owner.stdout is not None
     pid = int(owner.stdout.readline())
