@@ -39,6 +39,13 @@ IRREGULAR = {
 }
 
 
+def user_cache_folder() -> Path:
+    """Return where this user's runs keep what others may use again; it may be missing."""
+    # Not `Path.home()`, which raises where there is no home.
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    return Path(base) / "compress-pipeline"
+
+
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write under a temporary name, sync, and rename over the old file."""
     with open_atomically(path) as stream:

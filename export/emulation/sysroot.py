@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -13,9 +12,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from compress.common.atomic_files import partial_folder, replace, sha256_of
+from compress.common.atomic_files import partial_folder, replace, sha256_of, user_cache_folder
 from compress.common.errors import StageFailed, Unavailable, describe_exit_code
-from compress.common.requirements import DISTRIBUTION
 
 RELEASE = "trixie"
 """Debian 13: its QEMU is 10. That of Debian 12, 7.2, crashes onnxruntime."""
@@ -30,8 +28,7 @@ DEBIAN_OF = {"x86_64": "amd64", "aarch64": "arm64"}
 
 def cache_folder() -> Path:
     """Return the folder of all sysroots."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, DISTRIBUTION, "devices")
+    return user_cache_folder() / "devices"
 
 
 def find_sysroot(architecture: str) -> Path | None:

@@ -28,6 +28,7 @@ from pydantic import ValidationError
 from compress.artifacts import hf_folder
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import checkpoint_digest
+from compress.common.atomic_files import user_cache_folder
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import CompressError, PipelineInvalid, located
@@ -675,9 +676,7 @@ def load_inputs(
 def checked_model(pipeline: PipelineConfig) -> CheckedModel:
     """Return what the last check of an unchanged file found valid, or check; keep no refusal."""
     name = hashlib.sha256(str(Path(pipeline.file).absolute()).encode()).hexdigest()[:16]
-    # Not `Path.home()`, which raises where there is no home.
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-    file = Path(cache) / "compress-pipeline" / "check" / f"{name}.json"
+    file = user_cache_folder() / "check" / f"{name}.json"
     surroundings = Surroundings(pipeline.folder, pipeline.code_folder, (), lambda line: None)
     # The key has the weights' hash, and a hostile file may take minutes to hash: only where an
     # earlier check found it valid, or this one has.
