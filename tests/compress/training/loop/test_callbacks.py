@@ -55,7 +55,7 @@ class Broken:
     def __init__(self):
         raise KeyError("host")
 """
-EACH = {"on_step_end": "calls_here:on_step", "on_epoch_end": "calls_here:on_epoch"}
+EACH = {"on_step_end": "events_here:on_step", "on_epoch_end": "events_here:on_epoch"}
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def source(tmp_path):
 def folder(tmp_path):
     place = tmp_path / "code"
     place.mkdir()
-    (place / "calls_here.py").write_text(MODULE.replace("{folder}", str(place)))
+    (place / "events_here.py").write_text(MODULE.replace("{folder}", str(place)))
     (place / "read.txt").touch()
     return place
 
@@ -105,7 +105,7 @@ def test_they_are_called_in_one_process_of_several(tmp_path, source, folder):
 
 
 def test_a_class_is_created_once_for_a_training(tmp_path, source, folder):
-    train(source, tmp_path / "a", folder, callbacks="calls_here:Both")
+    train(source, tmp_path / "a", folder, callbacks="events_here:Both")
     assert [epoch["steps"] >= 3 for epoch in calls(folder, "epoch")] == [True, True]
 
 
@@ -116,16 +116,16 @@ def test_a_class_is_created_once_for_a_training(tmp_path, source, folder):
     ("callbacks", "message"),
     [
         (
-            {"on_step_end": "calls_here:fails"},
+            {"on_step_end": "events_here:fails"},
             r"train: callbacks\.on_step_end raised ValueError: no such table \(after step 1\)",
         ),
         (
-            {"on_epoch_end": "calls_here:fails"},
+            {"on_epoch_end": "events_here:fails"},
             r"train: callbacks\.on_epoch_end raised ValueError: no such table \(after epoch 1\)",
         ),
         (
-            {"on_step_end": "calls_here:leaves"},
-            r"train: callbacks\.on_step_end: user code called sys\.exit\(3\) in calls_here.*",
+            {"on_step_end": "events_here:leaves"},
+            r"train: callbacks\.on_step_end: user code called sys\.exit\(3\) in events_here.*",
         ),
     ],
 )
@@ -137,9 +137,9 @@ def test_an_exception_is_one_line(tmp_path, source, folder, callbacks, message, 
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        ({"on_step_end": "calls_here:absent"}, "has no callable 'absent'; it has Both, Broken"),
-        ("calls_here:Neither", "calls_here:Neither has no method on_step_end or on_epoch_end"),
-        ("calls_here:Broken", "callbacks: calls_here:Broken raised KeyError: 'host'"),
+        ({"on_step_end": "events_here:absent"}, "has no callable 'absent'; it has Both, Broken"),
+        ("events_here:Neither", "events_here:Neither has no method on_step_end or on_epoch_end"),
+        ("events_here:Broken", "callbacks: events_here:Broken raised KeyError: 'host'"),
     ],
 )
 def test_what_cannot_be_called_is_refused_before_training(
@@ -148,7 +148,7 @@ def test_what_cannot_be_called_is_refused_before_training(
     with pytest.raises((StageFailed, PipelineInvalid), match=message):
         train(source, tmp_path / "a", folder, callbacks=callbacks)
     with pytest.raises(ValidationError, match="on_step"):
-        Train(epochs=1, callbacks={"on_step": "calls_here:on_step"})
+        Train(epochs=1, callbacks={"on_step": "events_here:on_step"})
 
 
 def test_their_source_and_what_they_read_are_part_of_no_cache_key(
