@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,9 +47,7 @@ def openvino(folder: Path, names: list[str]) -> Call:
     import openvino
 
     # As this machine's float32, which NVIDIA's backend has no setting for.
-    model = openvino.compile_model(
-        folder / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
-    )
+    model = openvino.compile_model(folder / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     return lambda given: [model(given)[name] for name in names]
 
 
@@ -67,13 +64,28 @@ class TritonPythonModel:
         self.call = load[config["backend"]](folder, self.names)
         self.calls = Path(args["model_repository"]) / "calls.txt"
 
+    def check(self, answers: Sequence[np.ndarray]) -> None:
+        """Refuse shapes and types that are not the configuration's, as NVIDIA's backends do."""
+        for tensor, y in zip(self.outputs, answers, strict=True):
+            dims = tensor["reshape"]["shape"] if "reshape" in tensor else tensor["dims"]
+            wanted = [-1] * self.rows_first + [int(n) for n in dims]
+            fits = len(wanted) == y.ndim and all(
+                n in (-1, found) for n, found in zip(wanted, y.shape, strict=True)
+            )
+            if not fits or pb_utils.triton_string_to_numpy(tensor["data_type"]) != y.dtype:
+                raise pb_utils.TritonModelException(f"{tensor}: {y.dtype} {y.shape}")
+
     def execute(self, requests: list[Any]) -> list[Any]:
+        # By DLPack, here and below: between arrays of numpy 2 and this Triton, which was built for
+        # numpy 1, no bytes pass.
         given = [
             {
-                tensor["name"]: pb_utils.get_input_tensor_by_name(r, tensor["name"]).as_numpy()
+                tensor["name"]: np.from_dlpack(
+                    pb_utils.get_input_tensor_by_name(request, tensor["name"])
+                )
                 for tensor in self.inputs
             }
-            for r in requests
+            for request in requests
         ]
         rows = [len(next(iter(one.values()))) for one in given]
         joined = self.rows_first and len(given) > 1
@@ -83,11 +95,16 @@ class TritonPythonModel:
             each = list(zip(*answers, strict=True))
         else:
             each = [self.call(one) for one in given]
+        for ys in each:
+            self.check(ys)
         with self.calls.open("a") as file:
             file.writelines(f"{n}\n" for n in ([sum(rows)] if joined else rows))
         return [
             pb_utils.InferenceResponse(
-                [pb_utils.Tensor(n, np.ascontiguousarray(y)) for n, y in zip(self.names, ys)]
+                [
+                    pb_utils.Tensor.from_dlpack(name, np.ascontiguousarray(y))
+                    for name, y in zip(self.names, ys, strict=True)
+                ]
             )
             for ys in each
         ]

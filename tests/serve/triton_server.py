@@ -16,7 +16,7 @@ import tritonclient.http as triton_http
 from tests.serve.test_model_repository import free_port
 
 WHEEL = Path(os.environ.get("TRITON_WHEEL", Path(sys.prefix) / "triton"))
-"""Folder that `make .venv/triton` unpacks the wheel into: it demands numpy 1, and its server none."""
+"""Folder that `make .venv/triton` unpacks the wheel into: installed, it would demand numpy 1."""
 SERVER = WHEEL / "pytriton" / "tritonserver"
 HAS_NONE = "" if SERVER.is_dir() else f"needs a Triton server: make .venv/triton, in {WHEEL}"
 DEADLINE = 120
@@ -44,7 +44,11 @@ def _backends(folder: Path) -> Path:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     python = shutil.copytree(SERVER / "backends" / "python", folder / "python")
     stub = SERVER / "python_backend_stubs" / version / "triton_python_backend_stub"
-    shutil.copy(stub, python).chmod(0o755)
+    Path(shutil.copy(stub, python)).chmod(0o755)
+    # The stub's Python is isolated: it reads no PYTHONPATH. This is the first file that it imports.
+    utilities = python / "triton_python_backend_utils.py"
+    packages = sysconfig.get_path("purelib")
+    utilities.write_text(f"import sys\nsys.path.insert(0, {packages!r})\n{utilities.read_text()}")
     for name in ("onnxruntime", "pytorch", "openvino"):
         (folder / name).mkdir()
         shutil.copyfile(Path(__file__).with_name("triton_backend.py"), folder / name / "model.py")
@@ -63,20 +67,17 @@ def triton(repository: Path, folder: Path, *options: str) -> Iterator[Triton]:
         *("--exit-timeout-secs=5", *options),
     ]
     libraries = f"{WHEEL / 'nvidia_pytriton.libs'}:{sysconfig.get_config_var('LIBDIR')}"
-    environment = os.environ | {
-        "LD_LIBRARY_PATH": libraries,
-        "PYTHONPATH": sysconfig.get_path("purelib"),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | {"LD_LIBRARY_PATH": libraries, "OMP_NUM_THREADS": "1"}
     log = folder / "triton.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
-        client = triton_http.InferenceServerClient(f"127.0.0.1:{http}")
         deadline = time.monotonic() + DEADLINE
-        while not _is_ready(client):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
-            time.sleep(0.1)
+        with triton_http.InferenceServerClient(f"127.0.0.1:{http}") as client:
+            while not _is_ready(client):
+                waits = process.poll() is None and time.monotonic() < deadline
+                assert waits, log.read_text()[-5000:]
+                time.sleep(0.1)
         yield Triton(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", repository, log)
     finally:
         process.terminate()
