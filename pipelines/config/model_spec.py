@@ -80,6 +80,13 @@ class HuggingFaceModel(ModelInterface):
 
     requirements = (Requirement(what="transformers", install=pip_install("transformers")),)
 
+    @field_validator("labels")
+    @classmethod
+    def _differ(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(labels)) < len(labels):
+            raise ValueError("a label is given twice")
+        return labels
+
 
 class TimmModel(ModelInterface):
     """An architecture of timm; nothing is downloaded."""
