@@ -106,18 +106,21 @@ def paired_bound(lost: int, gained: int, samples: int, confidence: float) -> flo
         losses = np.arange(first, last + 1, dtype=np.float64)
         observed = float(paired_statistic(gained, lost, samples, -drop))
         # The fewest gains, for each number of losses, that speak as much for a smaller drop.
-        low, high = np.full_like(losses, -1.0), samples - losses + 1
+        rest = samples - losses
+        low, high = np.full_like(losses, -1.0), rest + 1
         while (high - low > 1).any():
             middle = np.floor((low + high) / 2)
             speaks = paired_statistic(middle, losses, samples, -drop) >= observed - 1e-9
             low, high = np.where(speaks, low, middle), np.where(speaks, middle, high)
-        # Made monotone, as the bound within a cell needs: more outcomes make it larger.
-        fewest = np.minimum.accumulate(high[::-1])[::-1]
-        rest = samples - losses
+        # Made monotone, as the bound within a cell needs: more outcomes only make it larger.
+        fewest = np.where(high > rest, np.inf, high)
+        fewest = np.minimum.accumulate(fewest[::-1])[::-1]
         log_pmf = gammaln(samples + 1) - gammaln(losses + 1) - gammaln(rest + 1)
         log_pmf = log_pmf + xlogy(losses, p_lost) + xlog1py(rest, -p_lost)
         given = np.minimum(p_gained / (1 - p_lost), 1.0)
-        tail = betainc(np.maximum(fewest, 1.0), np.maximum(rest - fewest + 1, 1e-300), given)
+        # The probability of so many gains or more, given the losses.
+        inside = np.clip(fewest, 1.0, np.maximum(rest, 1.0))
+        tail = betainc(inside, np.maximum(rest - inside + 1, 1.0), given)
         tail = np.where(fewest <= 0, 1.0, np.where(fewest > rest, 0.0, tail))
         return float((np.exp(log_pmf) * tail).sum(1).max()) + 1e-9  # what is out of reach
 
