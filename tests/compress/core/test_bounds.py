@@ -1,4 +1,4 @@
-"""Bounds hold with their confidence: probabilities are added up, not sampled, where few outcomes are."""
+"""Bounds hold with their confidence; where outcomes are few, their probabilities are added up."""
 
 import math
 
@@ -63,9 +63,9 @@ def test_the_paired_bound_is_broken_as_seldom_as_promised() -> None:
     worst = 0.0
     for lost in np.arange(0, 1.001, 0.05):
         for gained in np.arange(0, 1.001 - lost, 0.05):
-            left = max(0.0, 1 - lost - gained)
+            gained_of_rest = gained / (1 - lost) if lost < 1 else 0.0
             broken = [
-                binom.pmf(b, samples, lost) * binom.pmf(c, samples - b, gained / (gained + left or 1))
+                binom.pmf(b, samples, lost) * binom.pmf(c, samples - b, gained_of_rest)
                 for (b, c), bound in zip(outcomes, bounds, strict=True)
                 if bound < lost - gained - 1e-9
             ]
