@@ -5,26 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
 from compress.common.config import Fraction, Ratio, Unmet
 from compress.common.errors import StageFailed
-from compress.common.lazy_modules import F, torch
+from compress.common.lazy_modules import torch
 from compress.common.tensor_difference import measured
 from compress.core.bounds import CLOPPER_PEARSON, quantile_bound, share_bound
 from compress.core.gates.gate import Gate
-from compress.core.gates.quality import paired_outputs, too_few_samples
+from compress.core.gates.quality import (
+    NO_ELEMENTS,
+    paired_outputs,
+    refuse_other_shapes,
+    sample_cosines,
+    too_few_samples,
+)
 from compress.core.metrics.builtin import joint_decisions
 from compress.core.metrics.libraries import as_xywh, predicted_boxes
 from compress.core.verdict import Bound
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Tensors
     from compress.core.context import Context
     from compress.core.objectives.task import Task
+
+    Outputs: TypeAlias = dict[str, torch.Tensor]
 
 QUANTILES = (50, 90, 99, 99.9)
 """Percent of inputs whose error is bounded as well, where errors are numbers."""
@@ -92,11 +99,12 @@ class MaxDisagreement(Gate):
         context = replace(context, is_quick=False)
         kind, names = _errors_of(context.task), [spec.name for spec in before.signature.outputs]
         errors, classes, count = list[torch.Tensor](), list[torch.Tensor](), 0
-        for expected, got in paired_outputs(before, after, context):
-            errors.append(kind.measure(expected, got, names, self, context))
-            if kind is LABELS and (labels := _labels_of(expected, context)).shape[1] == 1:
+        for pair in paired_outputs(before, after, context):
+            one, other = (dict(zip(names, outputs, strict=True)) for outputs in pair)
+            errors.append(kind.measure(one, other, context, self.score))
+            if kind is LABELS and (labels := _labels_of(one, context)).shape[1] == 1:
                 classes.append(labels[:, 0].long())
-                count = 2 if labels.dtype == torch.bool else expected[0].shape[1]
+                count = 2 if labels.dtype == torch.bool else pair[0][0].shape[1]
         found = torch.cat(errors or [torch.empty(0)]).double().nan_to_num(math.inf)
         if not (samples := len(found)):
             raise StageFailed("the outputs have no samples, so that there is nothing to compare")
@@ -129,70 +137,54 @@ class MaxDisagreement(Gate):
 class _Errors(NamedTuple):
     name: str
     """What the error of a sample is, for messages."""
-    measure: Callable[[Tensors, Tensors, list[str], MaxDisagreement, Context], torch.Tensor]
-    """Returns each sample's error, `(samples,)`, of both models' outputs."""
+    measure: Callable[[Outputs, Outputs, Context, float], torch.Tensor]
+    """Returns each sample's error, `(samples,)`, of both models' outputs by name; the number is the
+    least score of boxes that count."""
 
 
-def _labels_of(outputs: Tensors, context: Context) -> torch.Tensor:
-    labels = joint_decisions(outputs, context.task)
+def _labels_of(outputs: Outputs, context: Context) -> torch.Tensor:
+    labels = joint_decisions([*outputs.values()], context.task)
     return labels.reshape(len(labels), -1)
 
 
-def _label_errors(
-    expected: Tensors, got: Tensors, names: list[str], gate: MaxDisagreement, context: Context
-) -> torch.Tensor:
-    labels, others = (_labels_of(outputs, context) for outputs in (expected, got))
-    _refuse_other_shapes(labels, others, "labels")
+def _label_errors(one: Outputs, other: Outputs, context: Context, score: float) -> torch.Tensor:
+    labels, others = _labels_of(one, context), _labels_of(other, context)
+    refuse_other_shapes(labels, others, "labels")
     return (labels != others).double().mean(1)
 
 
-def _differences(
-    expected: Tensors, got: Tensors, names: list[str], gate: MaxDisagreement, context: Context
-) -> torch.Tensor:
+def _differences(one: Outputs, other: Outputs, context: Context, score: float) -> torch.Tensor:
     found = []
-    for a, b in zip(expected, got, strict=True):
-        _refuse_other_shapes(a, b, "outputs")
-        one, other = measured(a, b)
-        found.append((one - other).abs().reshape(len(a), -1).amax(1))
+    for expected, got in zip(one.values(), other.values(), strict=True):
+        refuse_other_shapes(expected, got)
+        a, b = measured(expected, got)
+        found.append((a - b).abs().reshape(len(a), -1).amax(1))
     return torch.stack(found).nan_to_num(math.inf).amax(0)
 
 
-def _angles(
-    expected: Tensors, got: Tensors, names: list[str], gate: MaxDisagreement, context: Context
-) -> torch.Tensor:
-    found = []
-    for a, b in zip(expected, got, strict=True):
-        _refuse_other_shapes(a, b, "outputs")
-        if a.is_floating_point() and a[:1].numel() > 1:
-            one, other = a.double().flatten(1), b.double().flatten(1)
-            # Nothing turns a vector of zeros that is equal; its cosine would be 0.
-            cosine = F.cosine_similarity(one, other).masked_fill((one == other).all(1), 1.0)
-            found.append(1 - cosine)
-    if not found:
-        raise StageFailed("no output holds a vector for each sample")
-    return torch.stack(found).nan_to_num(math.inf).amax(0)
+def _angles(one: Outputs, other: Outputs, context: Context, score: float) -> torch.Tensor:
+    cosines = sample_cosines(tuple(one.values()), tuple(other.values()))
+    if not cosines:
+        raise StageFailed(NO_ELEMENTS)
+    return (1 - torch.stack([*cosines.values()])).nan_to_num(math.inf).amax(0)
 
 
-def _box_errors(
-    expected: Tensors, got: Tensors, names: list[str], gate: MaxDisagreement, context: Context
-) -> torch.Tensor:
+def _box_errors(one: Outputs, other: Outputs, context: Context, score: float) -> torch.Tensor:
     settings = dict(context.metric.arguments) if context.metric.name == "map" else {}
-    corners = "cxcywh" if "pred_boxes" in names else "xyxy"
+    form = settings.get("box_format") or ("cxcywh" if "pred_boxes" in one else "xyxy")
     sides = []
-    for outputs in (expected, got):
-        by_name = dict(zip(names, outputs, strict=True))
-        boxes, scores, labels = predicted_boxes(by_name, settings.get("scores", "softmax"))
-        chosen = (scores >= gate.score) & (labels >= 0)
+    for outputs in (one, other):
+        boxes, scores, labels = predicted_boxes(outputs, settings.get("scores", "softmax"))
+        chosen = (scores >= score) & (labels >= 0)
         own = zip(boxes.double(), labels, chosen, strict=True)
-        form = settings.get("box_format") or corners
         sides.append([(as_xywh(box[is_one], form), label[is_one]) for box, label, is_one in own])
     errors = []
-    for (one, labels), (other, others) in zip(*sides, strict=True):
-        overlaps = _overlaps(one, other).masked_fill(labels[:, None] != others[None], 0.0)
+    for (found, labels), (others, theirs) in zip(*sides, strict=True):
+        overlaps = _overlaps(found, others).masked_fill(labels[:, None] != theirs[None], 0.0)
         nearest = [overlaps.amax(axis) for axis in (0, 1) if overlaps.numel()]
         # Where one model alone finds boxes, none of them has another.
-        worst = torch.cat(nearest).min() if nearest else torch.tensor(float(len(one) == len(other)))
-        errors.append(1 - worst)
+        agree = float(len(found) == len(others))
+        errors.append(1 - (torch.cat(nearest).min() if nearest else torch.tensor(agree)))
     return torch.stack(errors)
 
 
@@ -204,11 +196,6 @@ def _overlaps(one_N4: torch.Tensor, other_M4: torch.Tensor) -> torch.Tensor:
     both = (high - low).clamp(min=0).prod(-1)
     union = one[..., 2:].prod(-1) + other[..., 2:].prod(-1) - both
     return torch.where(union > 0, both / union, 0.0)
-
-
-def _refuse_other_shapes(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
-    if a.shape != b.shape:
-        raise StageFailed(f"{what} have shapes {tuple(a.shape)} and {tuple(b.shape)}")
 
 
 LABELS = _Errors("share of a sample's labels that differ", _label_errors)

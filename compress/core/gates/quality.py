@@ -20,7 +20,7 @@ from compress.core.metrics.metric import Metric, metric_class
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
+    from compress.common.forward import Predictor, Tensors
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.objectives.task import Task
@@ -40,6 +40,30 @@ def paired_outputs(
             if len(one) != len(other):
                 raise StageFailed(f"{len(one)} outputs against {len(other)}")
             yield one, other
+
+
+def refuse_other_shapes(a: torch.Tensor, b: torch.Tensor, what: str = "outputs") -> None:
+    """Raise StageFailed where two tensors cannot be compared element by element."""
+    if a.shape != b.shape:
+        raise StageFailed(f"{what} have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+
+
+def sample_cosines(expected: Tensors, got: Tensors) -> dict[int, torch.Tensor]:
+    """Return the cosine between both models' vectors of each sample, by output.
+
+    Outputs of more than one float are read, or the first where there are none; empty ones are not.
+    """
+    floats = [i for i, x in enumerate(expected) if x.is_floating_point()]
+    vectors = [i for i in floats if expected[i].numel() > expected[i].shape[:1].numel()]
+    found = {}
+    for i in vectors or [0]:
+        a, b = expected[i].double(), got[i].double()
+        refuse_other_shapes(a, b)
+        if a.numel():
+            a, b = a.flatten(1), b.flatten(1)
+            # Nothing turns a vector of zeros that is equal; its cosine would be 0.
+            found[i] = F.cosine_similarity(a, b).masked_fill((a == b).all(1), 1.0)
+    return found
 
 
 def too_few_samples(
@@ -75,8 +99,7 @@ class Parity(Gate):
         differences, elements, finite = [], 0, 0
         for expected, got in paired_outputs(before, after, context):
             for a, b in zip(expected, got, strict=True):
-                if a.shape != b.shape:
-                    raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+                refuse_other_shapes(a, b)
                 elements += a.numel()
                 finite += int(a.isfinite().sum())
                 differences.append(largest_difference(*measured(a, b)))
@@ -135,9 +158,7 @@ class LabelAgreement(_OutputsGate):
             count = len(expected)
             for i in labelled_outputs(expected, context.task):
                 labels, others = (predicted_decisions(x[i], context.task) for x in (expected, got))
-                if labels.shape != others.shape:
-                    shapes = f"{tuple(labels.shape)} and {tuple(others.shape)}"
-                    raise StageFailed(f"labels of output {i} have shapes {shapes}")
+                refuse_other_shapes(labels, others, f"labels of output {i}")
                 equal[i] += int((labels == others).sum())
                 total[i] += labels.numel()
         if not total[0]:
@@ -172,16 +193,8 @@ class MinCosine(_OutputsGate):
         cosines, count = defaultdict[int, list[torch.Tensor]](list), 0
         for expected, got in paired_outputs(before, after, context):
             count = len(expected)
-            floats = [i for i, x in enumerate(expected) if x.is_floating_point()]
-            vectors = [i for i in floats if expected[i].numel() > expected[i].shape[:1].numel()]
-            for i in vectors or [0]:
-                a, b = expected[i].double(), got[i].double()
-                if a.shape != b.shape:
-                    raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
-                if a.numel():
-                    a, b = a.flatten(1), b.flatten(1)
-                    # Nothing turns a vector of zeros that is equal; its cosine would be 0.
-                    cosines[i].append(F.cosine_similarity(a, b).masked_fill((a == b).all(1), 1.0))
+            for i, found in sample_cosines(expected, got).items():
+                cosines[i].append(found)
         if not cosines:
             raise StageFailed(NO_ELEMENTS)
         least = {i: float(torch.cat(found).min()) for i, found in cosines.items()}
