@@ -19,7 +19,6 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -43,7 +42,7 @@ from compress.core.objectives.task import TASKS  # noqa: E402
 from compress.data.splits import Splits  # noqa: E402
 from compress.functional.in_memory import as_artifact  # noqa: E402
 
-CONFIDENCE, DRAWS, SAMPLES, QUANTILE = 0.95, 1000, 500, 0.9
+CONFIDENCE, DRAWS, SIZES, QUANTILE = 0.95, 1000, (500, 2000), 0.9
 Batches = list[tuple[torch.Tensor, ...]]
 
 
@@ -193,40 +192,47 @@ def rows(pool: Pool, before: Artifact, after: Artifact, folder: Path) -> Iterato
     one, other = answers(before, pool.batches), answers(after, pool.batches)
     pairs, score = zip(one, other, strict=True), MaxDisagreement(percent=1).score
     errors = torch.cat([kind.measure(a, b, context, score) for a, b in pairs]).numpy()
-    generator = np.random.default_rng(0)
-    draws = [generator.integers(0, len(errors), SAMPLES) for _ in range(DRAWS)]
-
-    def row(what: str, truth: float, bounds: list[float], broken: list[bool], exact: str) -> str:
-        share, median = 100 * np.mean(broken), np.median(bounds)
-        return f"| {pool.title} | {what} | {truth:.3g} | {median:.3g} | {share:.1f} % | {exact} |"
-
-    share = cache(lambda count: share_bound(count, SAMPLES, CONFIDENCE))
     differs = errors > pool.error
     truth = float(differs.mean())
-    bounds = [share(int(differs[draw].sum())) for draw in draws]
-    counts = np.array([k for k in range(SAMPLES + 1) if share(k) < truth])
-    exact = f"{100 * binom.pmf(counts, SAMPLES, truth).sum():.1f} %"
     apart = f", {kind.name} > {pool.error:g}" if pool.error else ""
-    broken = [bound < truth for bound in bounds]
-    percent = [100 * bound for bound in bounds]
-    yield row(f"other answers, %{apart}", 100 * truth, percent, broken, exact)
-    if kind is not LABELS:
-        ends = [quantile_bound(errors[draw], QUANTILE, CONFIDENCE) for draw in draws]
-        # A bound holds where so large a share of all inputs has no larger error.
-        broken = [float((errors <= end).mean()) < QUANTILE for end in ends]
-        quantile = float(np.quantile(errors, QUANTILE, method="inverted_cdf"))
-        yield row(f"{100 * QUANTILE:g}th percentile of {kind.name}", quantile, ends, broken, "–")
-    if pool.truth is not None:
-        sums = [hits(found, pool.truth) for found in (one, other)]
-        value = [float(s[0].sum() / s[1].sum()) for s in sums]
-        bounds = []
-        for draw in draws:
-            own = [s[:, draw] for s in sums]
-            scores = [Score.from_sums(s[0].sum() / s[1].sum(), s, is_fraction=True) for s in own]
-            bounds.append(scores[0].drop_bound(scores[1], CONFIDENCE).value)
-        drop = 100 * (value[0] - value[1])
-        what = "points of accuracy lost" + (", betting" if sums[0][1, 0] > 1 else "")
-        yield row(what, drop, bounds, [bound < drop for bound in bounds], "–")
+    for samples in SIZES:
+        generator = np.random.default_rng(0)
+        draws = [generator.integers(0, len(errors), samples) for _ in range(DRAWS)]
+        bounds = [share_bound(int(differs[draw].sum()), samples, CONFIDENCE) for draw in draws]
+        # The same, of all that can be drawn: how many samples differ is binomial.
+        counts = np.arange(samples + 1)
+        broken = np.array([share_bound(k, samples, CONFIDENCE) < truth for k in counts.tolist()])
+        exact = f"{100 * binom.pmf(counts[broken], samples, truth).sum():.1f} %"
+        what = f"other answers, %{apart}"
+        yield row(pool, what, samples, 100 * truth, 100 * np.array(bounds), exact)
+        if kind is not LABELS:
+            ends = np.array([quantile_bound(errors[d], QUANTILE, CONFIDENCE) for d in draws])
+            quantile = float(np.quantile(errors, QUANTILE, method="inverted_cdf"))
+            what = f"{100 * QUANTILE:g}th percentile of {kind.name}"
+            yield row(pool, what, samples, quantile, ends)
+        if pool.truth is not None and samples == SIZES[0]:
+            sums = [hits(found, pool.truth) for found in (one, other)]
+            scores = [scores_of(sums, draw) for draw in draws]
+            found = [before.drop_bound(after, CONFIDENCE) for before, after in scores]
+            drop = 100 * float(np.subtract(*(s[0].sum() / s[1].sum() for s in sums)))
+            method = "by betting" if sums[0][1, 0] > 1 else "paired"
+            what = f"points of accuracy lost, {method}"
+            yield row(pool, what, samples, drop, np.array([bound.value for bound in found]))
+
+
+def row(
+    pool: Pool, what: str, samples: int, truth: float, bounds: np.ndarray, exact: str = "–"
+) -> str:
+    """Return a row of the table."""
+    broken = f"{100 * (bounds < truth).mean():.1f} %"
+    numbers = f"{truth:.3g} | {np.median(bounds):.3g}"
+    return f"| {pool.title} | {what} | {samples:,} | {numbers} | {broken} | {exact} |"
+
+
+def scores_of(sums: list[np.ndarray], draw: np.ndarray) -> list[Score]:
+    """Return both models' scores on the drawn inputs."""
+    own = [each[:, draw] for each in sums]
+    return [Score.from_sums(s[0].sum() / s[1].sum(), s, is_fraction=True) for s in own]
 
 
 def main() -> None:
@@ -234,14 +240,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packages", type=Path)
     parser.add_argument("--docs", type=Path)
+    parser.add_argument("--runs", type=Path, help="Folder that keeps the trained models.")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     table = [
-        "| model, pool | bounded | of the pool | median bound | broken | exactly |",
-        "|---|---|---|---|---|---|",
+        "| model, pool | bounded | samples | of the pool | median bound | broken | exactly |",
+        "|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = options.runs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         for make in (digits, text, detection, regression):
             sys.path.insert(0, str(ROOT / "examples" / make.__name__))
             for module in ("data", "model"):
@@ -257,7 +265,7 @@ def main() -> None:
     if options.docs:
         made = f"Python {platform.python_version()}, PyTorch {torch.__version__}"
         body = (
-            f"{DRAWS:,} draws of {SAMPLES} samples, {100 * CONFIDENCE:g} % confidence, int8 by "
+            f"{DRAWS:,} draws, {100 * CONFIDENCE:g} % confidence, int8 by "
             f"`quantize_static` (MiniLM: `quantize_dynamic`); {made}.\n\n" + "\n".join(table)
         )
         write_part("Bounds broken", body, options.docs.resolve())
