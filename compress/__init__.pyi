@@ -13,6 +13,7 @@ from .common.signature import Signature as Signature
 from .common.signature import TensorSpec as TensorSpec
 from .core.context import Context as Context
 from .core.gates import LabelAgreement as LabelAgreement
+from .core.gates import MaxDisagreement as MaxDisagreement
 from .core.gates import MaxDivergence as MaxDivergence
 from .core.gates import MaxDrop as MaxDrop
 from .core.gates import MaxFileSize as MaxFileSize

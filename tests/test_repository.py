@@ -43,8 +43,8 @@ SHIPPED = [
 
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
-    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDivergence MaxDrop MaxFileSize "
-    "MaxFirstToken MaxLatency MaxMemory MaxParameters MaxRelativeDrop MaxSize Metric "
+    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDisagreement MaxDivergence MaxDrop "
+    "MaxFileSize MaxFirstToken MaxLatency MaxMemory MaxParameters MaxRelativeDrop MaxSize Metric "
     "MinCosine MinDelegated MinEqualTokens MinIntegerMacs MinMetric MinSpeedup "
     "MinTokensPerSecond Parallel Parity PipelineInvalid Predictor PruneChannels PruneLayers "
     "PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "

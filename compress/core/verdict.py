@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import JsonValue
 
 from compress.common.config import Settings
+from compress.core.bounds import CLOPPER_PEARSON, samples_for
 
 
 class Uncertainty(Settings):
@@ -39,6 +42,62 @@ class Uncertainty(Settings):
         return f"{counted}; 95 %: {low} to {high}{unit}"
 
 
+class Bound(Settings):
+    """A confidence bound of a figure, which a gate judges in its place, and what it rests on."""
+
+    value: float
+    """The bound, in the gate's unit as the others here."""
+    measured: float
+    """The figure of the samples themselves."""
+    samples: int
+    """Samples of `val` that both models answered."""
+    changed: int
+    """Samples that count as answered otherwise."""
+    confidence: float
+    method: str
+    """What the bound is computed by."""
+    classes: dict[str, float] = {}
+    """Bounds for inputs of each class that the model compared with predicts, where there are few;
+    they hold all at once with the confidence (Bonferroni)."""
+    quantiles: dict[str, float] = {}
+    """Percent of inputs → error that so many do not exceed; each holds with the confidence. Those
+    for which the samples are too few are left out."""
+
+    def in_words(self, factor: float = 1.0) -> str:
+        """Describe what was measured: ``measured 0.16: 8 of 5000 samples changed``."""
+        counted = f"{self.changed} of {self.samples} samples changed"
+        return f"measured {factor * self.measured:.3g}: {counted}"
+
+    def needed(self, limit: float) -> str:
+        """Say how many samples it would take to show a limit that the bound does not keep."""
+        if self.measured >= limit:
+            return "no number of samples would show the limit, as what was measured is not below it"
+        if self.method == CLOPPER_PEARSON:
+            count = samples_for(self.measured / 100, limit / 100, self.confidence)
+            return f"{count} samples would show the limit at this rate"
+        # The distance falls with the root of the samples, and with their number if none changed.
+        ratio = (self.value - self.measured) / (limit - self.measured)
+        count = math.ceil(self.samples * ratio ** (2 if self.changed else 1))
+        return f"about {count} samples would show the limit at this rate"
+
+    def statement(self) -> str:
+        """Say what the bound promises, and what it assumes."""
+        percent = f"{100 * self.confidence:g} %"
+        parts = [
+            f"The bound {self.value:.4g} holds with {percent} confidence ({self.method}; "
+            f"{self.in_words()}) for inputs from where the samples of `val` come from. It assumes "
+            "that these were drawn independently of each other, and that nothing of the model was "
+            "chosen on them. Each bound holds with this confidence by itself."
+        ]
+        if self.classes:
+            each = ", ".join(f"{name}: {bound:.3g}" for name, bound in self.classes.items())
+            parts.append(f"By predicted class, all at once with {percent} (Bonferroni): {each}.")
+        if self.quantiles:
+            each = ", ".join(f"{q} % by at most {e:.3g}" for q, e in self.quantiles.items())
+            parts.append(f"Of all inputs err, with {percent} each: {each}.")
+        return " ".join(parts)
+
+
 class Verdict(Settings):
     """The result of a gate."""
 
@@ -60,6 +119,8 @@ class Verdict(Settings):
     uncertainty: Uncertainty | None = None
     """Of a value that is measured on samples, in its unit; None for others, and in reports of older
     versions."""
+    bound: Bound | None = None
+    """Of a value that is a confidence bound."""
     outputs: dict[str, float] = {}
     """Value of each output that was read, where the model has several and a gate has a value for
     each; the worst is the verdict's."""
@@ -77,9 +138,9 @@ class Verdict(Settings):
     @property
     def measured(self) -> JsonValue:
         """What the gate measured, as :meth:`Gate.stored_verdict` takes it; None where nothing."""
-        if self.value is None or not (self.uncertainty or self.outputs):
+        if self.value is None or not (self.uncertainty or self.bound or self.outputs):
             return self.value
-        return self.model_dump(mode="json", include={"value", "uncertainty", "outputs"})
+        return self.model_dump(mode="json", include={"value", "uncertainty", "bound", "outputs"})
 
     def basis(self, unit: str = "", factor: float = 1.0) -> str:
         """Return in parentheses of what the value is: the output, and the samples.
@@ -89,7 +150,11 @@ class Verdict(Settings):
         worst = [name for name, value in self.outputs.items() if value == self.value]
         of_several = f", the worst of {len(self.outputs)}" if len(self.outputs) > 1 else ""
         parts = [f"output {name!r}{of_several}" for name in worst[:1]]
-        parts += [self.uncertainty.in_words(unit, factor)] if self.uncertainty else []
+        if self.bound:
+            parts += [self.bound.in_words(factor)]
+            parts += [] if self.passed else [self.bound.needed(self.limit)]
+        elif self.uncertainty:
+            parts += [self.uncertainty.in_words(unit, factor)]
         return f" ({'; '.join(parts)})" if parts else ""
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LIMITS = {
     "parity": 1e-4,
     "label_agreement": 0.99,
+    "max_disagreement": 1.0,
     "min_cosine": 0.99,
     "max_divergence": 0.05,
     "min_equal_tokens": 16.0,

@@ -141,7 +141,8 @@ def _gates_on(checked: PlannedStage, stages: Sequence[PlannedStage]) -> Iterator
             since.add(at.name)
         if at.name == checked.name:  # else it is on another branch
             for gate in gated.stage.gates:
-                if not (gate.compares and (gate.against or gated.input) in since):
+                own = "" if gate.of_uncompressed else gated.input
+                if not (gate.compares and (gate.against or own) in since):
                     yield gate
 
 

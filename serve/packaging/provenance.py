@@ -146,7 +146,7 @@ def _history_section(history: History) -> list[str]:
             facts.append((f"{markdown_text(name)} of the input model", markdown_code(value)))
     facts += [(markdown_text(name), markdown_text(v)) for name, v in history.versions.items()]
     columns = ("stage", "kind", "metric", "bytes", "weights", "multiply-accumulates", "artifact")
-    stages, verdicts = [], []
+    stages, verdicts, bounds = [], [], []
     for stage in history.stages:
         metric = stage.metric
         shown = f"{metric['name']} {metric['value']:.4f} on {metric['split']}" if metric else "–"
@@ -158,6 +158,9 @@ def _history_section(history: History) -> list[str]:
             rule = markdown_text(verdict.rule + verdict.located)
             against = markdown_text(verdict.against or "–")
             verdicts.append((markdown_text(stage.name), rule, measured, against))
+            if verdict.bound:
+                promise = markdown_text(verdict.bound.statement())
+                bounds.append(f"{markdown_text(stage.name)}, {rule}: {promise}")
     return [
         _table(("what", "value"), facts),
         _table(columns, stages),
@@ -167,6 +170,7 @@ def _history_section(history: History) -> list[str]:
         ),
         "## Requirements (gates)",
         _table(("stage", "rule", "measured", "compared with"), verdicts),
+        *bounds,
     ]
 
 

@@ -8,6 +8,7 @@ from compress.core.gates.cost import MaxParameters as MaxParameters
 from compress.core.gates.cost import MaxSize as MaxSize
 from compress.core.gates.cost import MinSpeedup as MinSpeedup
 from compress.core.gates.cost import MinTokensPerSecond as MinTokensPerSecond
+from compress.core.gates.disagreement import MaxDisagreement as MaxDisagreement
 from compress.core.gates.gate import AnyGate as AnyGate
 from compress.core.gates.gate import Gate as Gate
 from compress.core.gates.gate import gate_class as gate_class

@@ -15,7 +15,7 @@ from compress.common.config import Settings, Unmet
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable, exits_refused
 from compress.common.requirements import Requirement, announced, unmet_in
 from compress.core.devices import OnDevice, device_named, devices
-from compress.core.verdict import Uncertainty, Verdict
+from compress.core.verdict import Bound, Uncertainty, Verdict
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
@@ -65,6 +65,8 @@ class Gate(Settings):
     allows_runtime: ClassVar[bool] = False
     """Whether `against` may also name a runtime of the uncompressed model, such as `onnxruntime`,
     and is by default that of the result, as it is for speed; else it is the stage's input."""
+    of_uncompressed: ClassVar[bool] = False
+    """Whether it compares with the uncompressed model where `against` names none."""
     needs_data: ClassVar[bool] = False
     """Whether it cannot be measured without the pipeline's data, of which it reads `val`."""
     depends_on_batch: ClassVar[bool] = False
@@ -106,6 +108,11 @@ class Gate(Settings):
         """The number that the value is held against."""
         return float(getattr(self, self.limit_field))
 
+    @property
+    def rule(self) -> str:
+        """The rule with its unit, such as ``size ratio <= 0.25``."""
+        return self.rule_template.format_map(dict(self))
+
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Measure the value of a stage's result, `after`; raise CompressError where that fails.
 
@@ -121,6 +128,10 @@ class Gate(Settings):
         self, before: Artifact, after: Artifact, context: Context
     ) -> Uncertainty | None:
         """Return how far the samples leave open what :meth:`measure` returned; None by default."""
+        return None
+
+    def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound | None:
+        """Measure a confidence bound, which is the value then; None for a gate on the figure."""
         return None
 
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
@@ -168,6 +179,8 @@ class Gate(Settings):
                     dependence = context.batch_dependence(after)
                     after = OnDevice(after, device_named(name))
                     context.dependences[after.digest] = dependence
+                if bound := self.bound(before, after, context):
+                    return self.verdict(bound.value, bound=bound)
                 value, outputs = self.measure_by_output(before, after, context)
                 uncertainty = self.uncertainty(before, after, context)
                 return self.verdict(value, uncertainty=uncertainty, outputs=outputs)
@@ -183,15 +196,20 @@ class Gate(Settings):
         """Hold against the limit what :attr:`Verdict.measured` returned for an earlier verdict."""
         if not isinstance(stored, dict):
             return self.verdict(float(stored))
-        own = stored["uncertainty"]
-        uncertainty = Uncertainty.model_validate(own) if own else None
-        return self.verdict(stored["value"], uncertainty=uncertainty, outputs=stored["outputs"])
+        own, bound = stored["uncertainty"], stored.get("bound")  # earlier versions had none
+        return self.verdict(
+            stored["value"],
+            uncertainty=Uncertainty.model_validate(own) if own else None,
+            bound=Bound.model_validate(bound) if bound else None,
+            outputs=stored["outputs"],
+        )
 
     def verdict(
         self,
         value: float | None,
         reason: str = "",
         uncertainty: Uncertainty | None = None,
+        bound: Bound | None = None,
         outputs: Mapping[str, float] | None = None,
     ) -> Verdict:
         """Hold a measured value against the limit; None and NaN never pass."""
@@ -207,9 +225,10 @@ class Gate(Settings):
             passed=passed,
             against=(self.against or "input") if self.compares else None,
             on=", ".join(self.on),
-            rule=self.rule_template.format_map(dict(self)),
+            rule=self.rule,
             reason=reason,
             uncertainty=uncertainty,
+            bound=bound,
             outputs=dict(outputs or {}),
         )
 

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from compress.common.config import Count, Fraction, Positive
+from compress.common.config import Count, Fraction, Positive, Ratio, Unmet
 from compress.common.errors import StageFailed
 from compress.common.lazy_modules import F, torch
 from compress.common.tensor_difference import largest, largest_difference, measured
+from compress.core.bounds import samples_for
 from compress.core.gates.gate import Gate, Measured, describe_value
 from compress.core.metrics.builtin import labelled_outputs, predicted_decisions
-from compress.core.metrics.metric import metric_class
+from compress.core.metrics.metric import Metric, metric_class
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
+    from compress.common.forward import Predictor, Tensors
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.objectives.task import Task
-    from compress.core.verdict import Uncertainty, Verdict
+    from compress.core.verdict import Bound, Uncertainty, Verdict
 
 NO_ELEMENTS = "the outputs have no elements, so that there is nothing to compare"
 
@@ -39,6 +40,46 @@ def paired_outputs(
             if len(one) != len(other):
                 raise StageFailed(f"{len(one)} outputs against {len(other)}")
             yield one, other
+
+
+def refuse_other_shapes(a: torch.Tensor, b: torch.Tensor, what: str = "outputs") -> None:
+    """Raise StageFailed where two tensors cannot be compared element by element."""
+    if a.shape != b.shape:
+        raise StageFailed(f"{what} have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+
+
+def sample_cosines(expected: Tensors, got: Tensors) -> dict[int, torch.Tensor]:
+    """Return the cosine between both models' vectors of each sample, by output.
+
+    Outputs of more than one float are read, or the first where there are none; empty ones are not.
+    """
+    floats = [i for i, x in enumerate(expected) if x.is_floating_point()]
+    vectors = [i for i in floats if expected[i].numel() > expected[i].shape[:1].numel()]
+    found = {}
+    for i in vectors or [0]:
+        a, b = expected[i].double(), got[i].double()
+        refuse_other_shapes(a, b)
+        if a.numel():
+            a, b = a.flatten(1), b.flatten(1)
+            # Nothing turns a vector of zeros that is equal; its cosine would be 0.
+            found[i] = F.cosine_similarity(a, b).masked_fill((a == b).all(1), 1.0)
+    return found
+
+
+def too_few_samples(
+    context: Context, limit: float, confidence: float, setting: str
+) -> Iterator[Unmet]:
+    """Yield that `val` cannot show that a share is below a limit, even if it is 0 there."""
+    if context.data is not None and "val" in context.data.datasets:
+        samples = len(context.data.split("val"))  # type: ignore[arg-type]  # Splits admits sized ones
+        needed = samples_for(0.0, limit, confidence)
+        if needed is not None and samples < needed:
+            problem = (
+                f"split 'val' has {samples} samples, and it takes {needed} to show the limit with "
+                f"{100 * confidence:g} % confidence, even if none of them is answered otherwise; "
+                f"bring more samples, or raise {setting}"
+            )
+            yield Unmet((setting,), problem)
 
 
 class Parity(Gate):
@@ -58,8 +99,7 @@ class Parity(Gate):
         differences, elements, finite = [], 0, 0
         for expected, got in paired_outputs(before, after, context):
             for a, b in zip(expected, got, strict=True):
-                if a.shape != b.shape:
-                    raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+                refuse_other_shapes(a, b)
                 elements += a.numel()
                 finite += int(a.isfinite().sum())
                 differences.append(largest_difference(*measured(a, b)))
@@ -118,9 +158,7 @@ class LabelAgreement(_OutputsGate):
             count = len(expected)
             for i in labelled_outputs(expected, context.task):
                 labels, others = (predicted_decisions(x[i], context.task) for x in (expected, got))
-                if labels.shape != others.shape:
-                    shapes = f"{tuple(labels.shape)} and {tuple(others.shape)}"
-                    raise StageFailed(f"labels of output {i} have shapes {shapes}")
+                refuse_other_shapes(labels, others, f"labels of output {i}")
                 equal[i] += int((labels == others).sum())
                 total[i] += labels.numel()
         if not total[0]:
@@ -155,16 +193,8 @@ class MinCosine(_OutputsGate):
         cosines, count = defaultdict[int, list[torch.Tensor]](list), 0
         for expected, got in paired_outputs(before, after, context):
             count = len(expected)
-            floats = [i for i, x in enumerate(expected) if x.is_floating_point()]
-            vectors = [i for i in floats if expected[i].numel() > expected[i].shape[:1].numel()]
-            for i in vectors or [0]:
-                a, b = expected[i].double(), got[i].double()
-                if a.shape != b.shape:
-                    raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
-                if a.numel():
-                    a, b = a.flatten(1), b.flatten(1)
-                    # Nothing turns a vector of zeros that is equal; its cosine would be 0.
-                    cosines[i].append(F.cosine_similarity(a, b).masked_fill((a == b).all(1), 1.0))
+            for i, found in sample_cosines(expected, got).items():
+                cosines[i].append(found)
         if not cosines:
             raise StageFailed(NO_ELEMENTS)
         least = {i: float(torch.cat(found).min()) for i, found in cosines.items()}
@@ -326,24 +356,58 @@ class MaxDrop(_MetricGate):
     gate: Literal["max_drop"] = "max_drop"
     points: Annotated[float, Field(allow_inf_nan=False)]
     """Largest loss allowed, in hundredths of the metric (percentage points for accuracy)."""
+    confidence: Ratio | None = None
+    """Judge the upper bound of the loss on all inputs like those of `val`, with this probability
+    that it holds, in place of the loss on `val`. For metrics that are shares of samples, such as
+    accuracy; each sample is paired with itself."""
 
     limit_field = "points"
     rule_template = "drop <= {points:g} hundredths of the metric"
+
+    @property
+    def rule(self) -> str:
+        """The rule, with the confidence."""
+        sure = f"with {100 * self.confidence:g} % confidence, " if self.confidence else ""
+        return sure + super().rule
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the loss in points, negative when the result is better."""
         # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
         return round(context.metric.drop_points(context.score(before), context.score(after)), 9)
 
+    def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound | None:
+        """Return the upper bound of the loss in points; None without `confidence`."""
+        if self.confidence is None:
+            return None
+        return context.score_by_sample(before).drop_bound(
+            context.score_by_sample(after), self.confidence
+        )
+
+    def unmet_by(self, context: Context) -> Iterator[Unmet]:
+        """Yield that `val` is too small to show the limit, even if no sample changes."""
+        yield from super().unmet_by(context)
+        if self.confidence is not None:
+            yield from too_few_samples(context, self.points / 100, self.confidence, "points")
+
     def unsuitable_metric(self, metric: str) -> str:
-        """Return why so many points of an accuracy cannot be meant, or there is no metric."""
-        problem = unlikely_points(self.points) if metric_class(metric).is_fraction else ""
+        """Return why the metric has no bound, or the points cannot be meant, or there is none."""
+        kind = metric_class(metric)
+        is_share = kind.is_fraction and kind.sums_and_counts is not Metric.sums_and_counts
+        if self.confidence is not None and kind.is_measured and not is_share:
+            return (
+                f"confidence: {metric} is no share of samples, so that no bound holds without "
+                "assumptions about its values; leave confidence out, or use max_disagreement"
+            )
+        problem = unlikely_points(self.points) if kind.is_fraction else ""
         return f"points: {problem}" if problem else super().unsuitable_metric(metric)
 
     @classmethod
     def rule_in_words(cls, verdict: Verdict, metric: str) -> str:
         """Return the rule: in points where 1 is best, and else in the metric's own unit."""
         kind = metric_class(metric)
+        if verdict.bound:
+            loss = cls.rule_in_words(verdict.model_copy(update={"bound": None}), metric)
+            return f"with {100 * verdict.bound.confidence:g} % confidence {loss}"
         if not kind.in_points:
             change = "rises" if kind.higher is False else "gets worse"
             return f"{metric} {change} by at most {verdict.limit / 100:g}"

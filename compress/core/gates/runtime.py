@@ -169,6 +169,8 @@ def baseline_for(gate: Gate, model: Artifact, result: Artifact, context: Context
             return in_runtime_of(result, context) or model
         if runtime := runtime_named(gate.against):
             return _in_runtime(runtime, result, context)
+    if gate.against is None and gate.of_uncompressed:
+        return context.artifacts.get(context.baseline, model)
     return model if gate.against is None else context.artifact(gate.against)
 
 
@@ -179,7 +181,7 @@ def baseline_name(gate: Gate, result_kind: str, stage_input: str, uncompressed: 
     """
     if gate.against is None and gate.allows_runtime and (runtime := runtime_of(result_kind)):
         return f"{uncompressed} in {runtime.title}"
-    return gate.against or stage_input
+    return gate.against or (uncompressed if gate.of_uncompressed else stage_input)
 
 
 def runtime_named(name: str) -> BaselineRuntime | None:

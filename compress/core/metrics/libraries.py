@@ -338,11 +338,11 @@ def matched_boxes(
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    boxes, confidences, labels = _predictions(outputs, scores)
+    boxes, confidences, labels = predicted_boxes(outputs, scores)
     box_format = box_format or ("cxcywh" if "pred_boxes" in outputs else "xyxy")
     annotations: list[dict[str, Any]] = []
     for image, (true_boxes, true_labels) in enumerate(_ground_truth(targets)):
-        sizes = _as_xywh(true_boxes.double(), box_format)
+        sizes = as_xywh(true_boxes.double(), box_format)
         for box, label in zip(sizes.tolist(), true_labels.tolist(), strict=True):
             # COCO's evaluator takes the number 0 for "no annotation".
             own = {"id": len(annotations) + 1, "image_id": image, "category_id": int(label)}
@@ -353,7 +353,7 @@ def matched_boxes(
     if not bool(is_box.any()):
         return None
     images = torch.arange(len(boxes))[:, None].expand_as(labels)
-    parts = (images[is_box][:, None], _as_xywh(boxes[is_box].double(), box_format))
+    parts = (images[is_box][:, None], as_xywh(boxes[is_box].double(), box_format))
     found = torch.cat([*parts, confidences[is_box][:, None], labels[is_box][:, None]], 1)
     classes = {a["category_id"] for a in annotations} | set(labels[is_box].tolist())
     with redirect_stdout(io.StringIO()):  # COCO's evaluator prints what it does
@@ -386,9 +386,10 @@ def mean_precision(evaluation: Any, images: torch.Tensor | None = None) -> float
     return float(known.mean()) if known.size else math.nan
 
 
-def _predictions(
+def predicted_boxes(
     outputs: torch.Tensor | Mapping[str, torch.Tensor], scores_of_logits: Scores
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return boxes, their scores and their labels of a detector's outputs by name."""
     if isinstance(outputs, dict) and {"boxes", "scores", "labels"} <= outputs.keys():
         return outputs["boxes"], outputs["scores"], outputs["labels"].long()
     if isinstance(outputs, dict) and {"logits", "pred_boxes"} <= outputs.keys():
@@ -423,7 +424,7 @@ def _ground_truth(targets: Targets) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return pairs
 
 
-def _as_xywh(boxes: torch.Tensor, box_format: str) -> torch.Tensor:
+def as_xywh(boxes: torch.Tensor, box_format: str) -> torch.Tensor:
     """Return boxes as left, top, width and height: `(boxes, 4)`."""
     first, second = boxes[:, :2], boxes[:, 2:]
     if box_format == "xyxy":

@@ -490,7 +490,8 @@ def evaluate(
         return Score(value, known, meter.pseudo_values())
     sums_2N = torch.cat(by_sample, 1)
     labelled = sums_2N[:, sums_2N[1] > 0].numpy()
-    return Score.from_sums(value, labelled, is_exponential=metric.is_exponential)
+    kinds = {"is_exponential": metric.is_exponential, "is_fraction": metric.is_fraction}
+    return Score.from_sums(value, labelled, **kinds)
 
 
 def _by_group(

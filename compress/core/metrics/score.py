@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
 from compress.common.lazy_modules import np
-from compress.core.verdict import Uncertainty
+from compress.core.bounds import mean_bound, paired_bound, paired_statistic
+from compress.core.verdict import Bound, Uncertainty
 from compress.profiling.output_summary import OutputSummary
 
 if TYPE_CHECKING:
@@ -37,24 +38,33 @@ class Score:
     the value. None for metrics that no sums over samples give."""
     are_hits: bool = False
     """Whether the parts are samples that are either right or wrong, 1 or 0."""
+    are_shares: bool = False
+    """Whether the parts are numbers from 0 to 1, one of each sample, whose mean the value is."""
     outputs: tuple[OutputSummary, ...] = ()
     """A summary of each of the model's outputs on the split, whether the metric reads it or not."""
 
     @classmethod
     def from_sums(
-        cls, value: float, sums: NDArray[np.float64], *, is_exponential: bool = False
+        cls,
+        value: float,
+        sums: NDArray[np.float64],
+        *,
+        is_exponential: bool = False,
+        is_fraction: bool = False,
     ) -> Score:
         """Create the score of a mean from each sample's sum and its divisor, `(2, samples)`.
 
-        The divisor is one, or a text's labels; with `is_exponential` the value is exp of the mean.
+        The divisor is one, or a text's labels; with `is_exponential` the value is exp of the mean,
+        and with `is_fraction` each sample's is between 0 and 1.
         """
         parts, counts = sums
         are_hits = bool(np.isin(parts, (0, 1)).all() and (counts == 1).all())
+        are_shares = is_fraction and bool((counts == counts[:1]).all())
         if not are_hits:
             # A ratio of sums, linearized: the infinitesimal jackknife.
             parts = (parts - parts.sum() / counts.sum() * counts) / counts.mean()
             parts = value + parts * (value if is_exponential else 1)
-        return cls(value, len(parts), parts, are_hits)
+        return cls(value, len(parts), parts, are_hits, are_shares)
 
     def uncertainty(self) -> Uncertainty:
         """Return the interval of the value itself."""
@@ -78,6 +88,35 @@ class Score:
         interval = _mean_interval(after.value - self.value, change)
         return Uncertainty(samples=samples, interval=interval)
 
+    def drop_bound(self, after: Score, confidence: float) -> Bound:
+        """Return the upper bound of how many points worse another model's value is.
+
+        Raises StageFailed where the value is no mean of one number between 0 and 1 of each sample.
+        """
+        if not (self.are_shares and after.are_shares and self.samples == after.samples):
+            raise StageFailed(
+                "confidence takes a metric that is a mean of one number between 0 and 1 of each "
+                "sample; these have different numbers of labels. Use max_disagreement, or leave "
+                "confidence out"
+            )
+        assert self.parts is not None
+        assert after.parts is not None
+        drop, samples = self.parts - after.parts, self.samples
+        if self.are_hits and after.are_hits:
+            method = "exact unconditional test of paired samples"
+            lost, gained = int((drop > 0).sum()), int((drop < 0).sum())
+            bound = paired_bound(lost, gained, samples, confidence)
+        else:
+            method, bound = "betting on a bounded mean", mean_bound(drop, confidence)
+        return Bound(
+            value=100 * bound,
+            measured=100 * float(drop.mean()),
+            samples=samples,
+            changed=int((drop != 0).sum()),
+            confidence=confidence,
+            method=method,
+        )
+
     def to_json(self) -> JsonValue:
         """Return it in a form that JSON can hold."""
         parts = None
@@ -85,16 +124,17 @@ class Score:
             content = np.ascontiguousarray(self.parts).tobytes()
             parts = base64.b85encode(zlib.compress(content)).decode()
         outputs: JsonValue = [summary.model_dump(mode="json") for summary in self.outputs]
-        return [self.value, self.samples, parts, self.are_hits, outputs]
+        return [self.value, self.samples, parts, self.are_hits, outputs, self.are_shares]
 
     @classmethod
     def from_json(cls, content: Any) -> Score:
         """Restore what :meth:`to_json` returned."""
-        value, samples, parts, are_hits, outputs = content
+        value, samples, parts, are_hits, outputs, *are_shares = content
         if parts is not None:
             parts = np.frombuffer(zlib.decompress(base64.b85decode(parts)))
         summaries = tuple(map(OutputSummary.model_validate, outputs))
-        return cls(value, samples, parts, are_hits, summaries)
+        # Of a version without such numbers only samples that are right or wrong are known to be.
+        return cls(value, samples, parts, are_hits, (are_shares or [are_hits])[0], summaries)
 
 
 def proportion_interval(hits: int, samples: int) -> tuple[float, float]:
@@ -112,20 +152,10 @@ def paired_interval(gained: int, lost: int, samples: int) -> tuple[float, float]
     difference, and also where no sample changes there is one.
     """
 
-    def distance(difference: float) -> float:
-        # The score statistic of a supposed difference.
-        b = (2 * samples - gained + lost) * difference - gained - lost
-        c = -lost * difference * (1 - difference)
-        # The likeliest share of samples that are lost, given the difference.
-        share = (math.sqrt(max(0.0, b * b - 8 * samples * c)) - b) / (4 * samples)
-        variance = samples * (2 * share + difference * (1 - difference))
-        found = gained - lost - samples * difference
-        return found / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, found)
-
     def end(inside: float, outside: float) -> float:
         for _ in range(60):  # until the interval's width is below a float's rounding
             middle = (inside + outside) / 2
-            if abs(distance(middle)) <= Z:
+            if abs(paired_statistic(gained, lost, samples, middle)) <= Z:
                 inside = middle
             else:
                 outside = middle

@@ -1,0 +1,212 @@
+"""The gate on how often a compressed model answers otherwise, by a bound that samples show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias
+
+from pydantic import Field
+
+from compress.common.config import Fraction, Ratio, Unmet
+from compress.common.errors import StageFailed
+from compress.common.lazy_modules import torch
+from compress.common.tensor_difference import measured
+from compress.core.bounds import CLOPPER_PEARSON, quantile_bound, share_bound
+from compress.core.gates.gate import Gate
+from compress.core.gates.quality import (
+    NO_ELEMENTS,
+    paired_outputs,
+    refuse_other_shapes,
+    sample_cosines,
+    too_few_samples,
+)
+from compress.core.metrics.builtin import joint_decisions
+from compress.core.metrics.libraries import as_xywh, predicted_boxes
+from compress.core.verdict import Bound
+
+if TYPE_CHECKING:
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
+    from compress.core.objectives.task import Task
+
+    Outputs: TypeAlias = dict[str, torch.Tensor]
+
+QUANTILES = (50, 90, 99, 99.9)
+"""Percent of inputs whose error is bounded as well, where errors are numbers."""
+MOST_CLASSES = 20
+"""Classes with a bound each; of more, each would rest on few samples."""
+
+
+class MaxDisagreement(Gate):
+    """At most this percent of all inputs are answered otherwise than by the uncompressed model.
+
+    Judged is the upper confidence bound (Clopper and Pearson) for inputs like the samples of `val`,
+    so that it passes only where there are enough of them to show it. A sample is answered otherwise
+    where its error is above `error`. Of labels, that is the share of the sample's labels that
+    differ; of vectors (`task: embedding`), 1 - cosine; of boxes (`task: detection`), 1 - overlap
+    with the nearest box of the same label, for the worst box of either model; of other numbers, the
+    largest absolute difference. Of several outputs the worst decides.
+    """
+
+    gate: Literal["max_disagreement"] = "max_disagreement"
+    percent: Annotated[float, Field(gt=0, lt=100)]
+    """Largest percent of inputs with other answers."""
+    confidence: Ratio = 0.95
+    """Probability, over the choice of samples, that the bound holds."""
+    error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Largest error of an answer that counts as the same. By default 0 for labels; needed for
+    vectors, boxes and numbers. `percent: 1` and `error: 0.05` pass where the bound of the 99th
+    percentile of errors is 0.05 at most."""
+    score: Fraction = 0.5
+    """Least score of boxes that count."""
+
+    limit_field = "percent"
+    rule_template = "inputs answered otherwise <= {percent:g} %"
+    judges_quality = depends_on_batch = needs_data = of_uncompressed = True
+
+    @property
+    def rule(self) -> str:
+        """The rule, with what counts as another answer."""
+        beyond = f" by more than {self.error:g}" if self.error else ""
+        sure = f"with {100 * self.confidence:g} % confidence"
+        return f"{sure}, inputs answered otherwise{beyond} <= {self.percent:g} %"
+
+    def unmet_by(self, context: Context) -> Iterator[Unmet]:
+        """Yield that `val` is too small to show the limit, even without another answer."""
+        yield from super().unmet_by(context)
+        yield from too_few_samples(context, self.percent / 100, self.confidence, "percent")
+
+    def unsuitable_task(self, task: Task) -> str:
+        """Return which setting the model's kind of answers needs, or has no use for."""
+        if not task.has_labels and self.error is None:
+            return (
+                f"a model for {task.name} gives {task.answer}; add error: the largest "
+                f"{_errors_of(task).name} of an answer that counts as the same"
+            )
+        if task.name != "detection" and not self.has_default("score"):
+            return f"score is for boxes, and a model for {task.name} gives {task.answer}"
+        return ""
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the bound, in percent."""
+        return self.bound(before, after, context).value
+
+    def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound:
+        """Compare both models' answers to each sample of `val`."""
+        # All of them where a run judges quickly, too: 16 show nothing.
+        context = replace(context, is_quick=False)
+        kind, names = _errors_of(context.task), [spec.name for spec in before.signature.outputs]
+        errors, classes, count = list[torch.Tensor](), list[torch.Tensor](), 0
+        for pair in paired_outputs(before, after, context):
+            one, other = (dict(zip(names, outputs, strict=True)) for outputs in pair)
+            errors.append(kind.measure(one, other, context, self.score))
+            if kind is LABELS and (labels := _labels_of(one, context)).shape[1] == 1:
+                classes.append(labels[:, 0].long())
+                count = 2 if labels.dtype == torch.bool else pair[0][0].shape[1]
+        found = torch.cat(errors or [torch.empty(0)]).double().nan_to_num(math.inf)
+        if not (samples := len(found)):
+            raise StageFailed("the outputs have no samples, so that there is nothing to compare")
+        differs = found > (self.error or 0)
+        of_class: dict[str, float] = {}
+        if 0 < count <= MOST_CLASSES:
+            own, shared = torch.cat(classes), 1 - (1 - self.confidence) / count
+            groups = {str(label): differs[own == label] for label in range(count)}
+            of_class = {
+                label: round(100 * share_bound(int(group.sum()), len(group), shared), 4)
+                for label, group in groups.items()
+            }
+        ends = {
+            f"{q:g}": quantile_bound(found.numpy(), q / 100, self.confidence)
+            for q in (() if kind is LABELS else QUANTILES)
+        }
+        changed = int(differs.sum())
+        return Bound(
+            value=100 * share_bound(changed, samples, self.confidence),
+            measured=100 * changed / samples,
+            samples=samples,
+            changed=changed,
+            confidence=self.confidence,
+            method=CLOPPER_PEARSON,
+            classes=of_class,
+            quantiles={q: end for q, end in ends.items() if end is not None and end < math.inf},
+        )
+
+
+class _Errors(NamedTuple):
+    name: str
+    """What the error of a sample is, for messages."""
+    measure: Callable[[Outputs, Outputs, Context, float], torch.Tensor]
+    """Returns each sample's error, `(samples,)`, of both models' outputs by name; the number is the
+    least score of boxes that count."""
+
+
+def _labels_of(outputs: Outputs, context: Context) -> torch.Tensor:
+    labels = joint_decisions([*outputs.values()], context.task)
+    return labels.reshape(len(labels), -1)
+
+
+def _label_errors(one: Outputs, other: Outputs, context: Context, score: float) -> torch.Tensor:
+    labels, others = _labels_of(one, context), _labels_of(other, context)
+    refuse_other_shapes(labels, others, "labels")
+    return (labels != others).double().mean(1)
+
+
+def _differences(one: Outputs, other: Outputs, context: Context, score: float) -> torch.Tensor:
+    found = []
+    for expected, got in zip(one.values(), other.values(), strict=True):
+        refuse_other_shapes(expected, got)
+        a, b = measured(expected, got)
+        found.append((a - b).abs().reshape(len(a), -1).amax(1))
+    return torch.stack(found).nan_to_num(math.inf).amax(0)
+
+
+def _angles(one: Outputs, other: Outputs, context: Context, score: float) -> torch.Tensor:
+    cosines = sample_cosines(tuple(one.values()), tuple(other.values()))
+    if not cosines:
+        raise StageFailed(NO_ELEMENTS)
+    return (1 - torch.stack([*cosines.values()])).nan_to_num(math.inf).amax(0)
+
+
+def _box_errors(one: Outputs, other: Outputs, context: Context, score: float) -> torch.Tensor:
+    settings = dict(context.metric.arguments) if context.metric.name == "map" else {}
+    form = settings.get("box_format") or ("cxcywh" if "pred_boxes" in one else "xyxy")
+    sides = []
+    for outputs in (one, other):
+        boxes, scores, labels = predicted_boxes(outputs, settings.get("scores", "softmax"))
+        chosen = (scores >= score) & (labels >= 0)
+        own = zip(boxes.double(), labels, chosen, strict=True)
+        sides.append([(as_xywh(box[is_one], form), label[is_one]) for box, label, is_one in own])
+    errors = []
+    for (found, labels), (others, theirs) in zip(*sides, strict=True):
+        overlaps = _overlaps(found, others).masked_fill(labels[:, None] != theirs[None], 0.0)
+        nearest = [overlaps.amax(axis) for axis in (0, 1) if overlaps.numel()]
+        # Where one model alone finds boxes, none of them has another.
+        agree = float(len(found) == len(others))
+        errors.append(1 - (torch.cat(nearest).min() if nearest else torch.tensor(agree)))
+    return torch.stack(errors)
+
+
+def _overlaps(one_N4: torch.Tensor, other_M4: torch.Tensor) -> torch.Tensor:
+    """Return intersection over union of each pair of boxes, of left, top, width and height."""
+    one, other = one_N4[:, None], other_M4[None]
+    low = torch.maximum(one[..., :2], other[..., :2])
+    high = torch.minimum(one[..., :2] + one[..., 2:], other[..., :2] + other[..., 2:])
+    both = (high - low).clamp(min=0).prod(-1)
+    union = one[..., 2:].prod(-1) + other[..., 2:].prod(-1) - both
+    return torch.where(union > 0, both / union, 0.0)
+
+
+LABELS = _Errors("share of a sample's labels that differ", _label_errors)
+NUMBERS = _Errors("difference", _differences)
+OF_TASKS = {
+    "embedding": _Errors("1 - cosine", _angles),
+    "detection": _Errors("1 - overlap", _box_errors),
+}
+
+
+def _errors_of(task: Task | None) -> _Errors:
+    if task is None or task.has_labels:
+        return LABELS
+    return OF_TASKS.get(task.name, NUMBERS)
