@@ -1,14 +1,17 @@
 """Build TensorRT engines, run them on the host they are bound to, compare them with their source.
 
-The calls were written from the sources of torch-tensorrt 2.13 and the bindings of TensorRT 11.0,
-whose networks are always strongly typed: they compute in the types that the model is written in.
+Portable ones are built by TensorRT for RTX, whose bindings have the same calls. For torch-tensorrt
+2.13 and TensorRT 11.0 these were written from the sources. Networks are strongly typed: they
+compute in the types that the model is written in.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -36,16 +39,33 @@ if TYPE_CHECKING:
 
     Shapes = tuple[tuple[int, ...], ...]  # smallest, usual, largest: as a profile takes them
 
+RTX, RTX_MODULE = "TensorRT for RTX", "tensorrt_rtx_bindings"
 EXACT = {"tensorrt": "TensorRT", "gpu": "the GPU", "compute_capability": "compute capability"}
 """Facts that must be equal, and their names in messages; a newer driver runs older engines."""
 
 
+def bindings(*, portable: bool = False) -> Any:
+    """Return the module `tensorrt`, or the one of TensorRT for RTX, which has the same calls."""
+    name, title = (RTX_MODULE, RTX) if portable else ("tensorrt", "TensorRT")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Unavailable(f"{title} cannot be imported: {error}") from error
+
+
+def not_run_reason(capabilities: Sequence[str], device: str = "cuda:0") -> str:
+    """Return why a portable engine for these compute capabilities cannot be called here."""
+    wanted = f"built for {', '.join(capabilities)} with {RTX}, and not run"
+    if CUDA.missing():
+        return f"{wanted}: there is no CUDA device here"
+    major, minor = torch.cuda.get_device_capability(device)
+    found = f"sm{major}{minor}"
+    return "" if found in capabilities else f"{wanted}: the GPU here is {found}"
+
+
 def built_for(device: str = "cuda:0") -> dict[str, str]:
     """Return what an engine built here needs: GPU, driver and TensorRT."""
-    try:
-        import tensorrt
-    except ImportError as error:
-        raise Unavailable(f"TensorRT cannot be imported: {error}") from error
+    tensorrt = bindings()
     if CUDA.missing():
         raise Unavailable("TensorRT needs a CUDA device, and there is none here")
     major, minor = torch.cuda.get_device_capability(device)
@@ -68,8 +88,16 @@ def driver() -> str:
     return done.stdout.strip().partition("\n")[0]
 
 
-def refuse_other_host(needed: Mapping[str, str], file: Path, device: str) -> None:
+def refuse_other_host(needed: Mapping[str, Any], file: Path, device: str) -> None:
     """Raise Unavailable for an engine that was built for another machine; name what differs."""
+    if capabilities := needed.get("compute_capabilities"):
+        version, reason = needed["tensorrt_rtx"], not_run_reason(capabilities, device)
+        here = bindings(portable=True).__version__
+        if not reason and here != version:
+            reason = f"built with {RTX} {version}, found {here}"
+        if reason:
+            raise Unavailable(f"{file}: {reason}")
+        return
     wanted = f"built for {needed['gpu']} with TensorRT {needed['tensorrt']}"
     try:
         here = built_for(device)
@@ -158,12 +186,11 @@ logger = logging.getLogger(__name__)
 
 
 @cache
-def python_logger() -> Any:
-    """Return TensorRT's logger: Python's log, which escapes a model's names.
+def python_logger(trt: Any) -> Any:
+    """Return the logger of one of the libraries: Python's log, which escapes a model's names.
 
     TensorRT keeps the first one of a process, and warns of others.
     """
-    import tensorrt as trt
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # tensorrt has no types
         def __init__(self) -> None:
@@ -178,12 +205,16 @@ def python_logger() -> Any:
 
 
 def load(
-    file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], device: str
+    file: Path,
+    signature: Signature,
+    sizes: Mapping[str, Sequence[int]],
+    device: str,
+    *,
+    portable: bool = False,
 ) -> Callable[..., Tensors]:
     """Return a function that runs an engine on CUDA tensors."""
-    import tensorrt as trt
-
-    runtime = trt.Runtime(python_logger())
+    trt = bindings(portable=portable)
+    runtime = trt.Runtime(python_logger(trt))
     with torch.cuda.device(device):
         engine = runtime.deserialize_cuda_engine(file.read_bytes())
     if engine is None:
@@ -271,14 +302,25 @@ class BuildOptions(NamedTuple):
     optimization_level: int | None = None
     tf32: bool = False
     cache: Path | None = None
+    compute_capabilities: tuple[str, ...] = ()
+
+
+class BuiltEngine(NamedTuple):
+    """A serialized engine, and what its parser made of the model."""
+
+    plan: bytes
+    layers: dict[str, int] = {}
+    """TensorRT's type of layer → how many the network has; empty for torch-tensorrt."""
+    integer_layers: int = 0
+    """Convolutions and matrix products whose factors are all 8-bit integers."""
 
 
 def build_from_onnx(
     model: EagerModel | GraphModel | OnnxModel,
     sizes: Mapping[str, Sequence[int]],
     options: BuildOptions,
-) -> bytes:
-    """Return a serialized engine, built by TensorRT's parser from the model as ONNX."""
+) -> BuiltEngine:
+    """Return an engine that TensorRT's parser built from the model as ONNX."""
     shapes = {spec.name: shapes_of(spec, sizes) for spec in model.signature.inputs}
     if isinstance(model, OnnxModel):
         return parse_and_build(model.payload_path, shapes, options)
@@ -293,8 +335,8 @@ def build_from_program(
     sizes: Mapping[str, Sequence[int]],
     options: BuildOptions,
     device: str,
-) -> bytes:
-    """Return a serialized engine, converted from the model's graph by torch-tensorrt."""
+) -> BuiltEngine:
+    """Return an engine that torch-tensorrt converted from the model's graph."""
     import torch_tensorrt
 
     from compress.graph.torch_export import move_program
@@ -320,12 +362,11 @@ def build_from_program(
             arg_inputs=inputs,
             **conversion_settings(options, device, Path(scratch)),
         )
-    return bytes(engine)
+    return BuiltEngine(bytes(engine))
 
 
 def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> None:
     """Write the ONNX file that TensorRT's parser reads, without onnxruntime's own operators."""
-    from compress.export.onnx.graph import strip_
     from compress.export.onnx.lowering import lower
     from compress.export.onnx.passes.float_layers import has_weights_of
     from compress.export.onnx.proto_io import write
@@ -340,7 +381,6 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
             f"TensorRT has no form of {', '.join(unsupported)}, which rounds at run time or holds "
             "few bits; quantize with quantize_static and target: tensorrt"
         )
-    strip_(graph)
     write(graph, file)
 
 
@@ -356,24 +396,38 @@ def refuse_quantized(program: ExportedProgram) -> None:
         )
 
 
-def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOptions) -> bytes:
-    """Return an engine built from an ONNX file by TensorRT's parser."""
-    import tensorrt as trt
+def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOptions) -> BuiltEngine:
+    """Return an engine built from an ONNX file by TensorRT's parser.
 
-    logger = python_logger()
+    Raise StageFailed where the file rounds to integers and no layer computes with them.
+    """
+    capabilities = options.compute_capabilities
+    trt = bindings(portable=bool(capabilities))
+    logger = python_logger(trt)
     builder = trt.Builder(logger)
     # Version 11 knows no other networks, and ignores the flag.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(file)):
-        reason = parser.get_error(0).desc() if parser.num_errors else "it does not say why"
-        raise StageFailed(f"TensorRT cannot read the model: {' '.join(reason.split())}")
+        raise StageFailed(f"TensorRT cannot read the model: {_first_error(parser)}")
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    counts, integer = Counter(layer.type.name for layer in layers), _integer_layers(layers)
+    if counts["QUANTIZE"] and not integer:
+        raise StageFailed(
+            "TensorRT would compute the quantized model in floats: none of its "
+            f"{sum(counts[kind] for kind in PRODUCTS)} convolutions and matrix products reads "
+            "integers; quantize with quantize_static and target: tensorrt"
+        )
     config = builder.create_builder_config()
     if options.workspace_mebibytes is not None:
         bytes_allowed = options.workspace_mebibytes * MEBIBYTE
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, bytes_allowed)
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
+    if capabilities:
+        config.num_compute_capabilities = len(capabilities)
+        for i, name in enumerate(capabilities):
+            config.set_compute_capability(getattr(trt.ComputeCapability, name.upper()), i)
     if not options.tf32:
         config.clear_flag(trt.BuilderFlag.TF32)
     profile = builder.create_optimization_profile()
@@ -394,7 +448,39 @@ def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOpti
         partial = timings.with_name(f".{timings.name}.{os.getpid()}")
         partial.write_bytes(bytes(config.get_timing_cache().serialize()))
         partial.replace(timings)
-    return bytes(plan)
+    return BuiltEngine(bytes(plan), dict(sorted(counts.items())), integer)
+
+
+def _first_error(parser: Any) -> str:
+    """Return what a parser refused first: the ONNX node, its operator and why."""
+    if not parser.num_errors:
+        return "it does not say why"
+    error = parser.get_error(0)
+    node = f"{error.node_operator()} {error.node_name()}".strip()
+    # Without a GPU every error ends in one that says that there is no driver.
+    lines = (line for line in error.desc().splitlines() if not line.startswith("[checkMacros"))
+    return " ".join(f"{node and f'at {node}: '}{' '.join(lines)}".split())
+
+
+PRODUCTS = ("CONVOLUTION", "DECONVOLUTION", "MATRIX_MULTIPLY")
+MOVING = ("SHUFFLE", "IDENTITY", "SLICE")
+"""Layers that only move numbers, between a DEQUANTIZE and the product that it feeds."""
+
+
+def _integer_layers(layers: Sequence[Any]) -> int:
+    """Count the products of a network that read nothing but dequantized tensors (not the bias)."""
+    writers = {
+        layer.get_output(i).name: layer for layer in layers for i in range(layer.num_outputs)
+    }
+
+    def is_dequantized(tensor: Any) -> bool:
+        writer = writers.get(tensor.name) if tensor is not None else None
+        while writer is not None and writer.type.name in MOVING:
+            writer = writers.get(writer.get_input(0).name)
+        return writer is not None and writer.type.name == "DEQUANTIZE"
+
+    products = (layer for layer in layers if layer.type.name in PRODUCTS)
+    return sum(is_dequantized(p.get_input(0)) and is_dequantized(p.get_input(1)) for p in products)
 
 
 def conversion_settings(options: BuildOptions, device: str, scratch: Path) -> dict[str, Any]:
