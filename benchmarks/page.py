@@ -8,7 +8,7 @@ PAGE = ROOT / "docs" / "coverage.md"
 
 
 def write_part(title: str, text: str, page: Path = PAGE, before: str = "") -> None:
-    """Put a part in the place of the one with the same title, else before another, or at the end."""
+    """Put a part in the place of the one with the same title, else before another, else last."""
     parts = re.split(r"^(?=# )", page.read_text(), flags=re.MULTILINE)
     new = f"# {title}\n\n{text.strip()}\n"
     heads = [part.partition("\n")[0] for part in parts]

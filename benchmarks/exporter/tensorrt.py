@@ -76,7 +76,7 @@ def main() -> None:
     import_once()
     names = ("separable", "gate", "pooled") if options.small else [*ZOO]
     known = _read(options.folder)
-    wanted = [(n, form) for n in names for form in FORMS if (n, form) not in known]
+    wanted = [(n, form) for form in FORMS for n in names if (n, form) not in known]
     with ThreadPool(PROCESSES) as pool:
         cells = ((ZOO[name], form, options.folder) for name, form in wanted)
         for row in pool.imap_unordered(_cell, cells):

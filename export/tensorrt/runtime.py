@@ -30,6 +30,7 @@ from compress.export.parity.compare import check_axis_sizes
 from compress.export.parity.sample_parity import Float64Reference, check_on_samples, tolerance_for
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact
@@ -183,6 +184,7 @@ DTYPES = {
 """TensorRT's name of an element type → torch's."""
 Tensors = tuple[torch.Tensor, ...]
 logger = logging.getLogger(__name__)
+NO_DRIVER = "CUDA driver version is insufficient"
 
 
 @cache
@@ -193,13 +195,19 @@ def python_logger(trt: Any) -> Any:
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # tensorrt has no types
+        last_error = "its lines in the log say where"
+
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.Logger.WARNING:  # the most severe is 0
-                level = logging.WARNING if severity == trt.Logger.WARNING else logging.ERROR
-                logger.log(level, "TensorRT: %s", message)
+            # Without a GPU the builder reports, after each error of its own, that there is none.
+            if severity > trt.Logger.WARNING or NO_DRIVER in message:  # the most severe is 0
+                return
+            level = logging.WARNING if severity == trt.Logger.WARNING else logging.ERROR
+            logger.log(level, "TensorRT: %s", message)
+            if level == logging.ERROR:
+                self.last_error = message
 
     return Logger()
 
@@ -373,6 +381,7 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
 
     opset = BFLOAT16_OPSET if has_weights_of(program, torch.bfloat16) else None
     graph = lower(program, signature, opset)
+    dequantize_tables_(graph)
     unsupported = sorted(
         {n.op_type for n in graph.graph if n.domain or n.op_type in RUN_TIME_INTEGERS}
     )
@@ -382,6 +391,34 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
             "few bits; quantize with quantize_static and target: tensorrt"
         )
     write(graph, file)
+
+
+def dequantize_tables_(model: ir.Model) -> None:
+    """Let embeddings look up dequantized rows of 8-bit tables, in place.
+
+    They look up integers and scales, and TensorRT takes 8-bit constants nowhere but before a
+    DequantizeLinear.
+    """
+    import onnx_ir as ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    from compress.export.onnx.graph import add_tensor, become_, producer, stored
+
+    for product in [node for node in model.graph if node.op_type == "Mul"]:
+        cast, scales = producer(product.inputs[0], "Cast"), producer(product.inputs[1], "Gather")
+        rows = producer(cast.inputs[0], "Gather") if cast and scales else None
+        if rows is None or scales is None:
+            continue
+        table, scale = stored(rows.inputs[0]), stored(scales.inputs[0])
+        if table is None or scale is None or scale.size != table.shape[0]:
+            continue
+        name = product.outputs[0].name
+        floats = ir.Value(name=f"{name}_table")
+        flat = add_tensor(model.graph, f"{name}_scales", scale.numpy().reshape(-1))
+        inputs = [rows.inputs[0], flat]
+        product.prepend(ir.node("DequantizeLinear", inputs, {"axis": 0}, outputs=[floats]))
+        become_(product, "Gather", [floats, rows.inputs[1]], {"axis": 0})
+    RemoveUnusedNodesPass()(model)
 
 
 def refuse_quantized(program: ExportedProgram) -> None:
@@ -441,7 +478,7 @@ def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOpti
         config.set_timing_cache(config.create_timing_cache(known), False)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise StageFailed("TensorRT found no kernels for the model; its lines in the log say where")
+        raise StageFailed(f"TensorRT found no kernels for the model: {logger.last_error}")
     if timings:
         # Written aside and renamed, as another build may be reading the file.
         timings.parent.mkdir(parents=True, exist_ok=True)
@@ -457,8 +494,7 @@ def _first_error(parser: Any) -> str:
         return "it does not say why"
     error = parser.get_error(0)
     node = f"{error.node_operator()} {error.node_name()}".strip()
-    # Without a GPU every error ends in one that says that there is no driver.
-    lines = (line for line in error.desc().splitlines() if not line.startswith("[checkMacros"))
+    lines = (line for line in error.desc().splitlines() if NO_DRIVER not in line)
     return " ".join(f"{node and f'at {node}: '}{' '.join(lines)}".split())
 
 
