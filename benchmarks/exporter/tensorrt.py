@@ -116,7 +116,8 @@ def _build(case: Case, form: str) -> dict:
             (tuple(x[i] for x in inputs) if len(inputs) > 1 else inputs[0][i], torch.tensor(0))
             for i in range(SAMPLES if batch else 1)
         ]
-        context = Context(root=root / "form", data=Splits({"train": rows, "val": rows}))
+        data = Splits({"train": rows, "val": rows})
+        context = Context(root=root / "form", data=data, is_quick=True)
         try:
             stage = FORMS[form]
             converted = stage.run_checked(model, context) if stage else model

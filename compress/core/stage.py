@@ -127,7 +127,7 @@ class Stage(Settings, Generic[Reads, Writes]):
 
     def unmet_by_gate(self, gate: Gate) -> Iterator[Unmet]:
         """Yield why a gate cannot be measured on the result, which nothing here can call."""
-        if gate.calls_model and (reason := self.not_run):
+        if (gate.depends_on_batch or gate.may_vary) and (reason := self.not_run):
             problem = (
                 f"calls the result of {self.title}, which is {reason}; leave the gate out, or run "
                 "the pipeline on such a machine"

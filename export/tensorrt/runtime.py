@@ -92,11 +92,9 @@ def driver() -> str:
 def refuse_other_host(needed: Mapping[str, Any], file: Path, device: str) -> None:
     """Raise Unavailable for an engine that was built for another machine; name what differs."""
     if capabilities := needed.get("compute_capabilities"):
-        version, reason = needed["tensorrt_rtx"], not_run_reason(capabilities, device)
-        here = bindings(portable=True).__version__
-        if not reason and here != version:
-            reason = f"built with {RTX} {version}, found {here}"
-        if reason:
+        version, found = needed["tensorrt_rtx"], bindings(portable=True).__version__
+        other = f"built with {RTX} {version}, found {found}" if found != version else ""
+        if reason := not_run_reason(capabilities, device) or other:
             raise Unavailable(f"{file}: {reason}")
         return
     wanted = f"built for {needed['gpu']} with TensorRT {needed['tensorrt']}"
@@ -195,33 +193,25 @@ def python_logger(trt: Any) -> Any:
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # tensorrt has no types
-        last_error = "its lines in the log say where"
+        last_line = ""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, message: str) -> None:
-            # Without a GPU the builder reports, after each error of its own, that there is none.
-            if severity > trt.Logger.WARNING or NO_DRIVER in message:  # the most severe is 0
-                return
-            level = logging.WARNING if severity == trt.Logger.WARNING else logging.ERROR
-            logger.log(level, "TensorRT: %s", message)
-            if level == logging.ERROR:
-                self.last_error = message
+            # The most severe is 0. Without a GPU another line follows each error, on the driver.
+            if severity <= trt.Logger.WARNING and NO_DRIVER not in message:
+                level = logging.WARNING if severity == trt.Logger.WARNING else logging.ERROR
+                logger.log(level, "TensorRT: %s", message)
+                self.last_line = message
 
     return Logger()
 
 
 def load(
-    file: Path,
-    signature: Signature,
-    sizes: Mapping[str, Sequence[int]],
-    device: str,
-    *,
-    portable: bool = False,
+    trt: Any, file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], device: str
 ) -> Callable[..., Tensors]:
-    """Return a function that runs an engine on CUDA tensors."""
-    trt = bindings(portable=portable)
+    """Return a function that runs an engine on CUDA tensors, by one of the libraries."""
     runtime = trt.Runtime(python_logger(trt))
     with torch.cuda.device(device):
         engine = runtime.deserialize_cuda_engine(file.read_bytes())
@@ -309,7 +299,7 @@ class BuildOptions(NamedTuple):
     workspace_mebibytes: int | None = None
     optimization_level: int | None = None
     tf32: bool = False
-    cache: Path | None = None
+    cache: str | None = None
     compute_capabilities: tuple[str, ...] = ()
 
 
@@ -412,6 +402,8 @@ def dequantize_tables_(model: ir.Model) -> None:
         table, scale = stored(rows.inputs[0]), stored(scales.inputs[0])
         if table is None or scale is None or scale.size != table.shape[0]:
             continue
+        if table.dtype != ir.DataType.INT8:
+            continue
         name = product.outputs[0].name
         floats = ir.Value(name=f"{name}_table")
         flat = add_tensor(model.graph, f"{name}_scales", scale.numpy().reshape(-1))
@@ -471,14 +463,15 @@ def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOpti
     for name, (smallest, usual, largest) in shapes.items():
         profile.set_shape(name, smallest, usual, largest)
     config.add_optimization_profile(profile)
-    timings = options.cache / TIMINGS if options.cache else None
+    timings = Path(options.cache, TIMINGS) if options.cache else None
     if timings:
         known = timings.read_bytes() if timings.is_file() else b""
         # False: timings of another GPU or TensorRT are refused.
         config.set_timing_cache(config.create_timing_cache(known), False)
+    logger.last_line = "it does not say why"
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise StageFailed(f"TensorRT found no kernels for the model: {logger.last_error}")
+        raise StageFailed(f"TensorRT found no kernels for the model: {logger.last_line}")
     if timings:
         # Written aside and renamed, as another build may be reading the file.
         timings.parent.mkdir(parents=True, exist_ok=True)
@@ -522,7 +515,7 @@ def _integer_layers(layers: Sequence[Any]) -> int:
 def conversion_settings(options: BuildOptions, device: str, scratch: Path) -> dict[str, Any]:
     """Return the settings of a build as torch-tensorrt takes them."""
     # By default it writes its timings to a folder that all users share.
-    folder = options.cache or scratch
+    folder = Path(options.cache or scratch)
     settings: dict[str, Any] = {
         "device": device,
         "disable_tf32": not options.tf32,

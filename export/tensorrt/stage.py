@@ -80,12 +80,12 @@ class TensorRTEngine(ExportedModel):
 
         Raise Unavailable where it was built elsewhere, or TensorRT or the GPU is not here.
         """
-        from compress.export.tensorrt.runtime import load, refuse_other_host
+        from compress.export.tensorrt.runtime import bindings, load, refuse_other_host
 
         device = _numbered(device)
         refuse_other_host(facts["built_for"], file, device)
-        portable = "compute_capabilities" in facts["built_for"]
-        run = load(file, signature, facts["sizes"], device, portable=portable)
+        trt = bindings(portable="compute_capabilities" in facts["built_for"])
+        run = load(trt, file, signature, facts["sizes"], device)
         return torch_predictor(run, device, threads)
 
 
@@ -125,19 +125,12 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
 
     @model_validator(mode="after")
     def _check_portable(self) -> Self:
-        if not self.compute_capabilities:
-            return self
-        if self.through != "onnx":
+        if self.compute_capabilities and (self.cache or self.through != "onnx"):
+            setting = "cache" if self.cache else "through"
             raise ValueError(
-                f"through: {self.through} builds for the GPU of this host alone; leave it or "
-                "compute_capabilities out"
+                f"{setting} is for the GPU of this host: TensorRT for RTX reads ONNX and keeps no "
+                "timings of kernels; leave it out, or compute_capabilities"
             )
-        if self.cache is not None:
-            raise ValueError(
-                "cache: TensorRT for RTX times no kernels, and keeps none; leave it out"
-            )
-        if len({*self.compute_capabilities}) < len(self.compute_capabilities):
-            raise ValueError("compute_capabilities: one is named twice")
         return self
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
@@ -161,11 +154,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         """Return the settings of TensorRT's builder."""
         from compress.export.tensorrt.runtime import BuildOptions
 
-        cache = Path(self.cache) if self.cache else None
-        return BuildOptions(
-            *(self.workspace_mebibytes, self.optimization_level, self.tf32, cache),
-            compute_capabilities=self.compute_capabilities,
-        )
+        return BuildOptions(**self.model_dump(include={*BuildOptions._fields}))
 
     @property
     def not_run(self) -> str:

@@ -296,9 +296,8 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tu
                 with located(f"{where}: "):
                     if problem := gate.unsuitable_artifact(kind) or gate.unsuitable_device(kind):
                         raise PipelineInvalid(problem)
-            called = (p, *(other for other in planned if other.name == gate.against))
-            for other in called:
-                refuse_unmet(other.stage.unmet_by_gate(gate), where)
+            for called in (p, *(other for other in planned if other.name == gate.against)):
+                refuse_unmet(called.stage.unmet_by_gate(gate), where)
             if gate.against in BASELINES and gate.against not in names:
                 runtime = BASELINES[gate.against]
                 require_all(runtime.requirements, f"{where}: against {gate.against}")

@@ -187,7 +187,8 @@ def check_parity(
     model, context = state.artifacts[planned.input], state.context(planned.name)
 
     def check() -> bool:
-        if lookup.cached:  # a stage that has just run has done so itself
+        # A stage that has just run has done so itself.
+        if lookup.cached and not cache.artifact.not_run:
             planned.stage.check_parity(model, cache.artifact, context)
         return True
 

@@ -77,11 +77,6 @@ class Gate(Settings):
     """Whether it refuses a result that answers worse than the artifact compared with."""
 
     @property
-    def calls_model(self) -> bool:
-        """Whether it needs answers of the result, or the time and memory that they take."""
-        return self.depends_on_batch or self.may_vary
-
-    @property
     def requirements(self) -> tuple[Requirement, ...]:
         """Libraries and programs that measuring takes; a run that lacks one is refused early."""
         return ()

@@ -100,9 +100,8 @@ def pipeline(folder: Path, stages: str, more: str = "") -> Pipeline:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"through": "torch_tensorrt"}, "through: torch_tensorrt builds for the GPU of this host"),
-        ({"cache": "engines"}, "cache: TensorRT for RTX times no kernels"),
-        ({"compute_capabilities": ("sm86", "sm86")}, "one is named twice"),
+        ({"through": "torch_tensorrt"}, "through is for the GPU of this host"),
+        ({"cache": "engines"}, "cache is for the GPU of this host"),
         ({"compute_capabilities": ("sm90",)}, "'sm120' or 'sm121'"),
     ],
 )
@@ -248,7 +247,6 @@ def test_engines_are_built_and_not_run(model: EagerModel, int8: GraphModel, tmp_
     ):
         pass
     assert caught.value.exit_code == 4
-    stage.check_parity(int8, engine, context)  # leaves it as it is
 
 
 def test_a_run_measures_sizes_alone_of_what_it_cannot_call(tmp_path: Path, monkeypatch) -> None:
