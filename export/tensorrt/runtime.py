@@ -92,10 +92,10 @@ def driver() -> str:
 def refuse_other_host(needed: Mapping[str, Any], file: Path, device: str) -> None:
     """Raise Unavailable for an engine that was built for another machine; name what differs."""
     if capabilities := needed.get("compute_capabilities"):
-        version, found = needed["tensorrt_rtx"], bindings(portable=True).__version__
-        other = f"built with {RTX} {version}, found {found}" if found != version else ""
-        if reason := not_run_reason(capabilities, device) or other:
+        if reason := not_run_reason(capabilities, device):
             raise Unavailable(f"{file}: {reason}")
+        if (found := bindings(portable=True).__version__) != needed["tensorrt_rtx"]:
+            raise Unavailable(f"{file}: built with {RTX} {needed['tensorrt_rtx']}, found {found}")
         return
     wanted = f"built for {needed['gpu']} with TensorRT {needed['tensorrt']}"
     try:
@@ -166,14 +166,6 @@ def shapes_of(spec: TensorSpec, sizes: Mapping[str, Sequence[int]]) -> Shapes:
     return tuple(spec.sized({name: s[i] for name, s in sizes.items()}) for i in range(3))
 
 
-def with_fixed_sizes(signature: Signature, sizes: Mapping[str, int]) -> Signature:
-    """Return a signature whose named axes are replaced by numbers."""
-    inputs = tuple(
-        spec.model_copy(update={"shape": spec.sized(dict(sizes))}) for spec in signature.inputs
-    )
-    return signature.model_copy(update={"inputs": inputs})
-
-
 DTYPES = {
     **{"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16},
     **{"INT64": torch.int64, "INT32": torch.int32, "INT8": torch.int8},
@@ -194,9 +186,6 @@ def python_logger(trt: Any) -> Any:
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # tensorrt has no types
         last_line = ""
-
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
 
         def log(self, severity: Any, message: str) -> None:
             # The most severe is 0. Without a GPU another line follows each error, on the driver.
@@ -278,8 +267,9 @@ def check_engine(
     reference = Float64Reference(source, expected, noise)
     for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
         at = dict(zip(sizes, profile, strict=True))
+        sized = (spec.model_copy(update={"shape": spec.sized(at)}) for spec in signature.inputs)
+        fixed = signature.model_copy(update={"inputs": tuple(sized)})
         try:
-            fixed = with_fixed_sizes(signature, at)
             check_axis_sizes(expected, engine, fixed, tolerance, reference)
         except StageFailed as error:
             raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
@@ -486,8 +476,8 @@ def _first_error(parser: Any) -> str:
     if not parser.num_errors:
         return "it does not say why"
     error = parser.get_error(0)
-    node = f"{error.node_operator()} {error.node_name()}".strip()
     lines = (line for line in error.desc().splitlines() if NO_DRIVER not in line)
+    node = f"{error.node_operator()} {error.node_name()}".strip()
     return " ".join(f"{node and f'at {node}: '}{' '.join(lines)}".split())
 
 
