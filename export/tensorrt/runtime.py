@@ -363,7 +363,7 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
 
     opset = BFLOAT16_OPSET if has_weights_of(program, torch.bfloat16) else None
     graph = lower(program, signature, opset)
-    dequantize_tables_(graph)
+    dequantize_constants_(graph)
     unsupported = sorted(
         {n.op_type for n in graph.graph if n.domain or n.op_type in RUN_TIME_INTEGERS}
     )
@@ -377,17 +377,20 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
     write(graph, file)
 
 
-def dequantize_tables_(model: ir.Model) -> None:
-    """Let embeddings look up dequantized rows of 8-bit tables, in place.
+def dequantize_constants_(model: ir.Model) -> None:
+    """Let nothing but DequantizeLinear read 8-bit constants, in place, as TensorRT takes no other.
 
-    They look up integers and scales, and TensorRT takes 8-bit constants nowhere but before a
-    DequantizeLinear.
+    Layers that share a weight then share its tensor, and embeddings look up dequantized rows.
     """
     import onnx_ir as ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
     from compress.export.onnx.graph import add_tensor, become_, producer, stored
 
+    for reshape in [node for node in model.graph if node.op_type == "Reshape"]:
+        tensor = stored(reshape.inputs[0])
+        if tensor is not None and tensor.dtype == ir.DataType.INT8:
+            ir.convenience.replace_all_uses_with(reshape.outputs[0], reshape.inputs[0])
     for product in [node for node in model.graph if node.op_type == "Mul"]:
         cast, scales = producer(product.inputs[0], "Cast"), producer(product.inputs[1], "Gather")
         rows = producer(cast.inputs[0], "Gather") if cast and scales else None
@@ -486,7 +489,7 @@ def _first_error(parser: Any) -> str:
 
 
 PRODUCTS = ("CONVOLUTION", "DECONVOLUTION", "MATRIX_MULTIPLY")
-MOVING = ("SHUFFLE", "IDENTITY", "SLICE")
+MOVING = ("SHUFFLE", "IDENTITY", "SLICE", "SQUEEZE", "UNSQUEEZE")
 """Layers that only move numbers, between a DEQUANTIZE and the product that it feeds."""
 
 

@@ -55,7 +55,8 @@ class Tagger(nn.Module):
         self.words, self.head = nn.Embedding(50, 16), nn.Linear(16, 3)
 
     def forward(self, words):
-        return self.head(self.words(words).mean(1))
+        words = self.words(words)
+        return self.head(words.mean(1)) + self.head(words.amax(1))
 """
 PIPELINE = """
 version: 1
@@ -168,7 +169,7 @@ def test_an_engine_is_for_some_gpus_and_one_version(monkeypatch, tmp_path: Path)
         refuse_other_host(needed, tmp_path, "cuda:0")
 
 
-def test_embeddings_look_up_dequantized_rows(tmp_path: Path) -> None:
+def test_nothing_but_dequantize_linear_reads_8_bit_constants(tmp_path: Path) -> None:
     source = network_of(tmp_path, TAGGER, "tagger:Tagger", WORDS)
     words = torch.arange(80).reshape(16, 5) % 50
     context = Context(root=tmp_path / "int8", data=samples(words))
