@@ -1,7 +1,8 @@
 """What an export costs and brings, measured here: `python benchmarks/export.py PART`.
 
 Parts: `formats` (latency of every format over eager, time and memory of the export, time to load)
-and `coverage` (the zoo in every format: docs/coverage.md).
+`coverage` (the zoo in every format) and `tensorrt` (the zoo built by TensorRT for RTX, and not
+run), both in docs/coverage.md.
 `PART --help` tells the options; `--small` is a quick look. One thread.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-PARTS = ("formats", "coverage")
+PARTS = ("formats", "coverage", "tensorrt")
 
 
 def main() -> None:

@@ -7,14 +7,15 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "coverage.md"
 
 
-def write_part(title: str, text: str, page: Path = PAGE) -> None:
-    """Put a part in the place of the one with the same title, or at the end."""
+def write_part(title: str, text: str, page: Path = PAGE, before: str = "") -> None:
+    """Put a part in the place of the one with the same title, else before another, else last."""
     parts = re.split(r"^(?=# )", page.read_text(), flags=re.MULTILINE)
     new = f"# {title}\n\n{text.strip()}\n"
     heads = [part.partition("\n")[0] for part in parts]
     if f"# {title}" in heads:
         parts[heads.index(f"# {title}")] = new
     else:
-        parts.append(new)
+        other = f"# {before}"
+        parts.insert(heads.index(other) if other in heads else len(parts), new)
     page.write_text("\n".join(part.strip() + "\n" for part in parts if part.strip()))
     print(f"wrote `{title}` in {page.relative_to(ROOT)}")

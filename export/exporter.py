@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from compress.artifacts.artifact import Artifact
+from compress.artifacts.artifact import NOT_RUN, Artifact
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor, count_forwards, opened_model
 from compress.common.requirements import Requirement, require_all
@@ -227,7 +227,10 @@ class Exporter(Stage[Reads, Writes]):
         ) as folder:
             file = folder / kind.payload
             facts |= self.write(model, file, context)
-            self.prove(model, file, facts, context, began)
+            if reason := self.not_run:
+                facts[NOT_RUN] = reason
+            else:
+                self.prove(model, file, facts, context, began)
         self.log(facts)
         return kind.from_directory(context.root)  # type: ignore[no-any-return]
 

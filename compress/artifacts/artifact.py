@@ -34,6 +34,8 @@ STREAMED = "streamed"
 """Fact of a model whose weights stay on disk: each call reads them part by part."""
 WEIGHTS_ON_DISK = "its weights are read from disk in each call"
 """Why the latency of such a model is not measured."""
+NOT_RUN = "not_run"
+"""Fact of a file for devices that were not here when it was made: why nothing called it."""
 SEALED_MODE = 0o444
 FileVersion = tuple[str | int, ...]  # path, inode, size and times of a file
 _known: dict[FileVersion, str] = {}  # SHA-256 of the files that this process has hashed
@@ -382,6 +384,11 @@ class Artifact(ShownInNotebooks):
         Named axes have their number in `sizes`, by default 8 as in :meth:`Signature.example`.
         """
         return None if sizes else self._int_fact("macs")
+
+    @property
+    def not_run(self) -> str:
+        """Why nothing called the model: it is for devices that were not here; else empty."""
+        return str(self.manifest.facts.get(NOT_RUN, ""))
 
     def fact(self, name: str) -> Any:
         """Return an entry of the manifest's facts; raise ArtifactInvalid where it is missing."""

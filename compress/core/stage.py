@@ -12,7 +12,7 @@ from pydantic import Field
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.config import Settings, StageName, Unmet
-from compress.common.errors import GateRefused, exits_refused
+from compress.common.errors import GateRefused, Unavailable, exits_refused
 from compress.common.process import gc_frozen
 from compress.common.requirements import Requirement, refuse_unmet, requirements_of, unmet_in
 from compress.core.gates.gate import AnyGate, Gate
@@ -120,12 +120,27 @@ class Stage(Settings, Generic[Reads, Writes]):
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Raise StageFailed if a cached result computes other than its input; for exporters."""
 
+    @property
+    def not_run(self) -> str:
+        """Why the result cannot be called on this machine, in words; empty where it can."""
+        return ""
+
+    def unmet_by_gate(self, gate: Gate) -> Iterator[Unmet]:
+        """Yield why a gate cannot be measured on the result, which nothing here can call."""
+        if (gate.depends_on_batch or gate.may_vary) and (reason := self.not_run):
+            problem = (
+                f"calls the result of {self.title}, which is {reason}; leave the gate out, or run "
+                "the pipeline on such a machine"
+            )
+            yield Unmet((), problem, Unavailable)
+
     def __call__(self, model: Reads, context: Context) -> Writes:
         """Run, and return the artifact; raise GateRefused, which names it, if a gate refuses it."""
         for gate in self.gates if context.task is None else self.for_task(context.task).gates:
             if gate.needs_data:
                 context.need_data(f"{self.title}: {gate.gate}")
-            refuse_unmet(gate.unmet(context), f"{self.title}: {gate.gate}")
+            lacks = (*self.unmet_by_gate(gate), *gate.unmet(context))
+            refuse_unmet(lacks, f"{self.title}: {gate.gate}")
         artifact = self.run_checked(model, context)
         context.clear_work()
         verdicts = self.judge(model, artifact, context)

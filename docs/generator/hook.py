@@ -53,6 +53,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         if not (ROOT / path).exists():
             raise PluginError(f"{page.file.src_uri}: the repository has no {path}")
     markdown = OUTSIDE.sub(r"`\2`", markdown)
-    if page.file.src_uri == "coverage.md":  # two tables of two benchmarks, each with a title
+    if page.file.src_uri == "coverage.md":  # tables of several benchmarks, each with a title
         markdown = "# Coverage\n\n" + re.sub(r"^#", "##", markdown, flags=re.MULTILINE)
     return markdown

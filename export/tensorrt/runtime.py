@@ -1,14 +1,17 @@
 """Build TensorRT engines, run them on the host they are bound to, compare them with their source.
 
-The calls were written from the sources of torch-tensorrt 2.13 and the bindings of TensorRT 11.0,
-whose networks are always strongly typed: they compute in the types that the model is written in.
+Portable ones are built by TensorRT for RTX, whose bindings have the same calls. For torch-tensorrt
+2.13 and TensorRT 11.0 these were written from the sources. Networks are strongly typed: they
+compute in the types that the model is written in.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,6 +30,7 @@ from compress.export.parity.compare import check_axis_sizes
 from compress.export.parity.sample_parity import Float64Reference, check_on_samples, tolerance_for
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact
@@ -36,16 +40,33 @@ if TYPE_CHECKING:
 
     Shapes = tuple[tuple[int, ...], ...]  # smallest, usual, largest: as a profile takes them
 
+RTX, RTX_MODULE = "TensorRT for RTX", "tensorrt_rtx_bindings"
 EXACT = {"tensorrt": "TensorRT", "gpu": "the GPU", "compute_capability": "compute capability"}
 """Facts that must be equal, and their names in messages; a newer driver runs older engines."""
 
 
+def bindings(*, portable: bool = False) -> Any:
+    """Return the module `tensorrt`, or the one of TensorRT for RTX, which has the same calls."""
+    name, title = (RTX_MODULE, RTX) if portable else ("tensorrt", "TensorRT")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Unavailable(f"{title} cannot be imported: {error}") from error
+
+
+def not_run_reason(capabilities: Sequence[str], device: str = "cuda:0") -> str:
+    """Return why a portable engine for these compute capabilities cannot be called here."""
+    wanted = f"built for {', '.join(capabilities)} with {RTX}, and not run"
+    if CUDA.missing():
+        return f"{wanted}: there is no CUDA device here"
+    major, minor = torch.cuda.get_device_capability(device)
+    found = f"sm{major}{minor}"
+    return "" if found in capabilities else f"{wanted}: the GPU here is {found}"
+
+
 def built_for(device: str = "cuda:0") -> dict[str, str]:
     """Return what an engine built here needs: GPU, driver and TensorRT."""
-    try:
-        import tensorrt
-    except ImportError as error:
-        raise Unavailable(f"TensorRT cannot be imported: {error}") from error
+    tensorrt = bindings()
     if CUDA.missing():
         raise Unavailable("TensorRT needs a CUDA device, and there is none here")
     major, minor = torch.cuda.get_device_capability(device)
@@ -68,8 +89,14 @@ def driver() -> str:
     return done.stdout.strip().partition("\n")[0]
 
 
-def refuse_other_host(needed: Mapping[str, str], file: Path, device: str) -> None:
+def refuse_other_host(needed: Mapping[str, Any], file: Path, device: str) -> None:
     """Raise Unavailable for an engine that was built for another machine; name what differs."""
+    if capabilities := needed.get("compute_capabilities"):
+        if reason := not_run_reason(capabilities, device):
+            raise Unavailable(f"{file}: {reason}")
+        if (found := bindings(portable=True).__version__) != needed["tensorrt_rtx"]:
+            raise Unavailable(f"{file}: built with {RTX} {needed['tensorrt_rtx']}, found {found}")
+        return
     wanted = f"built for {needed['gpu']} with TensorRT {needed['tensorrt']}"
     try:
         here = built_for(device)
@@ -139,14 +166,6 @@ def shapes_of(spec: TensorSpec, sizes: Mapping[str, Sequence[int]]) -> Shapes:
     return tuple(spec.sized({name: s[i] for name, s in sizes.items()}) for i in range(3))
 
 
-def with_fixed_sizes(signature: Signature, sizes: Mapping[str, int]) -> Signature:
-    """Return a signature whose named axes are replaced by numbers."""
-    inputs = tuple(
-        spec.model_copy(update={"shape": spec.sized(dict(sizes))}) for spec in signature.inputs
-    )
-    return signature.model_copy(update={"inputs": inputs})
-
-
 DTYPES = {
     **{"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16},
     **{"INT64": torch.int64, "INT32": torch.int32, "INT8": torch.int8},
@@ -155,35 +174,34 @@ DTYPES = {
 """TensorRT's name of an element type → torch's."""
 Tensors = tuple[torch.Tensor, ...]
 logger = logging.getLogger(__name__)
+NO_DRIVER = "CUDA driver version is insufficient"
 
 
 @cache
-def python_logger() -> Any:
-    """Return TensorRT's logger: Python's log, which escapes a model's names.
+def python_logger(trt: Any) -> Any:
+    """Return the logger of one of the libraries: Python's log, which escapes a model's names.
 
     TensorRT keeps the first one of a process, and warns of others.
     """
-    import tensorrt as trt
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # tensorrt has no types
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
+        last_line = ""
 
         def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.Logger.WARNING:  # the most severe is 0
+            # The most severe is 0. Without a GPU another line follows each error, on the driver.
+            if severity <= trt.Logger.WARNING and NO_DRIVER not in message:
                 level = logging.WARNING if severity == trt.Logger.WARNING else logging.ERROR
                 logger.log(level, "TensorRT: %s", message)
+                self.last_line = message
 
     return Logger()
 
 
 def load(
-    file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], device: str
+    trt: Any, file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], device: str
 ) -> Callable[..., Tensors]:
-    """Return a function that runs an engine on CUDA tensors."""
-    import tensorrt as trt
-
-    runtime = trt.Runtime(python_logger())
+    """Return a function that runs an engine on CUDA tensors, by one of the libraries."""
+    runtime = trt.Runtime(python_logger(trt))
     with torch.cuda.device(device):
         engine = runtime.deserialize_cuda_engine(file.read_bytes())
     if engine is None:
@@ -249,8 +267,9 @@ def check_engine(
     reference = Float64Reference(source, expected, noise)
     for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
         at = dict(zip(sizes, profile, strict=True))
+        sized = (spec.model_copy(update={"shape": spec.sized(at)}) for spec in signature.inputs)
+        fixed = signature.model_copy(update={"inputs": tuple(sized)})
         try:
-            fixed = with_fixed_sizes(signature, at)
             check_axis_sizes(expected, engine, fixed, tolerance, reference)
         except StageFailed as error:
             raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
@@ -270,15 +289,26 @@ class BuildOptions(NamedTuple):
     workspace_mebibytes: int | None = None
     optimization_level: int | None = None
     tf32: bool = False
-    cache: Path | None = None
+    cache: str | None = None
+    compute_capabilities: tuple[str, ...] = ()
+
+
+class BuiltEngine(NamedTuple):
+    """A serialized engine, and what its parser made of the model."""
+
+    plan: bytes
+    layers: dict[str, int] = {}
+    """TensorRT's type of layer → how many the network has; empty for torch-tensorrt."""
+    integer_layers: int = 0
+    """Convolutions and matrix products whose factors are all 8-bit integers."""
 
 
 def build_from_onnx(
     model: EagerModel | GraphModel | OnnxModel,
     sizes: Mapping[str, Sequence[int]],
     options: BuildOptions,
-) -> bytes:
-    """Return a serialized engine, built by TensorRT's parser from the model as ONNX."""
+) -> BuiltEngine:
+    """Return an engine that TensorRT's parser built from the model as ONNX."""
     shapes = {spec.name: shapes_of(spec, sizes) for spec in model.signature.inputs}
     if isinstance(model, OnnxModel):
         return parse_and_build(model.payload_path, shapes, options)
@@ -293,8 +323,8 @@ def build_from_program(
     sizes: Mapping[str, Sequence[int]],
     options: BuildOptions,
     device: str,
-) -> bytes:
-    """Return a serialized engine, converted from the model's graph by torch-tensorrt."""
+) -> BuiltEngine:
+    """Return an engine that torch-tensorrt converted from the model's graph."""
     import torch_tensorrt
 
     from compress.graph.torch_export import move_program
@@ -320,18 +350,20 @@ def build_from_program(
             arg_inputs=inputs,
             **conversion_settings(options, device, Path(scratch)),
         )
-    return bytes(engine)
+    return BuiltEngine(bytes(engine))
 
 
 def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> None:
     """Write the ONNX file that TensorRT's parser reads, without onnxruntime's own operators."""
-    from compress.export.onnx.graph import strip_
+    from onnx_ir.passes.common import NameFixPass
+
     from compress.export.onnx.lowering import lower
     from compress.export.onnx.passes.float_layers import has_weights_of
     from compress.export.onnx.proto_io import write
 
     opset = BFLOAT16_OPSET if has_weights_of(program, torch.bfloat16) else None
     graph = lower(program, signature, opset)
+    dequantize_constants_(graph)
     unsupported = sorted(
         {n.op_type for n in graph.graph if n.domain or n.op_type in RUN_TIME_INTEGERS}
     )
@@ -340,8 +372,42 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
             f"TensorRT has no form of {', '.join(unsupported)}, which rounds at run time or holds "
             "few bits; quantize with quantize_static and target: tensorrt"
         )
-    strip_(graph)
+    # Names stay for the parser's messages, and the exporter gives some twice.
+    NameFixPass()(graph)
     write(graph, file)
+
+
+def dequantize_constants_(model: ir.Model) -> None:
+    """Let nothing but DequantizeLinear read 8-bit constants, in place, as TensorRT takes no other.
+
+    Layers that share a weight then share its tensor, and embeddings look up dequantized rows.
+    """
+    import onnx_ir as ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    from compress.export.onnx.graph import add_tensor, become_, producer, stored
+
+    for reshape in [node for node in model.graph if node.op_type == "Reshape"]:
+        value, tensor = reshape.inputs[0], stored(reshape.inputs[0])
+        if value is not None and tensor is not None and tensor.dtype == ir.DataType.INT8:
+            ir.convenience.replace_all_uses_with(reshape.outputs[0], value)
+    for product in [node for node in model.graph if node.op_type == "Mul"]:
+        cast, scales = producer(product.inputs[0], "Cast"), producer(product.inputs[1], "Gather")
+        rows = producer(cast.inputs[0], "Gather") if cast and scales else None
+        if rows is None or scales is None:
+            continue
+        table, scale = stored(rows.inputs[0]), stored(scales.inputs[0])
+        if table is None or scale is None or scale.size != table.shape[0]:
+            continue
+        if table.dtype != ir.DataType.INT8:
+            continue
+        name = product.outputs[0].name
+        floats = ir.Value(name=f"{name}_table")
+        flat = add_tensor(model.graph, f"{name}_scales", scale.numpy().reshape(-1))
+        inputs = [rows.inputs[0], flat]
+        product.prepend(ir.node("DequantizeLinear", inputs, {"axis": 0}, outputs=[floats]))
+        become_(product, "Gather", [floats, rows.inputs[1]], {"axis": 0})
+    RemoveUnusedNodesPass()(model)
 
 
 def refuse_quantized(program: ExportedProgram) -> None:
@@ -356,51 +422,97 @@ def refuse_quantized(program: ExportedProgram) -> None:
         )
 
 
-def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOptions) -> bytes:
-    """Return an engine built from an ONNX file by TensorRT's parser."""
-    import tensorrt as trt
+def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOptions) -> BuiltEngine:
+    """Return an engine built from an ONNX file by TensorRT's parser.
 
-    logger = python_logger()
+    Raise StageFailed where the file rounds to integers and no layer computes with them.
+    """
+    capabilities = options.compute_capabilities
+    trt = bindings(portable=bool(capabilities))
+    logger = python_logger(trt)
     builder = trt.Builder(logger)
     # Version 11 knows no other networks, and ignores the flag.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(file)):
-        reason = parser.get_error(0).desc() if parser.num_errors else "it does not say why"
-        raise StageFailed(f"TensorRT cannot read the model: {' '.join(reason.split())}")
+        raise StageFailed(f"TensorRT cannot read the model: {_first_error(parser)}")
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    counts, integer = Counter(layer.type.name for layer in layers), _integer_layers(layers)
+    if counts["QUANTIZE"] and not integer:
+        raise StageFailed(
+            "TensorRT would compute the quantized model in floats: none of its "
+            f"{sum(counts[kind] for kind in PRODUCTS)} convolutions and matrix products reads "
+            "integers; quantize with quantize_static and target: tensorrt"
+        )
     config = builder.create_builder_config()
     if options.workspace_mebibytes is not None:
         bytes_allowed = options.workspace_mebibytes * MEBIBYTE
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, bytes_allowed)
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
+    if capabilities:
+        config.num_compute_capabilities = len(capabilities)
+        for i, name in enumerate(capabilities):
+            config.set_compute_capability(getattr(trt.ComputeCapability, name.upper()), i)
     if not options.tf32:
         config.clear_flag(trt.BuilderFlag.TF32)
     profile = builder.create_optimization_profile()
     for name, (smallest, usual, largest) in shapes.items():
         profile.set_shape(name, smallest, usual, largest)
     config.add_optimization_profile(profile)
-    timings = options.cache / TIMINGS if options.cache else None
+    timings = Path(options.cache, TIMINGS) if options.cache else None
     if timings:
         known = timings.read_bytes() if timings.is_file() else b""
         # False: timings of another GPU or TensorRT are refused.
         config.set_timing_cache(config.create_timing_cache(known), False)
+    logger.last_line = "it does not say why"
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise StageFailed("TensorRT found no kernels for the model; its lines in the log say where")
+        raise StageFailed(f"TensorRT found no kernels for the model: {logger.last_line}")
     if timings:
         # Written aside and renamed, as another build may be reading the file.
         timings.parent.mkdir(parents=True, exist_ok=True)
         partial = timings.with_name(f".{timings.name}.{os.getpid()}")
         partial.write_bytes(bytes(config.get_timing_cache().serialize()))
         partial.replace(timings)
-    return bytes(plan)
+    return BuiltEngine(bytes(plan), dict(sorted(counts.items())), integer)
+
+
+def _first_error(parser: Any) -> str:
+    """Return what a parser refused first: the ONNX node, its operator and why."""
+    if not parser.num_errors:
+        return "it does not say why"
+    error = parser.get_error(0)
+    lines = (line for line in error.desc().splitlines() if NO_DRIVER not in line)
+    node = f"{error.node_operator()} {error.node_name()}".strip()
+    return " ".join(f"{node and f'at {node}: '}{' '.join(lines)}".split())
+
+
+PRODUCTS = ("CONVOLUTION", "DECONVOLUTION", "MATRIX_MULTIPLY")
+MOVING = ("SHUFFLE", "IDENTITY", "SLICE", "SQUEEZE", "UNSQUEEZE")
+"""Layers that only move numbers, between a DEQUANTIZE and the product that it feeds."""
+
+
+def _integer_layers(layers: Sequence[Any]) -> int:
+    """Count the products of a network that read nothing but dequantized tensors (not the bias)."""
+    writers = {
+        layer.get_output(i).name: layer for layer in layers for i in range(layer.num_outputs)
+    }
+
+    def is_dequantized(tensor: Any) -> bool:
+        writer = writers.get(tensor.name) if tensor is not None else None
+        while writer is not None and writer.type.name in MOVING:
+            writer = writers.get(writer.get_input(0).name)
+        return writer is not None and writer.type.name == "DEQUANTIZE"
+
+    products = (layer for layer in layers if layer.type.name in PRODUCTS)
+    return sum(is_dequantized(p.get_input(0)) and is_dequantized(p.get_input(1)) for p in products)
 
 
 def conversion_settings(options: BuildOptions, device: str, scratch: Path) -> dict[str, Any]:
     """Return the settings of a build as torch-tensorrt takes them."""
     # By default it writes its timings to a folder that all users share.
-    folder = options.cache or scratch
+    folder = Path(options.cache or scratch)
     settings: dict[str, Any] = {
         "device": device,
         "disable_tf32": not options.tf32,

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.forward import Predictor, torch_predictor
-from compress.common.requirements import Requirement, pip_install
+from compress.common.requirements import Requirement, pip_install, requirements_of
 from compress.export.common.compiled_code import CUDA
 from compress.export.common.runtime import Runtime
 from compress.export.exporter import ExportedModel, Exporter, source_counts
@@ -38,6 +38,7 @@ RUNTIME = Runtime(
     targets=("tensorrt",),
 )
 TORCH_TENSORRT = Requirement(what="torch_tensorrt", install=INSTALL)
+TENSORRT_RTX = Requirement(what="tensorrt_rtx_bindings", install=pip_install("tensorrt-rtx"))
 
 
 def _ascending(sizes: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -46,14 +47,16 @@ def _ascending(sizes: tuple[int, int, int]) -> tuple[int, int, int]:
     raise ValueError(f"expected [smallest, usual, largest] in this order, found {list(sizes)}")
 
 
+ComputeCapability = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121"]
 Sizes = Annotated[tuple[Count, Count, Count], AfterValidator(_ascending)]
 """The smallest, the usual and the largest size of a named axis."""
 
 
 class TensorRTEngine(ExportedModel):
-    """A TensorRT engine: kernels chosen on one GPU, with the weights.
+    """A TensorRT engine: kernels chosen on one GPU, or portable ones, with the weights.
 
-    It is bound to that model of GPU and to the version of TensorRT, and refused elsewhere.
+    It is bound to that model of GPU, or to the compute capabilities that it was built for, and to
+    the version of the library, and refused elsewhere.
     """
 
     kind: ClassVar[str] = "tensorrt"
@@ -77,11 +80,13 @@ class TensorRTEngine(ExportedModel):
 
         Raise Unavailable where it was built elsewhere, or TensorRT or the GPU is not here.
         """
-        from compress.export.tensorrt.runtime import load, refuse_other_host
+        from compress.export.tensorrt.runtime import bindings, load, refuse_other_host
 
         device = _numbered(device)
         refuse_other_host(facts["built_for"], file, device)
-        return torch_predictor(load(file, signature, facts["sizes"], device), device, threads)
+        trt = bindings(portable="compute_capabilities" in facts["built_for"])
+        run = load(trt, file, signature, facts["sizes"], device)
+        return torch_predictor(run, device, threads)
 
 
 class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngine]):
@@ -89,13 +94,18 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
 
     It computes in the source's own types: float16 and bfloat16 after `convert_precision`, int8
     after `quantize_static` with `target: tensorrt`. The fastest on NVIDIA's GPUs, and tied to one
-    model of them.
+    model of them. With `compute_capabilities` it is built ahead of time, on any machine.
 
         - {stage: export_tensorrt, sizes: {batch: [1, 8, 32]}, cache: tensorrt_cache}
+        - {stage: export_tensorrt, compute_capabilities: [sm86, sm89, sm120]}
     """
 
     stage: Literal["export_tensorrt"] = "export_tensorrt"
     keeps_outputs: ClassVar[bool] = False
+    compute_capabilities: tuple[ComputeCapability, ...] = ()
+    """GPUs that TensorRT for RTX builds one engine for, which needs no GPU: sm75 is Turing, sm80
+    and sm86 Ampere, sm89 Ada, sm120 and sm121 Blackwell. It is compared with its source where one
+    of them is here, and elsewhere built and not run. By default TensorRT builds for this host's."""
     through: Literal["onnx", "torch_tensorrt"] = "onnx"
     """How the model gets there: by an ONNX file and TensorRT's own parser, or by torch-tensorrt's
     converters, which take no int8 graphs."""
@@ -113,6 +123,16 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
     """Folder, relative to the pipeline file, where TensorRT keeps the timings of kernels and
     torch-tensorrt its engines, so that building again is faster; none when left out."""
 
+    @model_validator(mode="after")
+    def _check_portable(self) -> Self:
+        if self.compute_capabilities and (self.cache or self.through != "onnx"):
+            setting = "cache" if self.cache else "through"
+            raise ValueError(
+                f"{setting} is for the GPU of this host: TensorRT for RTX reads ONNX and keeps no "
+                "timings of kernels; leave it out, or compute_capabilities"
+            )
+        return self
+
     def resolve_paths(self, folder: Path, code: Path) -> Self:
         """Return the stage with its cache's path resolved against the pipeline file's folder."""
         if self.cache is None:
@@ -124,7 +144,9 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         return {k: v for k, v in super().own_settings().items() if k != "cache"}
 
     def all_requirements(self) -> tuple[Requirement, ...]:
-        """Return TensorRT, torch-tensorrt where it is used, and a CUDA device."""
+        """Return TensorRT, torch-tensorrt where it is used, and a CUDA device; or that for RTX."""
+        if self.compute_capabilities:
+            return (TENSORRT_RTX, *requirements_of(self))
         converter = (TORCH_TENSORRT,) if self.through == "torch_tensorrt" else ()
         return (*converter, *super().all_requirements())
 
@@ -132,15 +154,29 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         """Return the settings of TensorRT's builder."""
         from compress.export.tensorrt.runtime import BuildOptions
 
-        cache = Path(self.cache) if self.cache else None
-        return BuildOptions(self.workspace_mebibytes, self.optimization_level, self.tf32, cache)
+        return BuildOptions(**self.model_dump(include={*BuildOptions._fields}))
+
+    @property
+    def not_run(self) -> str:
+        """Why a portable engine is not called here: the GPUs that it is built for."""
+        from compress.export.tensorrt.runtime import not_run_reason
+
+        capabilities = self.compute_capabilities
+        return not_run_reason(capabilities) if capabilities else ""
 
     @property
     def machine_parts(self) -> dict[str, Any]:
-        """The GPU, its driver and the TensorRT that the engine is built for."""
-        from compress.export.tensorrt.runtime import built_for
+        """What the engine is built for, and whether a portable one is compared here."""
+        return {"built_for": self.built_for("cuda:0"), "not_run": self.not_run}
 
-        return {"built_for": built_for()}
+    def built_for(self, device: str) -> dict[str, Any]:
+        """Return the GPU, driver and TensorRT of this host, or the GPUs of a portable engine."""
+        from compress.export.tensorrt import runtime
+
+        if not self.compute_capabilities:
+            return runtime.built_for(device)
+        version = runtime.bindings(portable=True).__version__
+        return {"tensorrt_rtx": version, "compute_capabilities": [*self.compute_capabilities]}
 
     def device_for(self, context: Context) -> str:
         """Return the context's CUDA device, or the first."""
@@ -154,14 +190,16 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
 
         sizes = runtime.sizes_of(model.signature, self.sizes)
         device, options = self.device_for(context), self.build_options()
-        host = runtime.built_for(device)
+        host = self.built_for(device)
         if self.through == "onnx":
-            plan = runtime.build_from_onnx(model, sizes, options)
+            built = runtime.build_from_onnx(model, sizes, options)
         else:
-            plan = runtime.build_from_program(model, sizes, options, device)
-        file.write_bytes(plan)
+            built = runtime.build_from_program(model, sizes, options, device)
+        file.write_bytes(built.plan)
         return {
             "built_for": host,
+            "layers": built.layers,
+            "integer_layers": built.integer_layers,
             "sizes": {name: list(three) for name, three in sizes.items()},
             **source_counts(model),
         }
@@ -183,8 +221,11 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         return check_engine(model, expected, exported, facts["sizes"], val_batches, noise)
 
     def log(self, facts: Mapping[str, Any]) -> None:
-        """Log the GPU."""
-        logger.info("%s: built for %s", self.title, facts["built_for"]["gpu"])
+        """Log the GPU, or the GPUs, and how much is computed in integers."""
+        host = facts["built_for"]
+        name = host.get("gpu") or ", ".join(host["compute_capabilities"])
+        integer = f"; {n} layers in integers" if (n := facts.get("integer_layers")) else ""
+        logger.info("%s: built for %s%s", self.title, name, integer)
 
 
 def _numbered(device: str) -> str:

@@ -23,7 +23,7 @@ from compress.common.errors import (
     Unavailable,
     located,
 )
-from compress.common.requirements import require_all
+from compress.common.requirements import refuse_unmet, require_all
 from compress.core.context import Context
 from compress.core.gates.gate import Gate
 from compress.core.gates.quality import unlikely_points
@@ -296,6 +296,8 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tu
                 with located(f"{where}: "):
                     if problem := gate.unsuitable_artifact(kind) or gate.unsuitable_device(kind):
                         raise PipelineInvalid(problem)
+            for called in (p, *(other for other in planned if other.name == gate.against)):
+                refuse_unmet(called.stage.unmet_by_gate(gate), where)
             if gate.against in BASELINES and gate.against not in names:
                 runtime = BASELINES[gate.against]
                 require_all(runtime.requirements, f"{where}: against {gate.against}")

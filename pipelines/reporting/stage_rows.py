@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from compress.artifacts.artifact import NOT_RUN
 from compress.common.errors import CompressError
 from compress.core.metrics import Metric, metric_class
 from compress.core.verdict import explain
@@ -249,8 +250,8 @@ def headline(report: Report) -> Headline | None:
     """Return what to deploy of a passed run: its fastest exported artifact, else its smallest.
 
     None where a stage did not pass, nothing was exported, there is no baseline to compare with, or
-    all files are slower than the uncompressed model in their runtime, have a warning about their
-    accuracy, or an output that moved and that nothing reads.
+    all files are slower than the uncompressed model in their runtime, were not run here, have a
+    warning about their accuracy, or an output that moved and that nothing reads.
     """
     unsure = {stage.name for stage in report.stages if stage.unread_outputs}
     exported = [
@@ -258,6 +259,7 @@ def headline(report: Report) -> Headline | None:
         for stage in report.stages
         if stage.name not in (report.baseline_name, *report.accuracy_doubts)
         and stage.artifact.kind not in NOT_FOR_DEPLOYMENT
+        and NOT_RUN not in stage.artifact.facts
         # Who exports the uncompressed model to the same runtime has the faster file.
         and not (stage.measurements.same_runtime and stage.measurements.same_runtime.is_slower)
         and unsure.isdisjoint((*stage.branch, stage.name))

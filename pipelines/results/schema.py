@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError
 
+from compress.artifacts.artifact import NOT_RUN
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Result, Settings
 from compress.common.errors import ArtifactInvalid
@@ -278,6 +279,8 @@ def measurement_warnings(
             if prepared.difference:
                 taken = "; servers do not take them" if prepared.is_wrong else ""
                 yield f"{stage.name}: {prepared.difference}{taken}"
+        if reason := stage.artifact.facts.get(NOT_RUN):
+            yield f"{stage.name}: {reason}; its answers and its speed are not known"
         warnings: Any = stage.artifact.facts.get("warnings", ())
         yield from (f"{stage.name}: {warning}" for warning in warnings)
 

@@ -105,9 +105,10 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         verdicts = evaluate_gates(planned.stage.gates, model, artifact, context, evaluate)
         used = dict.fromkeys(device for gate in planned.stage.gates for device in gate.on)
         compared = tuple(_compare_device(device, state, name, cache) for device in used)
-        if name in state.unmeasured:
+        if artifact.not_run or name in state.unmeasured:
             baseline = state.artifacts[state.plan.baseline]
-            measurements = Measurements.sizes(artifact, baseline, context, state.why_unmeasured)
+            why = f"{NOT_MEASURED}{artifact.not_run}" if artifact.not_run else state.why_unmeasured
+            measurements = Measurements.sizes(artifact, baseline, context, why)
         else:
             measurements = measure_artifact(state, name, cache)
     moved = _moved_outputs(state, planned, measurements)
@@ -186,7 +187,8 @@ def check_parity(
     model, context = state.artifacts[planned.input], state.context(planned.name)
 
     def check() -> bool:
-        if lookup.cached:  # a stage that has just run has done so itself
+        # A stage that has just run has done so itself.
+        if lookup.cached and not cache.artifact.not_run:
             planned.stage.check_parity(model, cache.artifact, context)
         return True
 

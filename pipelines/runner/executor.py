@@ -245,7 +245,8 @@ class PipelineExecutor:
         if not has_test or plan.cut or not plan.metric.is_measured:
             return
         has_val = "val" in state.data.datasets  # type: ignore[union-attr]
-        names = dict.fromkeys((plan.baseline, *plan.leaves))
+        called = (n for n in (plan.baseline, *plan.leaves) if not state.artifacts[n].not_run)
+        names = dict.fromkeys(called)
         scores = {name: evaluator.score_of(state, name, "test") for name in names}
         unlike_val = {}
         for name in names if has_val else ():

@@ -85,14 +85,19 @@ def formats_here() -> list[str]:
     ]
 
 
-def import_case(case: Case, path: Path, name: str = "") -> EagerModel:
-    """Return a model of the zoo as an artifact, with the sizes that a format needs declared."""
+def import_case(
+    case: Case, path: Path, name: str = "", bounds: AxisBounds | None = None
+) -> EagerModel:
+    """Return a model of the zoo as an artifact, with the sizes that a format needs declared.
+
+    `bounds` are those of every named axis but the batch, instead of the format's.
+    """
     module = case.build()
     signature = case.signature
     count = len(run_in_eval(module, signature.example()))
-    if most := LARGEST_SIZE.get(name):
+    if (most := LARGEST_SIZE.get(name)) or bounds:
         axes = {
-            axis: AxisBounds(min=signature.bounds(axis).min, max=most)
+            axis: bounds or AxisBounds(min=signature.bounds(axis).min, max=most)
             for axis in signature.dynamic_axes
             if axis != signature.batch_axis
         }
