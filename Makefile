@@ -125,10 +125,12 @@ mutation: .venv/mutation
 		|| $(BIN)/pip install -q -e '.[dev]'
 	# Without torchvision, of which pip would bring the CUDA build.
 	$(BIN)/pip install -q --no-deps 'timm>=1.0.20,<2'
+	# For Linux on x86-64 alone, as the next.
+	$(BIN)/pip install -q -e '.[tensorrt-rtx]' || echo "no TensorRT for RTX for this machine: its tests are skipped"
 	$(MAKE) --no-print-directory .venv/triton || echo "no Triton for this machine: its tests are skipped"
 	touch $@ .venv/demo
 
-# A Triton server for tests/serve/test_triton.py, for Linux on x86-64 alone. In a folder: installed, it would bring numpy 1.
+# A Triton server for tests/serve/test_triton.py. In a folder: installed, it would bring numpy 1.
 .venv/triton:
 	$(BIN)/pip install -q --no-deps --target $@ nvidia-pytriton==0.7.0
 
