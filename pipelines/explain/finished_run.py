@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.sealed_json import read_sealed
-from compress.core.diagnosis.cause import EXPLAINED_GATES
+from compress.core.diagnosis.cause import EXPLAINED_GATES, is_explained
 from compress.core.metrics import Metric
 from compress.core.verdict import Verdict
 from compress.export.parity.report import FOLDER, REPORT
@@ -81,9 +81,8 @@ class FinishedRun:
             raise PipelineInvalid(
                 f"{self.out}: {problem}; name one that passed by --stage and --gate ({known})"
             )
-        explained = [j for j in found if j.verdict.gate in EXPLAINED_GATES and not j.verdict.on]
+        explained = [j for j in found if is_explained(j.verdict)]
         if not explained:
-            # Of a device, the report names the first layer that differs.
             names = ", ".join(sorted({j.verdict.gate + j.verdict.located for j in found}))
             raise PipelineInvalid(
                 f"{self.out}: {names} is not explained; expected one of "

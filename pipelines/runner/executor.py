@@ -14,6 +14,7 @@ from compress.common.errors import CompressError, first_line
 from compress.common.malloc import release_freed_memory
 from compress.common.requirements import undisturbed
 from compress.core.context import ExportCache
+from compress.core.diagnosis.cause import is_explained
 from compress.core.gates.runtime import BASELINES, BaselineArtifact
 from compress.core.stage import refusal
 from compress.export.onnx.stage import ExportOnnx
@@ -233,7 +234,9 @@ class PipelineExecutor:
         state.outcome.current = ""  # from here on an interruption finds the stage finished
         self._emit_finished(lookup, report.judged_seconds, report.measurements, report.verdicts)
         release_freed_memory()
-        refused = refusal(name, report.verdicts, state.out / "artifacts" / name, state.out)
+        explained = any(is_explained(verdict) for verdict in report.verdicts if not verdict.passed)
+        run = state.out if explained else None
+        refused = refusal(name, report.verdicts, state.out / "artifacts" / name, run)
         if refused:
             state.outcome.errors[name] = refused
 

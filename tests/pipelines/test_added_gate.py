@@ -167,6 +167,7 @@ def test_the_gate_of_the_page_refuses(
     entry = "min_sparsity = min_sparsity_gate:MinSparsity"
     _install(tmp_path_factory.mktemp("page"), monkeypatch, entry, code)
     _plan(installed, ("gate: max_score, score: 1", "gate: min_sparsity, fraction: 0.5"))
-    with pytest.raises(GateRefused, match=r"min_sparsity: sparsity >= 0\.5, found 0"):
+    with pytest.raises(GateRefused, match=r"min_sparsity: sparsity >= 0\.5, found 0") as refused:
         Pipeline.from_yaml(installed / "p.yaml").run(installed / "out")
+    assert "compress explain" not in str(refused.value), "it knows no causes of such a refusal"
     assert "at least 50 % of the weights are zero" in (installed / "out/report.html").read_text()

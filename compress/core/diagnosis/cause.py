@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.diagnosis.layer_diagnosis import RerunStage
     from compress.core.stage import Stage
+    from compress.core.verdict import Verdict
 
 ENTRY_POINT_GROUP = "compress.causes"
 """Where packages announce a :class:`Cause`, or a tuple of them."""
@@ -26,6 +27,12 @@ MACS_GATES = ("min_integer_macs",)
 PARITY_GATES = ("parity",)
 EXPLAINED_GATES: tuple[str, ...] = ACCURACY_GATES + SPEED_GATES + SIZE_GATES + MEMORY_GATES
 EXPLAINED_GATES += PARAMETER_GATES + MACS_GATES + PARITY_GATES
+
+
+def is_explained(verdict: Verdict) -> bool:
+    """Tell whether `compress explain` looks for causes; of a device, the report names a layer."""
+    return verdict.gate in EXPLAINED_GATES and not verdict.on
+
 
 Measured = TypeVar("Measured")
 
