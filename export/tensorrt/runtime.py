@@ -388,9 +388,13 @@ def dequantize_constants_(model: ir.Model) -> None:
     from compress.export.onnx.graph import add_tensor, become_, producer, stored
 
     for reshape in [node for node in model.graph if node.op_type == "Reshape"]:
-        value, tensor = reshape.inputs[0], stored(reshape.inputs[0])
-        if value is not None and tensor is not None and tensor.dtype == ir.DataType.INT8:
-            ir.convenience.replace_all_uses_with(reshape.outputs[0], value)
+        value, (tensor, shape) = reshape.inputs[0], map(stored, reshape.inputs)
+        if value is None or tensor is None or shape is None or tensor.dtype != ir.DataType.INT8:
+            continue
+        shaped = tensor.numpy().reshape(shape.numpy())
+        if shaped.shape != tuple(tensor.shape):
+            value = add_tensor(model.graph, f"{reshape.outputs[0].name}_shaped", shaped)
+        ir.convenience.replace_all_uses_with(reshape.outputs[0], value)
     for product in [node for node in model.graph if node.op_type == "Mul"]:
         cast, scales = producer(product.inputs[0], "Cast"), producer(product.inputs[1], "Gather")
         rows = producer(cast.inputs[0], "Gather") if cast and scales else None
