@@ -357,6 +357,7 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
     """Write the ONNX file that TensorRT's parser reads, without onnxruntime's own operators."""
     from onnx_ir.passes.common import NameFixPass
 
+    from compress.export.onnx.graph import forget_shapes_
     from compress.export.onnx.lowering import lower
     from compress.export.onnx.passes.float_layers import has_weights_of
     from compress.export.onnx.proto_io import write
@@ -372,6 +373,8 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
             f"TensorRT has no form of {', '.join(unsupported)}, which rounds at run time or holds "
             "few bits; quantize with quantize_static and target: tensorrt"
         )
+    for part in graph.graphs():
+        forget_shapes_(part)  # where a pad became a convolution's, they are of before
     # Names stay for the parser's messages, and the exporter gives some twice.
     NameFixPass()(graph)
     write(graph, file)

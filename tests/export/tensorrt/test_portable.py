@@ -58,6 +58,18 @@ class Tagger(nn.Module):
         words = self.words(words)
         return self.head(words.mean(1)) + self.head(words.amax(1))
 """
+PADDED = """
+import torch.nn.functional as F
+from torch import nn
+
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, stride=2), nn.Conv2d(4, 8, 3)
+
+    def forward(self, image):
+        return self.second(F.relu6(self.first(F.pad(image, (0, 1, 0, 1))))).mean((2, 3))
+"""
 PIPELINE = """
 version: 1
 model: {{factory: 'nets:Net', checkpoint: x.pt, inputs: [{{name: image, shape: [batch, 1, 8, 8]}}]}}
@@ -184,6 +196,23 @@ def test_nothing_but_dequantize_linear_reads_8_bit_constants(tmp_path: Path) -> 
     (found,) = session.run(None, {"words": words.numpy()})
     with quantized.open() as predict:
         np.testing.assert_allclose(found, predict(words)[0].numpy(), atol=1e-5)
+
+
+def test_a_pad_before_an_integer_convolution_is_valid(tmp_path: Path) -> None:
+    """As MobileNetV2 of transformers pads: more on one side than on the other."""
+    image = Signature(
+        inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
+        outputs=(OutputSpec(name="logits"),),
+    )
+    source = network_of(tmp_path, PADDED, "padded:Padded", image)
+    pictures = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    context = Context(root=tmp_path / "int8", data=samples(pictures))
+    quantized = QuantizeStatic(target="tensorrt", calibration_samples=16)(source, context)
+    write_onnx(quantized.program(), image, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {"image": pictures.numpy()})
+    with quantized.open() as predict:
+        np.testing.assert_allclose(found, predict(pictures)[0].numpy(), atol=1e-5)
 
 
 def onnx_file(folder: Path, nodes, weights) -> Path:
