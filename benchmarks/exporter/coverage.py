@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
@@ -91,7 +92,7 @@ def main() -> None:
     ]
     if not options.as_it_is:
         _fill(wanted, options.folder)
-    rows = _read(options.folder)
+    rows = read_rows(options.folder, "format")
     if not options.small:
         _open_again(rows, options.folder)
         write_part(TITLE, _text(_rows_of_page() | rows))
@@ -114,14 +115,15 @@ def import_once() -> None:
     ONNXRegistry.from_torchlib = staticmethod(lambda *_, **__: registry)
 
 
-def _read(folder: Path) -> Rows:
+def read_rows(folder: Path, column: str) -> Rows:
+    """Return the stored results by model and column."""
     rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    return {(row["model"], row["format"]): row for row in rows}
+    return {(row["model"], row[column]): row for row in rows}
 
 
 def _fill(wanted: list[tuple[Case, str]], folder: Path) -> None:
     """Try the cells that are not in the folder yet."""
-    known = _read(folder)
+    known = read_rows(folder, "format")
     missing = [(*cell, folder) for cell in wanted if (cell[0].name, cell[1]) not in known]
     with ThreadPool(PROCESSES) as pool:
         for row in pool.imap_unordered(_cell, missing):
@@ -187,18 +189,28 @@ def _text(rows: Rows) -> str:
     )
     good = sum(not row["refusal"] for row in rows.values())
     text += f"{good} of {len(rows)} cells ({good / len(rows):.1%}): "
-    counts = []
-    for name in FORMATS:
-        column = [row for (_, fmt), row in rows.items() if fmt == name]
-        counts.append(f"{name} {sum(not row['refusal'] for row in column)} of {len(column)}")
-    text += f"{', '.join(counts)}.\n"
+    return text + f"{counts(rows, FORMATS)}\n" + tables("exported", rows, FORMATS, _row)
+
+
+def counts(rows: Rows, columns: Iterable[str]) -> str:
+    """Return how many models each column has, of those that were tried."""
+    found = []
+    for name in columns:
+        column = [row for (_, known), row in rows.items() if known == name]
+        found.append(f"{name} {sum(not row['refusal'] for row in column)} of {len(column)}")
+    return f"{', '.join(found)}."
+
+
+def tables(done: str, rows: Rows, columns: Collection[str], row: Callable[[str, Rows], str]) -> str:
+    """Return a table for each half of the zoo, whose rows `row` writes."""
+    text = ""
     for title, cases in (
         ("Architectures of transformers", TRANSFORMERS),
         ("Modules written by hand", HAND),
     ):
-        text += f"\n## {title}, exported\n\n"
-        text += f"| model | {' | '.join(FORMATS)} | reason |\n|{' --- |' * (len(FORMATS) + 2)}\n"
-        text += "".join(_row(case.name, rows) for case in cases)
+        text += f"\n## {title}, {done}\n\n"
+        text += f"| model | {' | '.join(columns)} | reason |\n|{' --- |' * (len(columns) + 2)}\n"
+        text += "".join(row(case.name, rows) for case in cases)
     return text
 
 

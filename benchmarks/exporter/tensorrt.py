@@ -23,18 +23,26 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.apart import within  # noqa: E402
-from benchmarks.exporter.coverage import PROCESSES, import_once  # noqa: E402
+from benchmarks.exporter.coverage import (  # noqa: E402
+    PROCESSES,
+    Rows,
+    counts,
+    import_once,
+    read_rows,
+    tables,
+)
 from benchmarks.page import write_part  # noqa: E402
 from compress.common.errors import CompressError  # noqa: E402
 from compress.common.signature import AxisBounds  # noqa: E402
 from compress.core.context import Context  # noqa: E402
 from compress.data.splits import Splits  # noqa: E402
+from compress.export.tensorrt.runtime import PRODUCTS  # noqa: E402
 from compress.export.tensorrt.stage import TENSORRT_RTX, ExportTensorRT  # noqa: E402
 from compress.quantization.stages.half_precision import ConvertPrecision  # noqa: E402
 from compress.quantization.stages.static import QuantizeStatic  # noqa: E402
 from tests.compress.pruning.zoo.registry import Case  # noqa: E402
 from tests.export.zoo.export_cell import import_case  # noqa: E402
-from tests.export.zoo.models import HAND, TRANSFORMERS, ZOO  # noqa: E402
+from tests.export.zoo.models import ZOO  # noqa: E402
 
 CAPABILITIES = ("sm86", "sm89", "sm120")
 SECONDS = 120
@@ -58,7 +66,6 @@ without a GPU: **built, not run**. Written by `benchmarks/export.py tensorrt`; {
 - Calibrated on {samples} seeded inputs; named axes beside the batch are declared {bounds}.
 
 """
-Rows = dict[tuple[str, str], dict]
 
 
 def main() -> None:
@@ -75,22 +82,17 @@ def main() -> None:
     torch.set_num_threads(1)
     import_once()
     names = ("separable", "gate", "pooled") if options.small else [*ZOO]
-    known = _read(options.folder)
+    known = read_rows(options.folder, "form")
     wanted = [(n, form) for form in FORMS for n in names if (n, form) not in known]
     with ThreadPool(PROCESSES) as pool:
         cells = ((ZOO[name], form, options.folder) for name, form in wanted)
         for row in pool.imap_unordered(_cell, cells):
             result = row["refusal"] or f"{row['bytes']:9} bytes, {row['integers']} in integers"
             print(f"{row['model']:20}{row['form']:9}{row['seconds']:6} s  {result}", flush=True)
-    rows = _read(options.folder)
-    print(_counts(rows))
+    rows = read_rows(options.folder, "form")
+    print(f"Built: {counts(rows, FORMS)}")
     if not options.small:
         write_part(TITLE, _text(rows), before="What can be exported")
-
-
-def _read(folder: Path) -> Rows:
-    rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    return {(row["model"], row["form"]): row for row in rows}
 
 
 def _cell(cell: tuple[Case, str, Path]) -> dict:
@@ -126,21 +128,12 @@ def _build(case: Case, form: str) -> dict:
         except CompressError as error:
             return {"refusal": f"{type(error).__name__}: {error}"}
         facts = engine.manifest.facts
-        products = ("CONVOLUTION", "DECONVOLUTION", "MATRIX_MULTIPLY")
         return {
             "refusal": "",
             "bytes": engine.payload_bytes,
             "integers": facts["integer_layers"],
-            "products": sum(facts["layers"].get(kind, 0) for kind in products),
+            "products": sum(facts["layers"].get(kind, 0) for kind in PRODUCTS),
         }
-
-
-def _counts(rows: Rows) -> str:
-    counts = []
-    for form in FORMS:
-        column = [row for (_, known), row in rows.items() if known == form]
-        counts.append(f"{form} {sum(not row['refusal'] for row in column)} of {len(column)}")
-    return f"Built: {', '.join(counts)}."
 
 
 def _text(rows: Rows) -> str:
@@ -153,15 +146,7 @@ def _text(rows: Rows) -> str:
         samples=SAMPLES,
         bounds=BOUNDS,
     )
-    text += f"{_counts(rows)}\n"
-    for title, cases in (
-        ("Architectures of transformers", TRANSFORMERS),
-        ("Modules written by hand", HAND),
-    ):
-        text += f"\n## {title}, built\n\n| model | {' | '.join(FORMS)} | reason |\n"
-        text += f"|{' --- |' * (len(FORMS) + 2)}\n"
-        text += "".join(_row(case.name, rows) for case in cases)
-    return text
+    return text + f"Built: {counts(rows, FORMS)}\n" + tables("built", rows, FORMS, _row)
 
 
 def _row(model: str, rows: Rows) -> str:

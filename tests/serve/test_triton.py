@@ -34,50 +34,23 @@ from compress.serve.repository import (
     TritonRepository,
 )
 from tests.conftest import DIGITS
-from tests.serve import triton_server
+from tests.serve import test_package_triton, triton_server
+from tests.serve.test_package_triton import POOLED, STACKED
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(triton_server.HAS_NONE), reason=triton_server.HAS_NONE),
 ]
 
-NETS = """
-from torch import nn
-
-class Pooled(nn.Module):
-    # Rows and steps vary; one answer for each row, one for each step, one number for each row.
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 5)
+NETS = f"""{test_package_triton.NETS}
+class Averaged(Pooled):
+    # And one number for each row.
 
     def forward(self, x, mask):
-        y = self.layer(x)
-        sums = (y * mask.unsqueeze(-1)).sum(1)
-        return sums, y.argmax(-1), sums.mean(-1)
-
-class Stacked(nn.Module):
-    # The state as torch's recurrent layers give it: layers first, rows second.
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 5)
-
-    def forward(self, x):
-        y = self.layer(x)
-        return y, y[:, -1].expand(4, -1, -1)
+        sums, best = super().forward(x, mask)
+        return sums, best, sums.mean(-1)
 """
-POOLED = Signature(
-    inputs=(
-        TensorSpec(name="x", shape=("batch", "steps", 3)),
-        TensorSpec(name="mask", shape=("batch", "steps"), dtype="int64"),
-    ),
-    outputs=tuple(OutputSpec(name=name) for name in ("sums", "best", "mean")),
-)
-STACKED = Signature(
-    inputs=(TensorSpec(name="x", shape=("batch", 6, 3)),),
-    outputs=(OutputSpec(name="y"), OutputSpec(name="state")),
-)
+AVERAGED = POOLED.model_copy(update={"outputs": (*POOLED.outputs, OutputSpec(name="mean"))})
 IMAGES = Signature(
     inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
     outputs=(OutputSpec(name="logits"),),
@@ -97,7 +70,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> Iterator
     """Serve a model for each way in which a configuration differs, all by one Triton."""
     root = tmp_path_factory.mktemp("triton")
     (root / "triton_served_nets.py").write_text(NETS)
-    x, mask = POOLED.example(batch=24)
+    x, mask = AVERAGED.example(batch=24)
     rows = [{"x": one, "mask": kept} for one, kept in zip(x, mask, strict=True)]
     texts = Splits({"val": rows}, input_names=("x", "mask"))  # type: ignore[dict-item]
 
@@ -107,7 +80,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> Iterator
         model = import_checkpoint(path / "eager", recipe, signature, checkpoint=None, folder=folder)
         return exporter.run(model, Context(root=path / "exported"))
 
-    pooled = (root, "triton_served_nets:Pooled", POOLED)
+    pooled = (root, "triton_served_nets:Averaged", AVERAGED)
     stacked = (root, "triton_served_nets:Stacked", STACKED)
     made_by: list[tuple[Artifact, dict[str, Any], Splits | None]] = [
         (

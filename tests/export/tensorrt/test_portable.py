@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +33,10 @@ from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.reporting.stage_rows import headline
 from compress.quantization.stages.static import QuantizeStatic
-from tests.export.builders import images, network, network_of, samples
+from tests.export.builders import images, network_of, samples
 
 RTX = "tensorrt_rtx_bindings"
 INSTALLED = importlib.util.find_spec(RTX) is not None
-without_rtx = pytest.mark.skipif(INSTALLED, reason="TensorRT for RTX is installed")
 needs_rtx = pytest.mark.skipif(not INSTALLED, reason="no TensorRT for RTX (extra tensorrt-rtx)")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may run the engines")
 
@@ -92,17 +92,6 @@ def splits():
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
-    return network(tmp_path_factory.mktemp("portable") / "source", "networks:residual")
-
-
-@pytest.fixture(scope="module")
-def int8(model: EagerModel) -> GraphModel:
-    context = Context(root=model.path.with_name("int8"), data=samples(images()))
-    return QuantizeStatic(target="tensorrt", calibration_samples=64)(model, context)
-
-
 def pipeline(folder: Path, stages: str, more: str = "") -> Pipeline:
     (folder / "nets.py").write_text(NETS)
     file = folder / "pipeline.yaml"
@@ -123,8 +112,10 @@ def test_settings_that_no_portable_engine_has_are_refused(settings, message: str
         ExportTensorRT.model_validate({"compute_capabilities": GPUS, **settings})
 
 
-@without_rtx
-def test_a_plan_is_refused_without_the_library_and_not_for_want_of_a_gpu(tmp_path: Path) -> None:
+def test_a_plan_is_refused_without_the_library_and_not_for_want_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, RTX, None)
     stages = "[{stage: export_tensorrt, compute_capabilities: [sm86]}]"
     with pytest.raises(Unavailable, match=rf"needs {RTX}, .*\[tensorrt-rtx\]") as caught:
         build_plan(pipeline(tmp_path, stages))

@@ -39,7 +39,6 @@ from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.half_precision import ConvertPrecision
-from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import IMAGE, images, network, samples
 
 TENSORRT_RTX = "tensorrt_rtx_bindings"
@@ -64,17 +63,6 @@ without_tensorrt = pytest.mark.skipif(INSTALLED, reason="TensorRT is installed")
 needs_tensorrt = pytest.mark.skipif(
     not (INSTALLED and torch.cuda.is_available()), reason="no TensorRT, or no CUDA device"
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
-    return network(tmp_path_factory.mktemp("tensorrt") / "source", "networks:residual")
-
-
-@pytest.fixture(scope="module")
-def int8(model: EagerModel) -> GraphModel:
-    context = Context(root=model.path.with_name("int8"), data=samples(images()))
-    return QuantizeStatic(target="tensorrt", calibration_samples=64)(model, context)
 
 
 @without_tensorrt
