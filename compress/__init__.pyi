@@ -43,6 +43,7 @@ from .export.functional import export_executorch as export_executorch
 from .export.functional import export_fastest as export_fastest
 from .export.functional import export_genai as export_genai
 from .export.functional import export_gguf as export_gguf
+from .export.functional import cascade as cascade
 from .export.functional import export_onnx as export_onnx
 from .export.functional import export_openvino as export_openvino
 from .export.functional import export_program as export_program

@@ -13,6 +13,7 @@ from .genai.stage import ExportGenai as ExportGenai
 from .genai.stage import GenaiModel as GenaiModel
 from .gguf.stage import ExportGguf as ExportGguf
 from .gguf.stage import GgufModel as GgufModel
+from .onnx.cascade import Cascade as Cascade
 from .onnx.stage import ExportOnnx as ExportOnnx
 from .onnx.stage import OnnxModel as OnnxModel
 from .openvino.stage import ExportOpenVINO as ExportOpenVINO

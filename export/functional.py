@@ -7,6 +7,7 @@ from compress.export.exported_program import ExportProgram
 from compress.export.fastest.stage import ExportFastest
 from compress.export.genai.stage import ExportGenai
 from compress.export.gguf.stage import ExportGguf
+from compress.export.onnx.cascade import Cascade
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.tensorrt.stage import ExportTensorRT
@@ -15,6 +16,7 @@ from compress.functional.stage_function import stage_function
 
 export_fastest = stage_function(ExportFastest)
 export_onnx = stage_function(ExportOnnx, takes_file=True)
+cascade = stage_function(Cascade, takes_file=True)
 export_program = stage_function(ExportProgram, takes_file=True)
 export_torchscript = stage_function(ExportTorchScript, takes_file=True)
 export_aot = stage_function(ExportAot, takes_file=True)

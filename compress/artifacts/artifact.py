@@ -36,6 +36,8 @@ WEIGHTS_ON_DISK = "its weights are read from disk in each call"
 """Why the latency of such a model is not measured."""
 NOT_RUN = "not_run"
 """Fact of a file for devices that were not here when it was made: why nothing called it."""
+CASCADE = "cascade"
+"""Stage whose result answers some rows by a second model; a half of `val` chose which."""
 SEALED_MODE = 0o444
 FileVersion = tuple[str | int, ...]  # path, inode, size and times of a file
 _known: dict[FileVersion, str] = {}  # SHA-256 of the files that this process has hashed
@@ -318,6 +320,11 @@ class Artifact(ShownInNotebooks):
     def is_streamed(self) -> bool:
         """Whether a call reads the weights part by part: they may not fit into memory."""
         return bool(self.manifest.facts.get(STREAMED))
+
+    @property
+    def is_cascade(self) -> bool:
+        """Whether some rows are answered by a second model, so that their calls take longer."""
+        return any(step.stage == CASCADE for step in self.manifest.lineage)
 
     def runs_on(self, device: str) -> str:
         """Return the device on which :meth:`open` runs the model where one is asked for."""

@@ -44,6 +44,37 @@ def samples_for(rate: float, limit: float, confidence: float) -> int | None:
     return found if found < MOST_SAMPLES else None
 
 
+def score_threshold(
+    scores: NDArray[Any], changed: NDArray[np.bool_], limit: float, confidence: float
+) -> float | None:
+    """Return the least threshold above which so few samples are `changed` that it shows a limit.
+
+    The share of all inputs that are changed and have a score above it exceeds the limit with a
+    probability of at most ``1 - confidence``: thresholds are tested from the largest score down to
+    the first that :func:`share_bound` does not show (fixed-sequence testing: Angelopoulos et al.,
+    "Learn then Test", 2021). As the share only grows on that way, all thresholds between the
+    samples' scores may be in the sequence (Bates et al., "Distribution-free, risk-controlling
+    prediction sets", 2021). -inf where no score has to be above one, None where none is shown.
+    """
+    samples = len(scores)
+    # What is not a number is above no threshold.
+    scores = np.where(np.isnan(scores), -math.inf, scores)
+    counted = np.sort(scores[changed])[::-1]
+    allowed = bisect_left(
+        range(samples + 1), True, key=lambda n: share_bound(n, samples, confidence) > limit
+    )
+    if not allowed:
+        return None
+    if len(counted) < allowed:
+        return -math.inf
+    first = counted[allowed - 1]
+    above = scores[scores > first]
+    if not len(above):
+        return None
+    # Halfway: there the last bits of scores, which differ from machine to machine, change nothing.
+    return float(first + (above.min() - first) / 2)
+
+
 def quantile_bound(values: NDArray[np.float64], share: float, confidence: float) -> float | None:
     """Return an upper bound of a quantile: the least order statistic that is one.
 

@@ -403,6 +403,13 @@ class Context:
             return None
         return max(self.served_batch_size, *(a.signature.smallest_batch for a in artifacts))
 
+    def without_choosing_samples(self, artifact: Artifact) -> Context:
+        """Return the context whose `val` has no samples that chose something of an artifact."""
+        if not artifact.is_cascade or self.data is None or "val" not in self.data.datasets:
+            return self
+        # Scores are known by the data's identity, which those of the next call may have again.
+        return replace(self, data=self.data.interleaved_parts("val", 2)[1], scores={})
+
     def typical_sizes(self, signature: Signature) -> dict[str, int]:
         """Return the sizes of a model's named axes in a sample of `val` of median size; or none."""
         axes = {*signature.dynamic_axes} - {signature.batch_axis}

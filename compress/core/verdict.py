@@ -59,13 +59,16 @@ class Bound(Settings):
     classes: dict[str, float] = {}
     """Bounds for inputs of each class that the model compared with predicts, where there are few;
     they hold all at once with the confidence (Bonferroni)."""
+    is_half: bool = False
+    """Whether the samples are the half of `val` that chose nothing of the model."""
     quantiles: dict[str, float] = {}
     """Percent of inputs → error that so many do not exceed; each holds with the confidence. Those
     for which the samples are too few are left out."""
 
     def in_words(self, factor: float = 1.0) -> str:
         """Describe what was measured: ``measured 0.16: 8 of 5000 samples changed``."""
-        counted = f"{self.changed} of {self.samples} samples changed"
+        which = " of the half of val that chose nothing" if self.is_half else ""
+        counted = f"{self.changed} of {self.samples} samples{which} changed"
         return f"measured {factor * self.measured:.3g}: {counted}"
 
     def needed(self, limit: float) -> str:

@@ -34,6 +34,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "distill": {"teacher": "source", "epochs": 6},
     "quantize_aware_training": {"epochs": 3},
     "quantize_mixed": {"max_drop_points": 0.5},
+    "cascade": {"fallback": "float_onnx", "percent": 0.2},
     "convert_precision": {"dtype": "float16"},
     "package_kserve": {"storage_uri": "s3://models/digits"},
 }

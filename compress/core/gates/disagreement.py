@@ -102,7 +102,7 @@ class MaxDisagreement(Gate):
         for pair in paired_outputs(before, after, context):
             one, other = (dict(zip(names, outputs, strict=True)) for outputs in pair)
             errors.append(kind.measure(one, other, context, self.score))
-            if kind is LABELS and (labels := _labels_of(one, context)).shape[1] == 1:
+            if kind is LABELS and (labels := labels_of(one, context)).shape[1] == 1:
                 classes.append(labels[:, 0].long())
                 count = 2 if labels.dtype == torch.bool else pair[0][0].shape[1]
         found = torch.cat(errors or [torch.empty(0)]).double().nan_to_num(math.inf)
@@ -142,13 +142,14 @@ class _Errors(NamedTuple):
     least score of boxes that count."""
 
 
-def _labels_of(outputs: Outputs, context: Context) -> torch.Tensor:
+def labels_of(outputs: Outputs, context: Context) -> torch.Tensor:
+    """Return the labels of each sample by a model's outputs, `(samples, labels)`."""
     labels = joint_decisions([*outputs.values()], context.task)
     return labels.reshape(len(labels), -1)
 
 
 def _label_errors(one: Outputs, other: Outputs, context: Context, score: float) -> torch.Tensor:
-    labels, others = _labels_of(one, context), _labels_of(other, context)
+    labels, others = labels_of(one, context), labels_of(other, context)
     refuse_other_shapes(labels, others, "labels")
     return (labels != others).double().mean(1)
 

@@ -67,15 +67,19 @@ def sample_cosines(expected: Tensors, got: Tensors) -> dict[int, torch.Tensor]:
 
 
 def too_few_samples(
-    context: Context, limit: float, confidence: float, setting: str
+    context: Context, limit: float, confidence: float, setting: str, *, of_half: bool = False
 ) -> Iterator[Unmet]:
-    """Yield that `val` cannot show that a share is below a limit, even if it is 0 there."""
+    """Yield that `val`, or half of it, cannot show that a share is below a limit, even if it is 0.
+
+    Of an odd number of samples, the larger half.
+    """
     if context.data is not None and "val" in context.data.datasets:
         samples = len(context.data.split("val"))  # type: ignore[arg-type]  # Splits admits sized ones
+        samples, which = ((samples + 1) // 2, "half of ") if of_half else (samples, "")
         needed = samples_for(0.0, limit, confidence)
         if needed is not None and samples < needed:
             problem = (
-                f"split 'val' has {samples} samples, and it takes {needed} to show the limit with "
+                f"{which}split 'val' has {samples} samples, and it takes {needed} to show the limit with "
                 f"{100 * confidence:g} % confidence, even if none of them is answered otherwise; "
                 f"bring more samples, or raise {setting}"
             )

@@ -296,7 +296,7 @@ def predicted_decisions(outputs: torch.Tensor, task: Task | None = None) -> torc
     """
     if task is not None:
         outputs = task.classes_first(outputs)
-    if _has_classes(outputs, task):
+    if has_classes(outputs, task):
         return predicted_labels(outputs)
     if not bool(outputs.isfinite().all()):
         raise StageFailed("the model's outputs are not all finite")
@@ -308,7 +308,7 @@ def labelled_outputs(outputs: Sequence[torch.Tensor], task: Task | None = None) 
 
     def labels(output: torch.Tensor) -> tuple[bool, tuple[int, ...]]:
         output = output if task is None else task.classes_first(output)
-        if _has_classes(output, task):
+        if has_classes(output, task):
             return True, (*output.shape[:1], *output.shape[2:])
         return False, tuple(output.shape)
 
@@ -323,7 +323,7 @@ def joint_decisions(outputs: Sequence[torch.Tensor], task: Task | None = None) -
     return torch.stack(found, -1) if len(found) > 1 else found[0]
 
 
-def _has_classes(outputs: torch.Tensor, task: Task | None) -> bool:
-    # Whether a sample, or a place of it, has one class of those on axis 1.
+def has_classes(outputs: torch.Tensor, task: Task | None) -> bool:
+    """Whether a sample, or a place of it, has one class of those on axis 1."""
     exclusive = task is None or task.labels != "each output"
     return exclusive and outputs.dim() > 1 and outputs.shape[1] > 1
