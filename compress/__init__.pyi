@@ -37,13 +37,13 @@ from .core.stage import Stage as Stage
 from .core.verdict import Verdict as Verdict
 from .data.splits import Splits as Splits
 from .distillation.stage import Distill as Distill
+from .export.functional import cascade as cascade
 from .export.functional import export_aot as export_aot
 from .export.functional import export_compressed_tensors as export_compressed_tensors
 from .export.functional import export_executorch as export_executorch
 from .export.functional import export_fastest as export_fastest
 from .export.functional import export_genai as export_genai
 from .export.functional import export_gguf as export_gguf
-from .export.functional import cascade as cascade
 from .export.functional import export_onnx as export_onnx
 from .export.functional import export_openvino as export_openvino
 from .export.functional import export_program as export_program

@@ -36,6 +36,8 @@ WEIGHTS_ON_DISK = "its weights are read from disk in each call"
 """Why the latency of such a model is not measured."""
 NOT_RUN = "not_run"
 """Fact of a file for devices that were not here when it was made: why nothing called it."""
+CERTIFICATE = "certificate"
+"""Fact: what a stage itself promises of its result, in words."""
 CASCADE = "cascade"
 """Stage whose result answers some rows by a second model; a half of `val` chose which."""
 SEALED_MODE = 0o444

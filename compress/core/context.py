@@ -484,13 +484,18 @@ class Context:
         if key in self.comparisons:
             compared, recorded = self.comparisons[key]
         else:
-            batches = self.measured_batches(before.signature, batch)
+            # Both, as it may be compared with what it is packed in.
+            mixed = before.is_cascade or after.is_cascade
+            batches = self.measured_batches(before.signature, batch, mixed=mixed)
             device = after.runs_on(self.device)
             second = partial(after.open_anew, device, self.threads)
             is_same = before.digest == after.digest
             first = second if is_same else partial(before.open_anew, device, self.threads)
             measure = partial(
-                benchmark.compare_latency, first, second, batches, threads=self.threads
+                benchmark.compare_latency,
+                *(first, second, batches),
+                threads=self.threads,
+                mixed=mixed,
             )
             with recording() as recorded:
                 compared = measure() if seconds is None else measure(seconds=seconds)
@@ -505,9 +510,14 @@ class Context:
         batches = self.measured_batches(artifact.signature, batch)
         return peak_memory.peak_memory(artifact, self.device, self.threads, batches)
 
-    def measured_batches(self, signature: Signature, batch: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return batches to measure with, or raise StageFailed if the model's own size differs."""
-        return benchmark.measured_batches(self.data, signature, batch, self.seed)
+    def measured_batches(
+        self, signature: Signature, batch: int, *, mixed: bool = False
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Return batches to measure with, or raise StageFailed if the model's own size differs.
+
+        They are more where samples take a model longer than others (`mixed`).
+        """
+        return benchmark.measured_batches(self.data, signature, batch, self.seed, mixed=mixed)
 
     def comparison_inputs(
         self, signature: Signature, batch_size: int | None = None

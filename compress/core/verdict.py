@@ -186,6 +186,8 @@ class PastStage(Settings):
     macs: int | None
     metric: dict[str, JsonValue] | None
     """Name, split and value of the pipeline's metric."""
+    certificate: str = ""
+    """What the stage itself promises of the result, as `cascade` does."""
     verdicts: tuple[Verdict, ...]
     """Without values that differ from run to run, such as latencies."""
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from resource import RUSAGE_THREAD, getrusage
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from compress.common.config import Settings
 from compress.common.counts import count, counting_paused
@@ -69,6 +70,10 @@ WARM_UP_CALLS = 2
 """After a model was opened, for each shape: TorchScript optimizes a model in its second call."""
 MOST_BATCHES = 16
 MOST_ROWS = 256  # samples of `val` in memory during measurement, unless two batches have more
+MIXED_ROWS, MIXED_BYTES = 2048, 2**28
+"""Most samples, and bytes of them, where the time of a call depends on the sample."""
+MIXED_CALLS = 32
+"""Fewest calls of a turn there, each with other samples."""
 
 
 class CallTimer:
@@ -148,6 +153,13 @@ class Latency(Settings):
     outliers: float
     """Fraction of the calls above Tukey's upper fence, 1.5 times the interquartile range above the
     third quartile."""
+    p99: float | None = None
+    """99th percentile of the calls; None in measurements of older versions, as the next three."""
+    p99_interval: Interval | None = None
+    mean: float | None = None
+    """Mean over the calls, in milliseconds."""
+    mean_interval: Interval | None = None
+    """95 % confidence interval of it, from the means of blocks of calls."""
     ventiles: tuple[float, ...] = ()
     """Quantiles at 5 %, 10 %, … 95 % of the calls, in milliseconds."""
     calls: int = 0
@@ -156,10 +168,10 @@ class Latency(Settings):
     disturbed: str = ""
     """Why none of it can be trusted, such as other processes; empty where it can."""
 
-    @property
-    def p95_doubt(self) -> str:
-        """Why the 95th percentile is too uncertain to be shown; empty where it is not."""
-        return self.disturbed or self.p95_interval.unreliable_reason
+    def doubt_of(self, figure: Literal["p95", "p99", "mean"]) -> str:
+        """Return why a figure is too uncertain to be shown; empty where it is not."""
+        interval: Interval | None = getattr(self, f"{figure}_interval")
+        return self.disturbed or ("" if interval is None else interval.unreliable_reason)
 
     @property
     def p50_doubt(self) -> str:
@@ -196,7 +208,7 @@ class Comparison:
     def unreliable_reason(self) -> str:
         """Why some of the figures are too uncertain; empty where none is."""
         latencies = (self.before, self.after)
-        doubts = (doubt for one in latencies for doubt in (one.p50_doubt, one.p95_doubt))
+        doubts = (doubt for one in latencies for doubt in (one.p50_doubt, one.doubt_of("p95")))
         return self.speedup_doubt or next(filter(None, doubts), "")
 
     @property
@@ -222,7 +234,12 @@ class InterleavedLatencies:
 
     latencies: tuple[Latency, ...]
     medians: tuple[tuple[float, ...], ...]
-    """Milliseconds of a call in each block of consecutive rounds, by model."""
+    """Milliseconds of a call in each block of consecutive rounds, by model: the mean call where
+    calls take different times."""
+
+    def typical_ms(self, model: int) -> float:
+        """Return the milliseconds of a model's call, by which models are compared."""
+        return statistics.median(self.medians[model])
 
     def comparison(self, before: int, after: int) -> Comparison:
         """Compare two of the models."""
@@ -236,7 +253,7 @@ class InterleavedLatencies:
         A model is level if the 95 % interval of its time over the fastest one's includes 1.
         """
         models = range(len(self.latencies))
-        first = min(models, key=lambda i: self.latencies[i].p50)
+        first = min(models, key=self.typical_ms)
         level = [i for i in models if i != first and self.comparison(i, first).interval.low <= 1]
         return (first, *level)
 
@@ -249,12 +266,12 @@ def unmeasurable(figure: str, doubt: str) -> str:
 
 
 def measured_batches(
-    data: Splits | None, signature: Signature, batch: int, seed: int
+    data: Splits | None, signature: Signature, batch: int, seed: int, *, mixed: bool = False
 ) -> list[tuple[torch.Tensor, ...]]:
     """Return inputs to measure a model on: samples of `val`, or one seeded batch without data.
 
     The samples are spread evenly over `val`, and over the batches; they repeat where `val` has too
-    few.
+    few. They are more where they are `mixed`: some take a model longer than others.
 
     Raises:
         StageFailed: the model's batch is fixed at another size.
@@ -268,6 +285,10 @@ def measured_batches(
         return [example]
     count = min(MOST_BATCHES, max(2, MOST_ROWS // batch))
     samples = len(data.split("val"))  # type: ignore[arg-type]
+    if mixed:
+        bytes_of_row = sum(x.nbytes for x in example) // batch
+        rows = min(MIXED_ROWS, samples, MIXED_BYTES // max(1, bytes_of_row))
+        count = max(count, rows // batch)
     spread = [i * samples // (count * batch) for i in range(count * batch)]
     order = [index for first in range(count) for index in spread[first::count]]
     return [samples_of_val.inputs for samples_of_val in data.read("val", order, batch)]
@@ -280,18 +301,24 @@ def compare_latency(
     seconds: float = MEASURED_SECONDS,
     *,
     threads: int,
+    mixed: bool = False,
 ) -> Comparison:
     """Measure two models in turn on the batches, so that both see the same noise.
 
     One model with itself is measured once. See :func:`compare_latencies`.
     """
     models = [before] if before is after else [before, after]
-    measured = compare_latencies(models, batches, seconds, threads=threads)
+    measured = compare_latencies(models, batches, seconds, threads=threads, mixed=mixed)
     return measured.comparison(0, len(models) - 1)
 
 
 def compare_latencies(
-    models: Sequence[Opener], batches: Batches, seconds: float = MEASURED_SECONDS, *, threads: int
+    models: Sequence[Opener],
+    batches: Batches,
+    seconds: float = MEASURED_SECONDS,
+    *,
+    threads: int,
+    mixed: bool = False,
 ) -> InterleavedLatencies:
     """Measure models in turn on the batches, in blocks before each of which they are opened anew.
 
@@ -303,9 +330,13 @@ def compare_latencies(
     Each model is measured for so many ``seconds``, and for longer where an interval is too wide, or
     the blocks are too few. Calls that take long are fewer, see :data:`FEWEST_DEAR_BLOCKS`, and all
     have the median size of the batches, as each size is called twice before it is measured.
+
+    Where samples take a model longer than others (`mixed`), each call of a turn has other ones, the
+    same for every model, and means are compared: a median would leave out the calls that take
+    longer.
     """
     with memory_as_deployed(), ExitStack() as stack:
-        blocks = _Blocks(models, batches, seconds, threads, stack)
+        blocks = _Blocks(models, batches, seconds, threads, stack, mixed=mixed)
         blocks.measure()
     count("forwards.timed.calls", sum(map(len, blocks.times)) + blocks.warm_up_calls)
     return blocks.results()
@@ -324,12 +355,16 @@ class _Blocks:
         seconds: float,
         threads: int,
         opened: ExitStack,
+        *,
+        mixed: bool,
     ) -> None:
         self.models, self.batches, self.seconds, self.opened = models, batches, seconds, opened
+        self.mixed = mixed
         self.timer = CallTimer(threads)
         self.times: list[list[float]] = [[] for _ in models]  # seconds of each call, by model
         self.medians: list[list[float]] = [[] for _ in models]
         """Milliseconds of a call in each block, by model: the mean of its turns' medians."""
+        self.means: list[list[float]] = [[] for _ in models]  # the same of its turns' means
         self.warm_up_calls = 0
         self._predictors: dict[int, Predictor] = {}
         self._warm: set[tuple[int, ...]] = set()  # shapes that the opened models were called with
@@ -346,10 +381,7 @@ class _Blocks:
             order = [(number + i) % count for i in range(count)]
             if number:
                 self._open(order)
-            turns = [
-                self.batches[(self._rounds * number + i) % len(self.batches)]
-                for i in range(self._rounds)
-            ]
+            turns = [self._turn(self._rounds * number + i) for i in range(self._rounds)]
             start = time.perf_counter()
             self._warm_up(turns)
             self._measure_block(order, turns)
@@ -383,11 +415,16 @@ class _Blocks:
             self._predictors[i] = self.opened.enter_context(self.models[i]())
         self._opening_seconds += time.perf_counter() - start
 
+    def _turn(self, number: int) -> Batches:
+        """Return the batch of a turn's calls, or where they are mixed that of each call."""
+        count = max(MIXED_CALLS, *self._calls) if self.mixed else 1
+        return [self.batches[(count * number + i) % len(self.batches)] for i in range(count)]
+
     @counting_paused()
-    def _warm_up(self, turns: Batches) -> None:
+    def _warm_up(self, turns: Sequence[Batches]) -> None:
         """Call without measuring, as some runtimes compile for each shape."""
         start = time.perf_counter()
-        for batch in turns:
+        for batch in chain.from_iterable(turns):
             shapes = tuple(size for x in batch for size in (-1, *x.shape))
             if shapes not in self._warm:
                 for predict in self._predictors.values():
@@ -402,7 +439,7 @@ class _Blocks:
         """Choose from the time of first calls how many calls and rounds follow."""
         sizes = [sum(x.numel() for x in batch) for batch in self.batches]
         typical = self.batches[sizes.index(statistics.median_low(sizes))]
-        self._warm_up([typical])
+        self._warm_up([[typical]])
         turn = min(TURN_SECONDS, self.seconds / (2 * FEWEST_BLOCKS))
         longest = 0.0
         for i in range(len(self.models)):
@@ -423,33 +460,43 @@ class _Blocks:
             self.batches = [b for b in self.batches if [x.shape for x in b] == shapes]
 
     @counting_paused()
-    def _measure_block(self, order: Sequence[int], turns: Batches) -> None:
+    def _measure_block(self, order: Sequence[int], turns: Sequence[Batches]) -> None:
         """Measure a round, and a second one in reverse order."""
-        medians: list[list[float]] = [[] for _ in self.models]
-        for batch, places in zip(turns, (order, reversed(order)), strict=False):
+        block: list[list[list[float]]] = [[] for _ in self.models]
+        for batches, places in zip(turns, (order, reversed(order)), strict=False):
             for i in places:
-                call = partial(self._predictors[i], *batch)
-                if self._calls[i] > 1:
-                    call()  # it finds another model's weights in the caches
-                times = [self.timer.call(call)[1] for _ in range(self._calls[i])]
-                self.times[i] += times
-                medians[i].append(statistics.median(times))
-        for own, block in zip(self.medians, medians, strict=True):
-            own.append(1e3 * statistics.fmean(block))
+                calls = [partial(self._predictors[i], *batch) for batch in batches]
+                calls *= 1 if self.mixed else self._calls[i]
+                # A first call finds another model's weights in the caches. Of mixed ones some more,
+                # as the rare calls that take longer need memory that no call had yet.
+                for call in calls[:MIXED_CALLS] if self.mixed else calls[1:2]:
+                    call()
+                block[i].append([self.timer.call(call)[1] for call in calls])
+                self.times[i] += block[i][-1]
+        for i, turns_of_model in enumerate(block):
+            for own, average in ((self.medians, statistics.median), (self.means, statistics.fmean)):
+                own[i].append(1e3 * statistics.fmean(map(average, turns_of_model)))
 
     def _latency(self, index: int) -> Latency:
         times = [1e3 * taken for taken in self.times[index]]
         ventiles = [quantile(times, i / 20) for i in range(1, 20)]
         first, third = ventiles[4], ventiles[14]
         outliers = sum(taken > third + 1.5 * (third - first) for taken in times)
-        low, high = quantile_interval(times, 0.95)
+        # With fewer than 72 calls the interval of p95 has no upper end.
+        p95, p99 = (
+            Interval(low, min(high, max(times)))
+            for low, high in (quantile_interval(times, share) for share in (0.95, 0.99))
+        )
         return Latency(
             batch=len(self.batches[0][0]),
             p50=statistics.median(self.medians[index]),
             p95=ventiles[18],
             p50_interval=median_interval(self.medians[index]),
-            # With fewer than 72 calls the interval has no upper end.
-            p95_interval=Interval(low, min(high, max(times))),
+            p95_interval=p95,
+            p99=quantile(times, 0.99),
+            p99_interval=p99,
+            mean=statistics.fmean(times),
+            mean_interval=median_interval(self.means[index]),
             outliers=outliers / len(times),
             ventiles=tuple(float(f"{value:.4g}") for value in ventiles),
             calls=len(times),
@@ -459,5 +506,6 @@ class _Blocks:
     def results(self) -> InterleavedLatencies:
         """Return the latency of each model and its medians."""
         return InterleavedLatencies(
-            tuple(map(self._latency, range(len(self.models)))), tuple(map(tuple, self.medians))
+            tuple(map(self._latency, range(len(self.models)))),
+            tuple(map(tuple, self.means if self.mixed else self.medians)),
         )

@@ -90,19 +90,19 @@ def measure_fastest(
                 f"{name} takes {own}, and {names[0]} takes {inputs}; expected artifacts of one "
                 "model, whose inputs are the same"
             )
-    cells = []
+    cells, mixed = [], any(model.is_cascade for model in models.values())
     for count in threads:
         openers = [partial(model.open_anew, context.device, count) for model in models.values()]
         for batch in batches:
-            tensors = context.measured_batches(signature, batch)
-            measured = compare_latencies(openers, tensors, seconds, threads=count)
+            tensors = context.measured_batches(signature, batch, mixed=mixed)
+            measured = compare_latencies(openers, tensors, seconds, threads=count, mixed=mixed)
             rows = []
             for i, name in enumerate(names):
                 comparison = measured.comparison(0, i)
                 row = BenchRow(
                     model=name,
                     latency=comparison.after,
-                    rows_per_second=1e3 * batch / comparison.after.p50,
+                    rows_per_second=1e3 * batch / measured.typical_ms(i),
                     speedup=comparison.speedup,
                     speedup_interval=comparison.interval,
                     unreliable_reason=comparison.after.p50_doubt or comparison.speedup_doubt,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from compress.artifacts.artifact import CASCADE, Artifact
+from compress.artifacts.artifact import CASCADE, CERTIFICATE, Artifact
 from compress.common.config import Ratio, Unmet
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from compress.common.forward import Predictor
+    from compress.common.forward import Predictor, Tensors
     from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.export.onnx.cascade_graph import RowScore
 
+    Seen: TypeAlias = tuple[NDArray[np.float32], NDArray[np.bool_]]
+    """Score of each row, and whether its label is another one than the fallback's: `(rows,)`."""
 logger = logging.getLogger(__name__)
 CHECKED_ROWS = 32  # of `val`; half of them are answered by the fallback, if so many are
 CHECKED_BATCHES = (1, 7, CHECKED_ROWS)
@@ -48,7 +51,7 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
           percent: 0.2
     """
 
-    stage: Literal["cascade"] = CASCADE
+    stage: Literal["cascade"] = "cascade"
     fallback: str
     """Earlier stage whose ONNX file answers where the input model is unsure."""
     percent: Annotated[float, Field(gt=0, lt=100)]
@@ -94,23 +97,19 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         large: Any = context.artifact(self.fallback)
         self._refuse_others(model, large, context)
         halves = context.need_data(self.title).interleaved_parts("val", 2)
-        score, *seen = self._compare(model, large, halves, context)
-        threshold, found = self._choose(seen)
-        graph, shared = joined(
-            *(read(each.payload_path, weights=True) for each in (model, large)), score, threshold
+        score, seen = self._compare(model, large, halves, context)
+        threshold, share, facts = self._choose(seen)
+        graphs = [read(each.payload_path, weights=True) for each in (model, large)]
+        graph, shared = joined(graphs[0], graphs[1], score, threshold)
+        (weights, macs), (more_weights, more_macs) = (
+            (each.parameters(), each.macs()) for each in (model, large)
         )
-        facts: dict[str, Any] = {
-            **{n: v for n, v in model.manifest.facts.items() if n == "class_names"},
-            "opset": graph.opset_imports[""],
-            "cascade": {"threshold": threshold, "score": self.score or "margin", **found},
-        }
-        counts = [(each.parameters(), each.macs()) for each in (model, large)]
-        (weights, macs), (more_weights, more_macs) = counts
         if weights is not None and more_weights is not None:
             facts["parameters"] = weights + more_weights - shared
-        # Of a row on average.
         if macs is not None and more_macs is not None:
-            facts["macs"] = macs + round(found["fallback_share"] * more_macs)
+            facts["macs"] = macs + round(share * more_macs)  # of a row, on average
+        if names := model.manifest.facts.get("class_names"):
+            facts["class_names"] = names
         with OnnxModel.atomic_write(
             context.root,
             model.signature,
@@ -118,15 +117,14 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
             facts=facts,
             carried=model.carried_files(),
         ) as folder:
-            file = folder / OnnxModel.payload
+            file, threads = folder / OnnxModel.payload, context.threads
             write(graph, file)
-            example = model.signature.example()
-            predict, kernels = counted_predictor(file, context.threads, example)
-            facts |= kernels
-            with model.open("cpu", context.threads) as one, large.open("cpu", context.threads) as b:
-                rows = self._rows_to_check(halves[1], seen[1][0], threshold)
-                facts["cascade"]["rows_checked"] = check_rows(predict, one, b, score, threshold, rows)
-        logger.info("%s: %s", self.title, found["certificate"])
+            predict, kernels = counted_predictor(file, threads, model.signature.example())
+            facts |= {"opset": graph.opset_imports[""], **kernels}
+            batches = self._batches_to_check(halves[1], seen[1][0] > threshold)
+            with model.open("cpu", threads) as small, large.open("cpu", threads) as other:
+                rows = check_rows(predict, (small, other), score, threshold, batches)
+            facts[CASCADE]["rows_checked"] = rows
         return OnnxModel.from_directory(context.root)
 
     def _refuse_others(self, model: OnnxModel, large: OnnxModel, context: Context) -> None:
@@ -152,80 +150,84 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
                 )
 
     def _compare(
-        self, model: OnnxModel, large: OnnxModel, halves: list[Splits], context: Context
-    ) -> tuple[RowScore, *tuple[tuple[NDArray[np.float32], NDArray[np.bool_]], ...]]:
-        """Return how rows are scored; of each half the scores, and which rows differ in a label."""
+        self, model: OnnxModel, large: OnnxModel, halves: Sequence[Splits], context: Context
+    ) -> tuple[RowScore, list[Seen]]:
+        """Return how rows are scored, and what is seen of each half."""
         import torch
 
         from compress.export.onnx.cascade_graph import RowScore
 
-        names, how = [output.name for output in model.signature.outputs], None
-        seen = []
+        names, how, seen = [output.name for output in model.signature.outputs], None, []
         for half in halves:
             scores, changed = [], []
             # All samples, where a run judges quickly, too.
             own = replace(context, data=half, is_quick=False)
-            for expected, answers in paired_outputs(large, model, own):
-                how = how or RowScore.of(answers, names, context.task, self.score, self.title)
-                scores.append(how.measure(answers))
-                labels = [labels_of(dict(zip(names, x, strict=True)), own) for x in (expected, answers)]
+            for pair in paired_outputs(large, model, own):
+                how = how or RowScore.of(pair[1], names, context.task, self.score, self.title)
+                scores.append(how.measure(pair[1]))
+                labels = [labels_of(dict(zip(names, x, strict=True)), own) for x in pair]
                 changed.append((labels[0] != labels[1]).any(1))
+            if how is None or not scores:
+                raise StageFailed(f"{self.title} halves split 'val', which is too short")
             seen.append((torch.cat(scores).numpy(), torch.cat(changed).numpy()))
         assert how is not None
-        return how, *seen
+        return how, seen
 
-    def _choose(
-        self, seen: list[tuple[NDArray[np.float32], NDArray[np.bool_]]]
-    ) -> tuple[float, dict[str, Any]]:
-        """Return the threshold, and what both halves show of it; StageFailed where they do not."""
-        limit, sure = self.percent / 100, f"{100 * self.confidence:g} %"
-        asked = f"{self.title}: at most {self.percent:g} % other labels with {sure} confidence"
-        (scores, changed), _ = seen
+    def _choose(self, seen: Sequence[Seen]) -> tuple[float, float, dict[str, Any]]:
+        """Return threshold, share of rows that fall back, and what both halves of `val` show.
+
+        Raise StageFailed where the first half shows no threshold, or the other one refutes it.
+        """
+        limit, sure = self.percent / 100, f"with {100 * self.confidence:g} % confidence"
+        asked = f"{self.title}: at most {self.percent:g} % other labels {sure}"
+        scores, changed = seen[0]
         if (threshold := score_threshold(scores, changed, limit, self.confidence)) is None:
             needed = samples_for(0.0, limit, self.confidence) or 0
-            few = f"it takes {2 * needed} samples of `val`, found about {2 * len(scores)}"
-            unsure = f"{int(changed.sum())} of {len(scores)} labels differ, also of the surest rows"
-            raise StageFailed(f"{asked}: {few if len(scores) < needed else unsure}")
-        counts = [int((c & (s > threshold)).sum()) for s, c in seen]
-        samples = [len(s) for s, _ in seen]
-        answered = sum(int((s > threshold).sum()) for s, _ in seen)
-        bound, least = (
-            share_bound(counts[1], samples[1], self.confidence),
-            1 - share_bound(samples[1] - counts[1], samples[1], self.confidence),
-        )
-        other = f"{counts[1]} of the other {samples[1]} samples, which chose nothing, differ"
+            why = f"it takes {2 * needed} samples of `val`, of which one half chooses the threshold"
+            if len(scores) >= needed:
+                why = (
+                    f"of {len(scores)} samples {int(changed.sum())} differ, and too many of those "
+                    f"with the largest scores; {self.fallback} would have to answer all"
+                )
+            raise StageFailed(f"{asked} cannot be shown: {why}")
+        sure_of = [own > threshold for own, _ in seen]
+        counts = [int((c & s).sum()) for (_, c), s in zip(seen, sure_of, strict=True)]
+        samples = [len(s) for s in sure_of]
+        share = 1 - sum(int(s.sum()) for s in sure_of) / sum(samples)
+        bound = share_bound(counts[1], samples[1], self.confidence)
+        least = 1 - share_bound(samples[1] - counts[1], samples[1], self.confidence)
         if least > limit:
             raise StageFailed(
-                f"{asked}: the threshold that {samples[0]} samples of `val` chose is refuted: "
-                f"{other}, at least {100 * least:.3g} % with {sure}; are they independent?"
+                f"{asked} is refuted: half of `val` chose a threshold, and of the other "
+                f"{samples[1]} samples {counts[1]} differ, {sure} {100 * least:.3g} % or more of "
+                "all; are the samples drawn independently of each other?"
             )
-        share = 1 - answered / sum(samples)
-        return threshold, {
+        if not share:
+            logger.warning("%s: no sample falls back; %s is not needed", self.title, self.fallback)
+        certificate = (
+            f"At most {self.percent:g} % of all inputs are labelled otherwise than by "
+            f"{self.fallback}, {sure} (fixed-sequence testing; {counts[0]} of the {samples[0]} "
+            f"samples of `val` differ that chose the threshold). Of the {samples[1]} others "
+            f"{counts[1]} differ, by which alone it is at most {100 * bound:.3g} %. "
+            f"{self.fallback} answers {100 * share:.3g} % of them all. It assumes inputs like the "
+            "samples of `val`, drawn independently of each other."
+        )
+        logger.info("%s: %s", self.title, certificate)
+        halves = [{"samples": n, "changed": k} for n, k in zip(samples, counts, strict=True)]
+        found = {
+            "threshold": threshold if math.isfinite(threshold) else None,
+            "score": self.score or "margin",
             "fallback_share": round(share, 6),
-            "chosen_on": {"samples": samples[0], "changed": counts[0]},
-            "confirmed_on": {
-                "samples": samples[1],
-                "changed": counts[1],
-                "bound_percent": round(100 * bound, 4),
-            },
-            "certificate": (
-                f"With {sure} confidence at most {self.percent:g} % of all inputs are labelled "
-                f"otherwise than by {self.fallback} (fixed-sequence testing; {counts[0]} of "
-                f"{samples[0]} samples of `val` differ). Of the samples that chose nothing, "
-                f"{counts[1]} of {samples[1]} differ, which alone bounds it by {100 * bound:.3g} %. "
-                f"{self.fallback} answers {100 * share:.3g} % of the samples. It assumes inputs "
-                "like the samples of `val`, drawn independently of each other."
-            ),
+            "chosen_on": halves[0],
+            "confirmed_on": {**halves[1], "bound_percent": round(100 * bound, 4)},
         }
+        return threshold, share, {CASCADE: found, CERTIFICATE: certificate}
 
-    def _rows_to_check(
-        self, half: Splits, scores: NDArray[np.float32], threshold: float
-    ) -> Iterator[tuple[Any, ...]]:
+    def _batches_to_check(self, half: Splits, is_sure: NDArray[np.bool_]) -> Iterator[Tensors]:
         """Yield batches of several sizes, in which rows of either model stand beside each other."""
         import numpy as np
 
-        answered = scores > threshold
-        few = [np.flatnonzero(each)[: CHECKED_ROWS // 2] for each in (answered, ~answered)]
+        few = [np.flatnonzero(rows)[: CHECKED_ROWS // 2] for rows in (is_sure, ~is_sure)]
         order = np.random.default_rng(0).permutation(np.concatenate(few)).tolist()
         for size in CHECKED_BATCHES:
             for batch in half.read("val", order, size):
@@ -233,29 +235,29 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
 
 
 def check_rows(
-    exported: Predictor,
-    small: Predictor,
-    large: Predictor,
+    cascade: Predictor,
+    models: tuple[Predictor, Predictor],
     score: RowScore,
     threshold: float,
-    batches: Iterator[tuple[Any, ...]],
+    batches: Iterable[Tensors],
 ) -> int:
     """Return how many rows of a cascade are its models'; StageFailed where one is not."""
     import torch
 
-    rows = 0
+    (small, large), rows = models, 0
     for inputs in batches:
         expected = [x.clone() for x in small(*inputs)]
-        (moved,) = torch.nonzero(~(score.measure(expected) > threshold), as_tuple=True)
-        if len(moved):
-            for answer, own in zip(expected, large(*(x[moved] for x in inputs)), strict=True):
-                answer[moved] = own
-        for answer, found in zip(expected, exported(*inputs), strict=True):
-            error = 0.0 if torch.equal(answer, found) else relative_error(answer, found)
+        falls_back = ~(score.measure(expected) > threshold)
+        if falls_back.any():
+            found = large(*(x[falls_back] for x in inputs))
+            for answer, other in zip(expected, found, strict=True):
+                answer[falls_back] = other
+        for answer, other in zip(expected, cascade(*inputs), strict=True):
+            error = 0.0 if torch.equal(answer, other) else relative_error(answer, other)
             if not error <= ROUNDING:
                 raise StageFailed(
-                    f"the cascade's answers to {len(moved)} rows of the fallback in a batch of "
-                    f"{len(inputs[0])} are not its models', by {error:.2g} of the norm"
+                    f"in a batch of {len(inputs[0])}, of which {int(falls_back.sum())} fall back, "
+                    f"the cascade answers otherwise than its models, by {error:.2g} of the norm"
                 )
         rows += len(inputs[0])
     return rows

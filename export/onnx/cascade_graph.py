@@ -80,7 +80,7 @@ class RowScore:
 
     def build(self, graph: _Builder, answers: Sequence[ir.Value]) -> ir.Value:
         """Return the scores, `(rows,)`, computed by operators of a graph."""
-        found = []
+        found: list[ir.Value] = []
         for place, kind in self.of_outputs:
             (x,) = graph.add("Cast", [answers[place]], to=ir.DataType.FLOAT)
             if kind == "classes":

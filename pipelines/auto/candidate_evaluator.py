@@ -201,7 +201,7 @@ class CandidateEvaluator:
         compared = self._compared_with_float(self._opener(candidate))
         median_ms, after = self.base_ms / compared.speedup, compared.after
         upper_ms = self.base_ms / compared.interval.low
-        doubt, limit = after.p95_doubt, self.settings.limits.latency
+        doubt, limit = after.doubt_of("p95"), self.settings.limits.latency
         if doubt:
             if limit is not None and limit.p95_ms is not None:
                 raise StageFailed(unmeasurable("p95 in ms", doubt))

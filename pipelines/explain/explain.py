@@ -357,8 +357,8 @@ def _explain_speed(branch: _RefusedBranch) -> Found:
         compared = branch.context.compare_latency(before, after, gate.batch, seconds)
         latency, is_ratio = compared.after, gate.higher_passes
         found = SpeedGate(
-            interval=compared.interval if is_ratio else latency.p95_interval,
-            middle=compared.speedup if is_ratio else latency.p95,
+            interval=compared.interval if is_ratio else getattr(latency, f"{gate.figure}_interval"),
+            middle=compared.speedup if is_ratio else getattr(latency, gate.figure),
             limit=gate.limit,
             higher_passes=is_ratio,
             batch=gate.batch,

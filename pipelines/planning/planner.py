@@ -153,7 +153,7 @@ def _resolve_stages(pipeline: PipelineConfig) -> tuple[PlannedStage, ...]:
                 "another one with `name:`"
             )
         references = [("input", stage.input)] if stage.input else []
-        references += [("teacher", teacher) for teacher in stage.extra_inputs]
+        references += [(_setting_of(stage, other), other) for other in stage.extra_inputs]
         for key, reference in references:
             if reference not in earlier:
                 raise PipelineInvalid(
@@ -227,11 +227,11 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
             raise PipelineInvalid(
                 f"{where}: reads {_named(readable)}, and {p.input!r} writes {_named(found)}; {mend}"
             )
-        for teacher in p.stage.extra_inputs:
-            if not _are(written[teacher], p.stage.extra_input_types):
+        for other in p.stage.extra_inputs:
+            if not _are(written[other], p.stage.extra_input_types):
                 raise PipelineInvalid(
-                    f"{where}: {teacher!r} writes {_named(written[teacher])}, and with these "
-                    f"settings a teacher must be {_named(p.stage.extra_input_types)}"
+                    f"{where}: {other!r} writes {_named(written[other])}, and with these settings "
+                    f"a {_setting_of(p.stage, other)} must be {_named(p.stage.extra_input_types)}"
                 )
         # A stage would refuse these only once its input has been made.
         if problem := p.stage.unsupported_input_reason(formats[p.input]):
@@ -239,6 +239,11 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
         written[p.name] = members_of(p.stage.writes())
         if quantizes:
             quantized.add(p.name)
+
+
+def _setting_of(stage: Stage[Any, Any], other: str) -> str:
+    """Return the setting that names another stage, such as `teacher`."""
+    return next(key for key, value in stage if value == other and key != "input")
 
 
 def _are(written: tuple[type[Artifact], ...], readable: tuple[type[Artifact], ...]) -> bool:

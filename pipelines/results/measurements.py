@@ -81,6 +81,12 @@ class LatencyReport(Settings):
     p50_interval: Bounds | None = None
     """95 % confidence interval of p50; None in reports of older versions."""
     p95_interval: Bounds | None = None
+    p99: float | None = None
+    """99th percentile; None in reports of older versions, as the next three."""
+    p99_interval: Bounds | None = None
+    mean: float | None = None
+    """Mean over the calls, by which a cascade is compared: its calls take different times."""
+    mean_interval: Bounds | None = None
     reason: str = ""
     calls: int = 0
     """How many calls were timed; 0 in reports of older versions."""

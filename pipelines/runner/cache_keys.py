@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from compress.artifacts.artifact import CERTIFICATE
 from compress.core.stage import Stage, members_of
 from compress.core.verdict import History, PastStage
 from compress.distillation.stage import Distill
@@ -92,6 +93,7 @@ def history_before(planned: PlannedStage, state: RunState) -> History:
                 parameters=measured.parameters,
                 macs=measured.macs,
                 metric=measured.metric and measured.metric.model_dump(mode="json"),
+                certificate=str(artifact.facts.get(CERTIFICATE, "")),
                 verdicts=tuple(gate.reproducible(verdict) for gate, verdict in verdicts),
             )
         )

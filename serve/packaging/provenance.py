@@ -148,6 +148,8 @@ def _history_section(history: History) -> list[str]:
     columns = ("stage", "kind", "metric", "bytes", "weights", "multiply-accumulates", "artifact")
     stages, verdicts, bounds = [], [], []
     for stage in history.stages:
+        if stage.certificate:
+            bounds.append(f"{markdown_text(stage.name)}: {markdown_text(stage.certificate)}")
         metric = stage.metric
         shown = f"{metric['name']} {metric['value']:.4f} on {metric['split']}" if metric else "–"
         texts = map(markdown_text, (stage.name, stage.kind, shown))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import model_validator
 
 from compress.common.config import Count, Positive
 from compress.common.errors import StageFailed
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
+
+LATENCIES: tuple[Literal["p95", "p99", "mean"], ...] = ("p95", "p99", "mean")
 
 
 class _RatioGate(Gate):
@@ -117,24 +121,57 @@ class MinSpeedup(MeasuredOnVal):
 
 
 class MaxLatency(MeasuredOnVal):
-    """The 95th percentile of the latency on `val` stays under a bound, on this machine."""
+    """A percentile or the mean of the latency on `val` stays under a bound, on this machine.
+
+    One of `p95_ms`, `p99_ms` and `mean_ms`.
+    """
 
     gate: Literal["max_latency"] = "max_latency"
-    p95_ms: Positive
+    p95_ms: Positive | None = None
     """Largest 95th percentile, in milliseconds."""
+    p99_ms: Positive | None = None
+    """Largest 99th percentile."""
+    mean_ms: Positive | None = None
+    """Largest mean, by which a `cascade` costs: a percentile may leave out what falls back."""
     batch: Count = 1
     """Samples per call."""
 
     limit_field = "p95_ms"
-    rule_template = "p95 at batch {batch} <= {p95_ms:g} ms"
     compares = False
 
+    @model_validator(mode="after")
+    def _limits_one_figure(self) -> Self:
+        given = [name for name in LATENCIES if getattr(self, f"{name}_ms") is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected one of p95_ms, p99_ms and mean_ms, found {len(given)}")
+        return self
+
+    @property
+    def figure(self) -> Literal["p95", "p99", "mean"]:
+        """Which figure is limited."""
+        return next(name for name in LATENCIES if getattr(self, f"{name}_ms") is not None)
+
+    @property
+    def limit(self) -> float:
+        """The milliseconds that are not to be exceeded."""
+        return float(getattr(self, f"{self.figure}_ms"))
+
+    @property
+    def rule(self) -> str:
+        """The rule, with the figure."""
+        return f"{self.figure} at batch {self.batch} <= {self.limit:g} ms"
+
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return what changes the value: the figure, and not its limit."""
+        key = {n: v for n, v in super().measurement_key().items() if not n.endswith("_ms")}
+        return key | {"figure": self.figure}
+
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the p95 latency in milliseconds."""
+        """Return the figure in milliseconds."""
         latency = context.compare_latency(before, after, self.batch).after
-        if latency.p95_doubt:
-            raise StageFailed(unmeasurable("p95 in ms", latency.p95_doubt))
-        return latency.p95
+        if doubt := latency.doubt_of(self.figure):
+            raise StageFailed(unmeasurable(f"{self.figure} in ms", doubt))
+        return float(getattr(latency, self.figure))
 
 
 class MaxMemory(MeasuredOnVal):

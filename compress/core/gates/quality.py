@@ -79,9 +79,9 @@ def too_few_samples(
         needed = samples_for(0.0, limit, confidence)
         if needed is not None and samples < needed:
             problem = (
-                f"{which}split 'val' has {samples} samples, and it takes {needed} to show the limit with "
-                f"{100 * confidence:g} % confidence, even if none of them is answered otherwise; "
-                f"bring more samples, or raise {setting}"
+                f"{which}split 'val' has {samples} samples, and it takes {needed} to show the "
+                f"limit with {100 * confidence:g} % confidence, even if none of them is answered "
+                f"otherwise; bring more samples, or raise {setting}"
             )
             yield Unmet((setting,), problem)
 
