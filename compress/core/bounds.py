@@ -65,9 +65,9 @@ def score_threshold(
     )
     if not allowed:
         return None
-    if len(counted) < allowed:
+    first = counted[allowed - 1] if len(counted) >= allowed else -math.inf
+    if first == -math.inf:
         return -math.inf
-    first = counted[allowed - 1]
     above = scores[scores > first]
     if not len(above):
         return None
