@@ -137,7 +137,9 @@ def trained(example: str, folder: Path) -> tuple[Artifact, Artifact]:
     file, out = folder / f"{example}.yaml", folder / example
     file.write_text(yaml.safe_dump(pipeline))
     program = Path(sys.executable).parent / "compress"
-    subprocess.run([program, "run", file, "--out", out], check=True, stdout=subprocess.DEVNULL)
+    if not (out / "artifacts" / "quantize_static").exists():  # else of an earlier call
+        command = [program, "run", file, "--out", out]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     before, after = (
         Artifact.from_directory(out / "artifacts" / stage) for stage in ("train", "quantize_static")
     )

@@ -96,7 +96,7 @@ class MaxDisagreement(Gate):
     def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound:
         """Compare both models' answers to each sample of `val`."""
         # All of them where a run judges quickly, too: 16 show nothing.
-        context = replace(context, is_quick=False)
+        context = replace(context.without_choosing_samples(after), is_quick=False)
         kind, names = _errors_of(context.task), [spec.name for spec in before.signature.outputs]
         errors, classes, count = list[torch.Tensor](), list[torch.Tensor](), 0
         for pair in paired_outputs(before, after, context):
@@ -127,6 +127,7 @@ class MaxDisagreement(Gate):
             measured=100 * changed / samples,
             samples=samples,
             changed=changed,
+            is_half=after.is_cascade,
             confidence=self.confidence,
             method=CLOPPER_PEARSON,
             classes=of_class,

@@ -179,9 +179,7 @@ class Gate(Settings):
                     dependence = context.batch_dependence(after)
                     after = OnDevice(after, device_named(name))
                     context.dependences[after.digest] = dependence
-                seen = context.without_choosing_samples(after)
-                if bound := self.bound(before, after, seen):
-                    bound = bound.model_copy(update={"is_half": seen is not context})
+                if bound := self.bound(before, after, context):
                     return self.verdict(bound.value, bound=bound)
                 value, outputs = self.measure_by_output(before, after, context)
                 uncertainty = self.uncertainty(before, after, context)

@@ -182,7 +182,7 @@ def test_latency_is_measured_at_the_gates_batch_size(slim, trained) -> None:
     comparison = SimpleNamespace(
         interval=Interval(1.5, 2.5),
         speedup_doubt="",
-        after=SimpleNamespace(p50=2, p95=7.0, p95_doubt=""),
+        after=SimpleNamespace(p50=2, p95=7.0, doubt_of=lambda figure: ""),
     )
     context = SimpleNamespace(compare_latency=lambda *args: calls.append(args) or comparison)
     assert MinSpeedup(ratio=1, batch=3).measure(trained, slim, context) == 1.5
@@ -256,6 +256,7 @@ class Recording:
     inputs: list[torch.Tensor] = field(default_factory=list)
     digest: str = "recording"
     only_device: str = ""
+    is_cascade: bool = False
     devices: list[str] = field(default_factory=list)
 
     def runs_on(self, device: str) -> str:
