@@ -160,11 +160,10 @@ def _run_stage(
     name = str(stage.model_fields["stage"].default)
     if file is not None:
         file = _target(name, file)
-    teacher = settings.get("teacher")
-    if isinstance(teacher, torch.nn.Module | Artifact):
-        settings["teacher"] = "teacher"
     if isinstance(settings.get("student"), torch.nn.Module):
         settings["student"] = {"factory": register_module(settings["student"])}
+    models = {n: v for n, v in settings.items() if isinstance(v, torch.nn.Module | Artifact)}
+    settings |= {setting: setting for setting in models}  # in place of an earlier stage's name
     try:
         step = stage.model_validate(settings)
     except ValidationError as error:
@@ -176,9 +175,7 @@ def _run_stage(
     given = {"train": train, "val": val, "calibration": calibration}
     splits = make_splits(data, parameters=forward_names(model), **given)
     source = as_artifact(model, splits, example_inputs, stage.reads())
-    others: dict[str, Artifact] = {}
-    if isinstance(teacher, torch.nn.Module | Artifact):
-        others["teacher"] = as_artifact(teacher, splits, example_inputs)
+    others = {n: as_artifact(model, splits, example_inputs) for n, model in models.items()}
     if splits is not None:
         names, dtypes = zip(*((x.name, x.dtype) for x in source.signature.inputs), strict=True)
         splits = replace(splits, input_names=names, input_dtypes=dtypes)

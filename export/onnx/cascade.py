@@ -101,13 +101,9 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         threshold, share, facts = self._choose(seen)
         graphs = [read(each.payload_path, weights=True) for each in (model, large)]
         graph, shared = joined(graphs[0], graphs[1], score, threshold)
-        (weights, macs), (more_weights, more_macs) = (
-            (each.parameters(), each.macs()) for each in (model, large)
-        )
-        if weights is not None and more_weights is not None:
-            facts["parameters"] = weights + more_weights - shared
-        if macs is not None and more_macs is not None:
-            facts["macs"] = macs + round(share * more_macs)  # of a row, on average
+        facts["parameters"] = model.parameters() + large.parameters() - shared
+        if None not in (counts := (model.macs(), large.macs())):
+            facts["macs"] = counts[0] + round(share * counts[1])  # of a row, on average
         if names := model.manifest.facts.get("class_names"):
             facts["class_names"] = names
         with OnnxModel.atomic_write(
@@ -130,24 +126,19 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
     def _refuse_others(self, model: OnnxModel, large: OnnxModel, context: Context) -> None:
         """Raise StageFailed for models that no rows can be moved between."""
         own, other = model.signature, large.signature
-        names = [[output.name for output in each.outputs] for each in (own, other)]
-        if own.inputs != other.inputs or names[0] != names[1]:
-            raise StageFailed(
-                f"{self.title}: the input model and {self.fallback!r} have other inputs or outputs "
-                f"({own.inputs}, {names[0]}; {other.inputs}, {names[1]}); expected two exports of "
-                "models with one interface"
+        problem = ""
+        if own.inputs != other.inputs or own.outputs != other.outputs:
+            names = [[x.name for x in (*each.inputs, *each.outputs)] for each in (own, other)]
+            problem = (
+                f"the input model and {self.fallback!r} have other inputs or outputs, {names[0]} "
+                f"and {names[1]}, or other types and shapes; expected two exports of one interface"
             )
-        if own.batch_axis is None or own.state is not None or other.state is not None:
-            raise StageFailed(
-                f"{self.title}: takes models without a state whose inputs have a batch axis of any "
-                "size, as rows are taken out of a batch"
-            )
-        for name, each in ((model.path.name, model), (self.fallback, large)):
-            if context.batch_dependence(each).depends:
-                raise StageFailed(
-                    f"{self.title}: answers of {name} depend on the other rows of a batch, so that "
-                    "rows cannot be taken out of it"
-                )
+        elif own.batch_axis is None or own.state is not None or other.state is not None:
+            problem = "takes models without a state, whose inputs have a batch axis of any size"
+        elif any(context.batch_dependence(each).depends for each in (model, large)):
+            problem = "answers depend on the other rows of a batch, so that none can be taken out"
+        if problem:
+            raise StageFailed(f"{self.title}: {problem}")
 
     def _compare(
         self, model: OnnxModel, large: OnnxModel, halves: Sequence[Splits], context: Context

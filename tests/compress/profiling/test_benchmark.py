@@ -371,3 +371,19 @@ def test_gates_refuse_uncertain_figures(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_measurement_keys_say_that_latency_is_measured_on_val() -> None:
     for gate in (MinSpeedup(ratio=1), MaxLatency(p95_ms=1), MaxMemory(mebibytes=1)):
         assert gate.measurement_key()["measured on"] == "val"
+
+
+def test_rows_that_take_longer_count_with_their_share(clock: Clock) -> None:
+    batches = [(torch.full((1, 1), float(i % 8 == 0)),) for i in range(64)]
+
+    def predict(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        clock.pass_time((1 + 4 * float(x)) / 1024)
+        return (x,)
+
+    models = clock.model(3), partial(nullcontext, predict)
+    found = compare(*models, batches, mixed=True)
+    mean = (7 * 1 + 5) / 8
+    assert found.speedup == pytest.approx(3 / mean)
+    assert found.after.mean == pytest.approx(1e3 * mean / 1024)
+    assert found.after.p50 == pytest.approx(1e3 / 1024)
+    assert found.after.p95 == found.after.p99 == pytest.approx(5e3 / 1024)

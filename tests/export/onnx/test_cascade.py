@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import compress
 from compress import Artifact, Context, EagerModel, MaxDisagreement, MaxDrop, MaxLatency
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
@@ -24,6 +25,8 @@ from compress.core.objectives.loss import Loss
 from compress.core.objectives.task import TASKS
 from compress.data.splits import Splits
 from compress.export import Cascade, ExportOnnx, OnnxModel
+from compress.serve.client.client import Client
+from tests.serve.served_here import TOKEN, serving
 
 SAMPLES, PERCENT, UNSURE = 500, 3.0, 0.2
 WRONG = 40  # samples of the smallest margins that the small model answers otherwise
@@ -274,6 +277,30 @@ def test_it_is_a_function(tmp_path: Path, exported) -> None:
     )
     by_stage = Cascade(fallback="float", percent=PERCENT)(small, made)
     assert by_stage.signature == small.signature
+
+
+def test_it_is_a_function_of_two_models(tmp_path: Path, exported) -> None:
+    file, x = tmp_path / "cascade.onnx", rows()
+    val = TensorDataset(x, torch.zeros(len(x), dtype=torch.long))
+    settings = {"fallback": exported("large"), "percent": PERCENT, "val": val}
+    model = compress.cascade(exported("small"), file, **settings)
+    assert model.manifest.facts["cascade"]["chosen_on"]["samples"] == SAMPLES // 2
+    session = onnxruntime.InferenceSession(str(file))
+    (scores,) = session.run(None, {"x": x[:9].numpy()})
+    assert np.array_equal(scores, answer(model, x[:9]).numpy())
+
+
+@pytest.mark.slow
+def test_a_server_gives_the_same_answers(exported, cascade) -> None:
+    x = rows()[:40]
+    model = cascade(rows())
+    with (
+        serving(model.path) as server,
+        Client(server.url, "cascade", model.signature, token=TOKEN, max_rows=16) as client,
+    ):
+        (scores,) = client.predict([x.numpy()])
+    threshold = model.manifest.facts["cascade"]["threshold"]
+    assert np.array_equal(scores, by_hand(x, threshold, exported).numpy())
 
 
 def simulated(samples: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
