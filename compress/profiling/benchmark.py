@@ -73,7 +73,8 @@ MOST_ROWS = 256  # samples of `val` in memory during measurement, unless two bat
 MIXED_ROWS, MIXED_BYTES = 2048, 2**28
 """Most samples, and bytes of them, where the time of a call depends on the sample."""
 MIXED_CALLS = 32
-"""Fewest calls of a turn there, each with other samples."""
+"""Fewest batches of a turn there; each is called :data:`MIXED_REPEATS` times, the median counts."""
+MIXED_REPEATS = 3
 
 
 class CallTimer:
@@ -157,7 +158,7 @@ class Latency(Settings):
     """99th percentile of the calls; None in measurements of older versions, as the next three."""
     p99_interval: Interval | None = None
     mean: float | None = None
-    """Mean over the calls, in milliseconds."""
+    """Mean over the batches, of each the median of its calls in a turn, in milliseconds."""
     mean_interval: Interval | None = None
     """95 % confidence interval of it, from the means of blocks of calls."""
     ventiles: tuple[float, ...] = ()
@@ -417,7 +418,7 @@ class _Blocks:
 
     def _turn(self, number: int) -> Batches:
         """Return the batch of a turn's calls, or where they are mixed that of each call."""
-        count = max(MIXED_CALLS, *self._calls) if self.mixed else 1
+        count = max(MIXED_CALLS, max(self._calls) // MIXED_REPEATS) if self.mixed else 1
         return [self.batches[(count * number + i) % len(self.batches)] for i in range(count)]
 
     @counting_paused()
@@ -462,20 +463,26 @@ class _Blocks:
     @counting_paused()
     def _measure_block(self, order: Sequence[int], turns: Sequence[Batches]) -> None:
         """Measure a round, and a second one in reverse order."""
-        block: list[list[list[float]]] = [[] for _ in self.models]
+        block: list[list[tuple[float, float]]] = [[] for _ in self.models]
         for batches, places in zip(turns, (order, reversed(order)), strict=False):
             for i in places:
                 calls = [partial(self._predictors[i], *batch) for batch in batches]
-                calls *= 1 if self.mixed else self._calls[i]
+                count = len(calls)
+                calls *= MIXED_REPEATS if self.mixed else self._calls[i]
                 # A first call finds another model's weights in the caches. Of mixed ones some more,
                 # as the rare calls that take longer need memory that no call had yet.
                 for call in calls[:MIXED_CALLS] if self.mixed else calls[1:2]:
                     call()
-                block[i].append([self.timer.call(call)[1] for call in calls])
-                self.times[i] += block[i][-1]
-        for i, turns_of_model in enumerate(block):
-            for own, average in ((self.medians, statistics.median), (self.means, statistics.fmean)):
-                own[i].append(1e3 * statistics.fmean(map(average, turns_of_model)))
+                times = [self.timer.call(call)[1] for call in calls]
+                self.times[i] += times
+                # Of each batch the median, or a single disturbed call would move the mean.
+                by_batch = [statistics.median(times[first::count]) for first in range(count)]
+                block[i].append((statistics.median(times), statistics.fmean(by_batch)))
+        for i, found in enumerate(block):
+            for own, figures in zip(
+                (self.medians, self.means), zip(*found, strict=True), strict=True
+            ):
+                own[i].append(1e3 * statistics.fmean(figures))
 
     def _latency(self, index: int) -> Latency:
         times = [1e3 * taken for taken in self.times[index]]
@@ -495,7 +502,7 @@ class _Blocks:
             p95_interval=p95,
             p99=quantile(times, 0.99),
             p99_interval=p99,
-            mean=statistics.fmean(times),
+            mean=statistics.fmean(self.means[index]),
             mean_interval=median_interval(self.means[index]),
             outliers=outliers / len(times),
             ventiles=tuple(float(f"{value:.4g}") for value in ventiles),

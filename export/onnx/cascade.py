@@ -128,7 +128,10 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         own, other = model.signature, large.signature
         problem = ""
         if own.inputs != other.inputs or own.outputs != other.outputs:
-            names = [[x.name for x in (*each.inputs, *each.outputs)] for each in (own, other)]
+            names = [
+                [x.name for x in each.inputs] + [x.name for x in each.outputs]
+                for each in (own, other)
+            ]
             problem = (
                 f"the input model and {self.fallback!r} have other inputs or outputs, {names[0]} "
                 f"and {names[1]}, or other types and shapes; expected two exports of one interface"

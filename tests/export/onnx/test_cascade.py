@@ -296,7 +296,7 @@ def test_a_server_gives_the_same_answers(exported, cascade) -> None:
     model = cascade(rows())
     with (
         serving(model.path) as server,
-        Client(server.url, "cascade", model.signature, token=TOKEN, max_rows=16) as client,
+        Client(server.url, "model", model.signature, token=TOKEN, max_rows=16) as client,
     ):
         (scores,) = client.predict([x.numpy()])
     threshold = model.manifest.facts["cascade"]["threshold"]
