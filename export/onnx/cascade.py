@@ -14,7 +14,7 @@ from compress.artifacts.artifact import CASCADE, CERTIFICATE, Artifact
 from compress.common.config import Ratio, Unmet
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
-from compress.core.bounds import samples_for, score_threshold, share_bound
+from compress.core.bounds import score_threshold, share_bound
 from compress.core.gates.disagreement import MaxDisagreement, labels_of
 from compress.core.gates.quality import paired_outputs, too_few_samples
 from compress.core.stage import Stage
@@ -161,8 +161,6 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
                 scores.append(how.measure(pair[1]))
                 labels = [labels_of(dict(zip(names, x, strict=True)), own) for x in pair]
                 changed.append((labels[0] != labels[1]).any(1))
-            if how is None or not scores:
-                raise StageFailed(f"{self.title} halves split 'val', which is too short")
             seen.append((torch.cat(scores).numpy(), torch.cat(changed).numpy()))
         assert how is not None
         return how, seen
@@ -176,14 +174,10 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         asked = f"{self.title}: at most {self.percent:g} % other labels {sure}"
         scores, changed = seen[0]
         if (threshold := score_threshold(scores, changed, limit, self.confidence)) is None:
-            needed = samples_for(0.0, limit, self.confidence) or 0
-            why = f"it takes {2 * needed} samples of `val`, of which one half chooses the threshold"
-            if len(scores) >= needed:
-                why = (
-                    f"of {len(scores)} samples {int(changed.sum())} differ, and too many of those "
-                    f"with the largest scores; {self.fallback} would have to answer all"
-                )
-            raise StageFailed(f"{asked} cannot be shown: {why}")
+            raise StageFailed(
+                f"{asked} cannot be shown: of {len(scores)} samples {int(changed.sum())} differ, "
+                f"that of the largest score, too; {self.fallback} would have to answer all"
+            )
         sure_of = [own > threshold for own, _ in seen]
         counts = [int((c & s).sum()) for (_, c), s in zip(seen, sure_of, strict=True)]
         samples = [len(s) for s in sure_of]
