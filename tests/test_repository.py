@@ -49,14 +49,14 @@ PUBLIC = {
     "MinTokensPerSecond Parallel Parity PipelineInvalid Predictor PruneChannels PruneLayers "
     "PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
     "QuantizeWeights RotateWeights Signature Splits Stage StageFailed Target TensorSpec "
-    "Train Training Unavailable Verdict consolidate convert_precision distill prune_channels "
-    "prune_layers prune_weights quantize_aware_training quantize_dynamic quantize_mixed "
+    "Train Training Unavailable Verdict cascade consolidate convert_precision distill "
+    "prune_channels prune_layers prune_weights quantize_aware_training quantize_dynamic quantize_mixed "
     "quantize_static quantize_weights rotate_weights train export_aot export_compressed_tensors "
     "export_executorch export_fastest export_genai export_gguf export_onnx "
     "export_openvino export_program export_tensorrt export_torchscript package_kserve "
     "package_torchserve package_triton auto load_data optimize bench html_of",
-    export: "AotModel CompressedTensorsModel ExecuTorchModel ExportAot ExportCompressedTensors "
-    "ExportExecuTorch ExportFastest ExportGenai ExportGguf ExportOnnx "
+    export: "AotModel Cascade CompressedTensorsModel ExecuTorchModel ExportAot "
+    "ExportCompressedTensors ExportExecuTorch ExportFastest ExportGenai ExportGguf ExportOnnx "
     "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript ExportedModel Exporter "
     "GenaiModel GgufModel OnnxModel OpenVINOModel Runtime TensorRTEngine TorchScriptModel",
     serve: "Client KServeService PackageKServe PackageTorchServe PackageTriton TorchServe "
