@@ -36,7 +36,7 @@ from compress.data.splits import Splits  # noqa: E402
 from compress.export import Cascade, ExportOnnx  # noqa: E402
 from compress.profiling.benchmark import compare_latencies, measured_batches  # noqa: E402
 
-PERCENT, SAMPLES, POOL, NOISE, SECONDS = 0.2, 5_000, 20_000, 0.35, 6
+PERCENT, SAMPLES, POOL, NOISE, SECONDS = 0.2, 5_000, 20_000, 0.35, 4
 CALIBRATED = {"clean": "clean digits", "noised": "noised digits, as `val` has"}
 
 
