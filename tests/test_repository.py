@@ -51,7 +51,8 @@ PUBLIC = {
     "QuantizeWeights RotateWeights Signature Splits Stage StageFailed Target TensorSpec "
     "Train Training Unavailable Verdict cascade consolidate convert_precision distill "
     "prune_channels prune_layers prune_weights quantize_aware_training quantize_dynamic "
-    "quantize_mixed quantize_static quantize_weights rotate_weights train export_aot export_compressed_tensors "
+    "quantize_mixed quantize_static quantize_weights rotate_weights train export_aot "
+    "export_compressed_tensors "
     "export_executorch export_fastest export_genai export_gguf export_onnx "
     "export_openvino export_program export_tensorrt export_torchscript package_kserve "
     "package_torchserve package_triton auto load_data optimize bench html_of",
