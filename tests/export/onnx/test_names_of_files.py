@@ -101,3 +101,22 @@ def test_a_name_that_two_tensors_or_an_input_would_have_is_not_given() -> None:
     model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
     strip_(model, {"p": "bias", "q": "bias", "r": "a", "s": "x", "absent": "t"})
     assert [*model.graph.initializers] == ["b", "c", "a", "d"]
+
+
+def test_axes_whose_names_have_one_python_name_stay_apart(tmp_path: Path) -> None:
+    values = {"x": ["a b", 4], "w": [4, "a_b"], "y": ["a b", "a_b"]}
+    x, w, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in values.items()
+    )
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x, w], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "f")
+    signature = signature_of("onnx", tmp_path / "f")
+    assert signature is not None
+    assert [spec.shape for spec in signature.inputs] == [("a_b", 4), (4, "a_b_")]
+    model = import_file("onnx", tmp_path / "f", signature, tmp_path / "model", to_module=True)
+    compress.export_onnx(model, tmp_path / "again.onnx")
+    exported = onnx.load(tmp_path / "again.onnx").graph
+    for value in (*exported.input, *exported.output):
+        dims = value.type.tensor_type.shape.dim
+        assert [dim.dim_param or dim.dim_value for dim in dims] == values[value.name]
