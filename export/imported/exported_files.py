@@ -209,7 +209,8 @@ def _import_onnx(
         raise PipelineInvalid(f"model.inputs: {file} has {given}, found {found}")
     given = [output.name for output in own.outputs]
     wanted = [o.name for o in signature.outputs if "outputs" in signature.model_fields_set]
-    if not set(wanted) <= set(given):
+    renames = len(wanted) == len(given) and not {*wanted} & {*given}
+    if not (renames or {*wanted} <= {*given}):
         raise PipelineInvalid(f"model.outputs names {wanted}, and {file} gives {given}")
     wanted = wanted or given
     outputs = tuple(OutputSpec(name=name) for name in wanted)
@@ -221,7 +222,11 @@ def _import_onnx(
     if model.ByteSize() >= MAX_ONNX_BYTES:
         raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
-    if wanted != given:
+    if renames:
+        for value, name in zip(model.graph.output, wanted, strict=True):
+            model.graph.node.append(onnx.helper.make_node("Identity", [value.name], [name]))
+            value.name = name
+    elif wanted != given:
         values = {value.name: value for value in model.graph.output}
         del model.graph.output[:]
         model.graph.output.extend(values[name] for name in wanted)
@@ -263,6 +268,9 @@ def _import_module(
 
     graph = read_graph(file)
     module = module_of(graph)
+    if "outputs" not in signature.model_fields_set:
+        outputs = tuple(OutputSpec(name=name) for name in module.output_names)
+        signature = signature.model_copy(update={"outputs": outputs})
     first = tuple(inputs or signature.example())
     examples = [first]
     if all(isinstance(spec.shape[0], str) for spec in signature.inputs if spec.shape):

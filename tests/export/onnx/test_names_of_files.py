@@ -14,6 +14,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import compress
+from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.core.gates.runtime import BaselineArtifact, in_runtime_of
 from compress.export.imported.exported_files import import_file, signature_of
@@ -120,3 +121,28 @@ def test_axes_whose_names_have_one_python_name_stay_apart(tmp_path: Path) -> Non
     for value in (*exported.input, *exported.output):
         dims = value.type.tensor_type.shape.dim
         assert [dim.dim_param or dim.dim_value for dim in dims] == values[value.name]
+
+
+@pytest.mark.parametrize("names", [None, ["scores"]])
+def test_names_of_outputs_are_the_files_or_given_anew(
+    names: list[str] | None, file: Path, tmp_path: Path
+) -> None:
+    changed = onnx.load(file)
+    changed.graph.node[-1].output[0] = changed.graph.output[0].name = "model/scale_0.tmp_1"
+    onnx.save(changed, file)
+    found = signature_of("onnx", file)
+    assert found is not None
+    given = {} if names is None else {"outputs": [{"name": name} for name in names]}
+    signature = Signature.model_validate({"inputs": found.inputs, **given})
+    wanted = names or ["model/scale_0.tmp_1"]
+    module = import_file("onnx", file, signature, tmp_path / "model", to_module=True)
+    original = import_file("onnx", file, module.signature, tmp_path / "original")
+    (x,) = found.example(3)
+    with module.open() as predict, original.open() as predict_original:
+        torch.testing.assert_close(predict(x)[0], predict_original(x)[0], rtol=1e-4, atol=1e-4)
+    exported = compress.export_onnx(module, tmp_path / "again.onnx")
+    for artifact in (module, original, exported):
+        assert [output.name for output in artifact.signature.outputs] == wanted
+    for artifact in (original, exported):
+        outputs = onnx.load(artifact.payload_path).graph.output
+        assert [value.name for value in outputs] == wanted
