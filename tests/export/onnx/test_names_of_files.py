@@ -146,3 +146,23 @@ def test_names_of_outputs_are_the_files_or_given_anew(
     for artifact in (original, exported):
         outputs = onnx.load(artifact.payload_path).graph.output
         assert [value.name for value in outputs] == wanted
+
+
+def test_a_recurrent_layer_of_a_file_is_quantized_as_any_other(tmp_path: Path) -> None:
+    shapes = {"w": (1, 64, 12), "r": (1, 64, 16), "b": (1, 128), "h": (1, 1, 16), "c": (1, 1, 16)}
+    weights = [
+        numpy_helper.from_array(RNG.normal(size=shape).astype(np.float32), name)
+        for name, shape in shapes.items()
+    ]
+    node = helper.make_node("LSTM", ["x", "w", "r", "b", "", "h", "c"], ["y"], hidden_size=16)
+    value = helper.make_tensor_value_info
+    x, y = value("x", TensorProto.FLOAT, ["steps", 1, 12]), value("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph([node], "g", [x], [y], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "f")
+    signature = signature_of("onnx", tmp_path / "f")
+    assert signature is not None
+    model = import_file("onnx", tmp_path / "f", signature, tmp_path / "model", to_module=True)
+    small = compress.quantize_dynamic(model)
+    assert small.manifest.facts["quantized_operators"] == {"lstm": 1}
+    exported = onnx.load(compress.export_onnx(small, tmp_path / "small.onnx").payload_path)
+    assert "DynamicQuantizeLSTM" in [node.op_type for node in exported.graph.node]
