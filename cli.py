@@ -393,6 +393,7 @@ def verify(
     "compress serve net.onnx",
     "compress serve A=runs/a/artifacts/onnx A@2=runs/b/artifacts/onnx --canary A@2=5%",
     "compress serve --watch models --grpc-port 8001",
+    "compress serve runs/pipeline/artifacts/export_onnx --shadow 1%",
 )
 def serve(
     artifacts: Annotated[
@@ -422,14 +423,31 @@ def serve(
         int | None, typer.Option(min=1, max=65535, help="Answer over gRPC there, too.")
     ] = None,
     traces: Annotated[str, typer.Option(help="URL of an OTLP collector for traces.")] = "",
+    shadow: Annotated[
+        str | None, typer.Option(help="1%: its share of answers to compare with the float model's.")
+    ] = None,
+    shadow_limit: Annotated[
+        str | None, typer.Option(help="1%: other answers allowed; the run's gate says it.")
+    ] = None,
+    shadow_model: Annotated[
+        Path | None, typer.Option(help="Compared with; what the run compared it with.")
+    ] = None,
+    shadow_state: Annotated[
+        Path | None, typer.Option(help="File of what is found; ARTIFACT.shadow.json.")
+    ] = None,
+    shadow_readiness: Annotated[
+        bool, typer.Option("--shadow-readiness", help="Not ready once the limit is broken.")
+    ] = False,
 ) -> None:
     """Serve models over HTTP."""
     with console.fast_imports():
         from compress.serve.http.options import Limits, Options
-        from compress.serve.serve_command import canary_shares, serve_artifacts
+        from compress.serve.serve_command import canary_shares, serve_artifacts, shadow_options
+    watched = shadow_limit, shadow_model, shadow_state, shadow_readiness
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
     sizes |= {"sha256": sha256, "watch": watch, "canaries": canary_shares(canary or [])}
     sizes |= {"repository_api": repository_api, "grpc_port": grpc_port, "traces": traces}
+    sizes |= {"shadow": shadow_options(artifacts or [], shadow, *watched)}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
     serve_artifacts(
         artifacts or [],
@@ -437,6 +455,17 @@ def serve(
         token_file,
         lambda p: console.print_result(asdict(p), p.lines(), indent=None),
     )
+
+
+@command("compress monitor runs/pipeline/artifacts/export_onnx.shadow.json --html monitor.html")
+def monitor(
+    state: Annotated[Path, typer.Argument(metavar="STATE", help="ARTIFACT.shadow.json.")],
+    html: Annotated[Path | None, typer.Option(help="Write a page with a plot.")] = None,
+) -> None:
+    """Show what `compress serve --shadow` has found; exit 3 where its limit is broken."""
+    from compress.pipelines.commands.monitor import monitor_command
+
+    monitor_command(state, html)
 
 
 @command('compress generate runs/lm/artifacts/export_genai "The "')

@@ -28,6 +28,7 @@ from compress.serve.http import multiprocess, uvicorn_server
 from compress.serve.http.loaded_model import open_model
 from compress.serve.http.model_repository import NAME, VERSION, ModelRepository
 from compress.serve.packaging.request_forms import forms_of
+from compress.serve.shadow.options import ShadowOptions
 from compress.serve.torchserve.served_archive import (
     check_archive,
     default_name,
@@ -176,13 +177,49 @@ def canary_shares(given: Sequence[str]) -> dict[str, tuple[str, float]]:
     shares: dict[str, tuple[str, float]] = {}
     for each in given:
         named = GIVEN.fullmatch(each)
-        percent = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", named[3]) if named else None
-        if named is None or named[2] is None or percent is None or float(percent[1]) > 100:
+        percent = percent_in(named[3]) if named else None
+        if named is None or named[2] is None or percent is None:
             raise PipelineInvalid(
                 f"--canary {each}: expected NAME@VERSION=PERCENT%, as in net@2=5%"
             )
-        shares[named[1]] = named[2], float(percent[1]) / 100
+        shares[named[1]] = named[2], percent / 100
     return shares
+
+
+def percent_in(text: str) -> float | None:
+    """Return the number of a text such as `1%`; None for others."""
+    found = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
+    return float(found[1]) if found and float(found[1]) <= 100 else None
+
+
+def shadow_options(
+    given: Sequence[str | Path],
+    shadow: str | None,
+    limit: str | None,
+    model: Path | None,
+    state: Path | None,
+    decides_readiness: bool,
+) -> ShadowOptions | None:
+    """Return the options of `--shadow`; PipelineInvalid where they do not fit, or are alone."""
+    if shadow is None:
+        if limit or model or state or decides_readiness:
+            raise PipelineInvalid("--shadow-… are for --shadow: give it a share, as --shadow 1%")
+        return None
+    percents = {"--shadow": percent_in(shadow), "--shadow-limit": percent_in(limit or "1%")}
+    for (name, percent), text in zip(percents.items(), (shadow, limit), strict=True):
+        if not percent or (name == "--shadow-limit" and percent >= 100):
+            raise PipelineInvalid(f"{name} {text}: expected a percentage above 0, as in 1%")
+    (path,) = [*named_paths(given).values()][:1] or [Path()]
+    if (path.parent / MANIFEST).is_file():
+        path = path.parent
+    return ShadowOptions(
+        artifact=path,
+        share=(percents["--shadow"] or 0) / 100,
+        state=state or path.with_name(f"{path.name}.shadow.json"),
+        model=model,
+        percent=percents["--shadow-limit"] if limit else None,
+        decides_readiness=decides_readiness,
+    )
 
 
 def _refuse_unclear(paths: Mapping[Key, Path], options: Options) -> None:
@@ -193,6 +230,16 @@ def _refuse_unclear(paths: Mapping[Key, Path], options: Options) -> None:
         raise PipelineInvalid(f"--watch {options.watch}: no such directory")
     if (len(paths) != 1 or options.watch) and (options.sha256 or options.report):
         raise PipelineInvalid("--sha256 and --report are of one artifact: serve it alone")
+    if options.shadow and (
+        len(paths) != 1
+        or options.watch
+        or options.processes > 1
+        or any(map(is_archive, paths.values()))
+    ):
+        raise PipelineInvalid(
+            "--shadow compares one artifact's answers in one process: serve it alone, without "
+            "--processes and --watch, and for an archive the artifact in its run's folder"
+        )
     if options.processes > 1 and options.repository_api:
         raise PipelineInvalid(
             "--repository-api would change one of the --processes: replace models by --watch or "

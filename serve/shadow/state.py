@@ -1,0 +1,135 @@
+"""What a server's comparisons have shown so far: counts, bounds and the verdict, kept in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from compress.common.config import Settings
+from compress.common.errors import ArtifactInvalid
+from compress.common.sealed_json import read_sealed
+from compress.core.anytime_bounds import first_bets, held_back, next_bets, share_bounds
+from compress.core.gates.disagreement import MaxDisagreement
+
+KEPT_POINTS = 128
+"""Most points of the history."""
+
+
+class Subject(Settings):
+    """What is compared, and what counts as another answer."""
+
+    served: str
+    """Digest of the artifact that answers the clients."""
+    uncompressed: str
+    """Digest of the artifact that it is compared with."""
+    gate: MaxDisagreement
+    """The limit that is watched, and the error of an answer that counts as another."""
+    task: str | None = None
+    """Kind of the answers; None for the label of the largest score."""
+
+
+class ShadowState(Settings):
+    """The comparisons of a server with the same two models, over all its restarts."""
+
+    version: Literal[1] = 1
+    of: Subject
+    since: str
+    """When the first request was received, UTC."""
+    requests: int = 0
+    """Requests that were answered."""
+    dropped: int = 0
+    """Requests that were drawn and not compared: too many others waited."""
+    failed: int = 0
+    """Requests that the uncompressed model could not answer, or not alike."""
+    compared: int = 0
+    other: int = 0
+    """Compared requests that were answered otherwise."""
+    bets: tuple[float, ...] = tuple(first_bets())
+    broken_at: str = ""
+    """When the evidence sufficed that the share was above the limit, UTC; empty before that."""
+    history: tuple[tuple[int, int, int], ...] = ()
+    """Requests, compared and other ones at some moments, evenly spaced in compared ones."""
+
+    def after(self, differs: bool) -> ShadowState:
+        """Return the state with one more comparison."""
+        bets, limit, broken_at = self.bets, self.of.gate.percent / 100, self.broken_at
+        if not broken_at:  # afterwards they would only grow, beyond all numbers
+            bets = tuple(next_bets([*bets], self.compared, differs, limit))
+        compared, other = self.compared + 1, self.other + differs
+        every = 1 << max(0, compared.bit_length() - KEPT_POINTS.bit_length() + 1)
+        history = self.history
+        if compared % every == 0:
+            history = (
+                *(point for point in history if point[1] % every == 0),
+                (self.requests, compared, other),
+            )
+        changed = {"compared": compared, "other": other, "bets": bets, "history": history}
+        found = self.model_copy(update=changed)
+        if not broken_at and found.evidence >= found.needed_evidence:
+            found = found.model_copy(update={"broken_at": now()})
+        return found
+
+    @property
+    def evidence(self) -> float:
+        """Evidence that the share was above the limit; it stays as it is once it suffices."""
+        return sum(self.bets) + held_back(self.compared, self.of.gate.percent / 100)
+
+    @property
+    def needed_evidence(self) -> float:
+        """Evidence that suffices."""
+        return 1 / (1 - self.of.gate.confidence)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of the share of other answers, in percent."""
+        return self.bounds_at(self.compared, self.other)
+
+    def bounds_at(self, compared: int, other: int) -> tuple[float, float]:
+        """Return the bounds after so many comparisons, in percent."""
+        low, high = share_bounds(other, compared, self.of.gate.confidence)
+        return 100 * low, 100 * high
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict and the figures."""
+        gate, (low, high) = self.of.gate, self.bounds
+        sure = f"{100 * gate.confidence:g} %"
+        verdict = f"broken since {self.broken_at}" if self.broken_at else "not broken"
+        yield f"limit of {gate.percent:g} % other answers: {verdict}"
+        yield f"requests: {self.requests} since {self.since}"
+        yield f"compared: {self.compared}; dropped: {self.dropped}; failed: {self.failed}"
+        share = f"{100 * self.other / self.compared:.3g} %" if self.compared else "none compared"
+        yield (
+            f"other answers: {self.other} ({share}; bounds that hold at every moment, {sure} each: "
+            f"{low:.3g} to {high:.3g} %)"
+        )
+        yield (
+            f"evidence that the share was above the limit: {self.evidence:.3g}, "
+            f"{self.needed_evidence:.3g} suffices"
+        )
+        yield f"served: {self.of.served}"
+        yield f"uncompressed: {self.of.uncompressed}"
+
+
+def now() -> str:
+    """Return the time of day, to the second, UTC."""
+    return datetime.now(UTC).isoformat(" ", "seconds")
+
+
+def read_state(file: Path, subject: Subject | None = None) -> ShadowState | None:
+    """Return the state in a file; None where there is no file.
+
+    ArtifactInvalid where it was changed by hand, or is of another `subject`.
+    """
+    try:
+        state = read_sealed(file, ShadowState)
+    except FileNotFoundError:
+        return None
+    for name, expected in dict(subject or {}).items():
+        if (found := getattr(state.of, name)) != expected:
+            raise ArtifactInvalid(
+                f"{file}: is of {name} {found}, expected {expected}; delete it to begin anew, or "
+                "name another file with --shadow-state"
+            )
+    return state
