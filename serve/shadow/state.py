@@ -128,8 +128,9 @@ def read_state(file: Path, subject: Subject | None = None) -> ShadowState | None
         return None
     for name, expected in dict(subject or {}).items():
         if (found := getattr(state.of, name)) != expected:
+            said, wanted = (getattr(each, "rule", each) for each in (found, expected))
             raise ArtifactInvalid(
-                f"{file}: is of {name} {found}, expected {expected}; delete it to begin anew, or "
+                f"{file}: is of {name} {said}, expected {wanted}; delete it to begin anew, or "
                 "name another file with --shadow-state"
             )
     return state
