@@ -423,31 +423,24 @@ def serve(
         int | None, typer.Option(min=1, max=65535, help="Answer over gRPC there, too.")
     ] = None,
     traces: Annotated[str, typer.Option(help="URL of an OTLP collector for traces.")] = "",
-    shadow: Annotated[
-        str | None, typer.Option(help="1%: its share of answers to compare with the float model's.")
-    ] = None,
-    shadow_limit: Annotated[
-        str | None, typer.Option(help="1%: other answers allowed; the run's gate says it.")
-    ] = None,
-    shadow_model: Annotated[
-        Path | None, typer.Option(help="Compared with; what the run compared it with.")
-    ] = None,
-    shadow_state: Annotated[
-        Path | None, typer.Option(help="File of what is found; ARTIFACT.shadow.json.")
-    ] = None,
+    shadow: Annotated[str | None, typer.Option(help="1%: share of answers to compare.")] = None,
+    shadow_limit: Annotated[str | None, typer.Option(help="1%: other answers allowed.")] = None,
+    shadow_model: Annotated[Path | None, typer.Option(help="The uncompressed model.")] = None,
+    shadow_state: Annotated[Path | None, typer.Option(help="Keeps what was found.")] = None,
     shadow_readiness: Annotated[
-        bool, typer.Option("--shadow-readiness", help="Not ready once the limit is broken.")
+        bool, typer.Option("--shadow-readiness", help="Not ready once too many differ.")
     ] = False,
 ) -> None:
     """Serve models over HTTP."""
     with console.fast_imports():
         from compress.serve.http.options import Limits, Options
         from compress.serve.serve_command import canary_shares, serve_artifacts, shadow_options
-    watched = shadow_limit, shadow_model, shadow_state, shadow_readiness
+    watched: Any = {"model": shadow_model, "state": shadow_state}
+    watched |= {"decides_readiness": shadow_readiness}
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
     sizes |= {"sha256": sha256, "watch": watch, "canaries": canary_shares(canary or [])}
     sizes |= {"repository_api": repository_api, "grpc_port": grpc_port, "traces": traces}
-    sizes |= {"shadow": shadow_options(artifacts or [], shadow, *watched)}
+    sizes |= {"shadow": shadow_options(artifacts or [], shadow, shadow_limit, **watched)}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
     serve_artifacts(
         artifacts or [],

@@ -56,6 +56,7 @@ NO_TLS = (
 )
 MAX_JSON_VALUES = 1024  # more are sent as raw bytes, to keep the command short enough to read
 GIVEN = re.compile(f"({NAME.pattern})(?:@({VERSION.pattern}))?=(.+)")  # NAME@VERSION=path
+PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?)%")
 EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 
@@ -177,49 +178,35 @@ def canary_shares(given: Sequence[str]) -> dict[str, tuple[str, float]]:
     shares: dict[str, tuple[str, float]] = {}
     for each in given:
         named = GIVEN.fullmatch(each)
-        percent = percent_in(named[3]) if named else None
-        if named is None or named[2] is None or percent is None:
+        percent = PERCENT.fullmatch(named[3]) if named else None
+        if named is None or named[2] is None or percent is None or float(percent[1]) > 100:
             raise PipelineInvalid(
                 f"--canary {each}: expected NAME@VERSION=PERCENT%, as in net@2=5%"
             )
-        shares[named[1]] = named[2], percent / 100
+        shares[named[1]] = named[2], float(percent[1]) / 100
     return shares
 
 
-def percent_in(text: str) -> float | None:
-    """Return the number of a text such as `1%`; None for others."""
-    found = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
-    return float(found[1]) if found and float(found[1]) <= 100 else None
-
-
 def shadow_options(
-    given: Sequence[str | Path],
-    shadow: str | None,
-    limit: str | None,
-    model: Path | None,
-    state: Path | None,
-    decides_readiness: bool,
+    given: Sequence[str | Path], share: str | None, limit: str | None, **others: Any
 ) -> ShadowOptions | None:
-    """Return the options of `--shadow`; PipelineInvalid where they do not fit, or are alone."""
-    if shadow is None:
-        if limit or model or state or decides_readiness:
-            raise PipelineInvalid("--shadow-… are for --shadow: give it a share, as --shadow 1%")
+    """Return how answers are compared, None for not; PipelineInvalid for unclear options."""
+    if share is None:
+        if limit or any(others.values()):
+            raise PipelineInvalid("--shadow-… needs the share of requests: --shadow 1%")
         return None
-    percents = {"--shadow": percent_in(shadow), "--shadow-limit": percent_in(limit or "1%")}
-    for (name, percent), text in zip(percents.items(), (shadow, limit), strict=True):
-        if not percent or (name == "--shadow-limit" and percent >= 100):
+    percents = []
+    for name, text in {"--shadow": share, "--shadow-limit": limit or "100%"}.items():
+        found = PERCENT.fullmatch(text)
+        if not found or not 0 < float(found[1]) <= 100:
             raise PipelineInvalid(f"{name} {text}: expected a percentage above 0, as in 1%")
-    (path,) = [*named_paths(given).values()][:1] or [Path()]
+        percents.append(float(found[1]))
+    path = next(iter(named_paths(given).values()), Path())
     if (path.parent / MANIFEST).is_file():
         path = path.parent
-    return ShadowOptions(
-        artifact=path,
-        share=(percents["--shadow"] or 0) / 100,
-        state=state or path.with_name(f"{path.name}.shadow.json"),
-        model=model,
-        percent=percents["--shadow-limit"] if limit else None,
-        decides_readiness=decides_readiness,
-    )
+    others["state"] = others["state"] or path.with_name(f"{path.name}.shadow.json")
+    percent = percents[1] if limit else None
+    return ShadowOptions(artifact=path, share=percents[0] / 100, percent=percent, **others)
 
 
 def _refuse_unclear(paths: Mapping[Key, Path], options: Options) -> None:

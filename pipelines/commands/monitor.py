@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import ArtifactInvalid, GateRefused
-from compress.pipelines.reporting.svg_plots import LEFT, LOW_FLOOR, RIGHT, TOP, Plot, axis_for
+from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
 from compress.pipelines.system.templates import render_template
 from compress.pipelines.terminal import console
 from compress.serve.shadow.state import ShadowState, read_state
+
+DRAWN = 24  # most points of the plot, whose intervals would else cover each other
 
 
 def monitor_command(file: Path, html: Path | None) -> None:
@@ -22,9 +25,8 @@ def monitor_command(file: Path, html: Path | None) -> None:
     if html is not None:
         page = render_template("monitor.html.jinja", name=file.name, state=state, plot=plot(state))
         write_atomically(html, page)
-    low, high = state.bounds
-    figures = {"lower": low, "upper": high, "evidence": state.evidence}
-    console.print_result(state.model_dump(mode="json") | figures, state.lines())
+    content = state.figures() | state.model_dump(mode="json", include={"of", "history"})
+    console.print_result(content, state.lines())
     if state.broken_at:
         raise GateRefused(
             f"{file}: more than {state.of.gate.percent:g} % of the requests are answered otherwise "
@@ -35,34 +37,24 @@ def monitor_command(file: Path, html: Path | None) -> None:
 
 def plot(state: ShadowState) -> Plot | None:
     """Lay out the share of other answers over the requests, its bounds, and the limit."""
-    points = [*state.history, (state.requests, state.compared, state.other)]
-    points = [point for point in points if point[1]]
-    if not points:
-        return None
-    requests = [point[0] for point in points]
-    lows, highs = zip(*(state.bounds_at(*point[1:]) for point in points), strict=True)
-    shares = [100 * other / compared for _, compared, other in points]
-    limit = state.of.gate.percent
-    x_axis = axis_for([0, *requests], LEFT, RIGHT)
-    # Bounds of few comparisons are wide, and would make all others look flat.
-    top = max(3 * limit, *shares[len(shares) // 4 :], 2 * highs[-1])
-    y_axis = axis_for([0.0, min(top, 100.0)], LOW_FLOOR, TOP)
-    lines = [
-        " ".join(
-            f"{x_axis.position(x)},{y_axis.clamped_position(y)}"
-            for x, y in zip(requests, values, strict=True)
-        )
-        for values in (lows, shares, highs, [limit] * len(points))
+    points = [*state.history[:: 1 + len(state.history) // DRAWN]]
+    points += [(state.requests, state.compared, state.other)] if state.compared else []
+    limit, drawn = state.of.gate.percent, []
+    for requests, compared, other in points:
+        low, share, high = state.percents(compared, other)
+        title = f"{requests} requests: {share:.3g} %, {low:.3g} to {high:.3g} %"
+        drawn.append(Point("", title, requests, share, y_interval=(low, high)))
+    ends = [
+        Point("limit", f"limit {limit:g} %", point[0], limit) for point in points[:1] + points[-1:]
     ]
-    return Plot(
+    counted = f"{state.compared} compared"
+    names = ("requests", "% answered otherwise")
+    shown = scatter_plot(
+        [*ends, *drawn],
+        (0, 1),
         title="Share of other answers",
-        description=f"Now {shares[-1]:.3g} %, between {lows[-1]:.3g} and {highs[-1]:.3g} %; the "
-        f"limit is {limit:g} %.",
-        x_name="requests",
-        y_name="% answered otherwise",
-        y_note="with both bounds; flat: the limit",
-        xs=[(x_axis.position(v), f"{v:,.0f}") for v in x_axis.ticks(4)],
-        ys=[(y_axis.position(v), f"{v:g}") for v in y_axis.ticks(3)],
-        floor=LOW_FLOOR,
-        lines=tuple(lines),
+        names=names,
+        shown="{:,.0f}".format,
+        counted=counted,
     )
+    return replace(shown, description=drawn[-1].title) if drawn else None

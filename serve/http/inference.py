@@ -22,7 +22,6 @@ from compress.serve.http.shared_state import (
     SMALL_BYTES,
     Served,
 )
-from compress.serve.shadow.options import Asked
 from compress.serve.shadow.sampler import Sampler
 from compress.serve.worker import wire
 from compress.serve.worker.tensors import describe_error, inference_error, output_fault
@@ -69,11 +68,7 @@ def load_inference(
             resources.callback(helper.close)
         sampler = None
         if options.shadow is not None:
-            sampler = Sampler(
-                Asked(options.shadow, model.digest, model.signature, options.report),
-                rows_stay_first=model.interface.rows_stay_first,
-                joins_rows=not model.not_joined and model.signature.smallest_batch == 1,
-            )
+            sampler = Sampler(options.shadow, options.report, model.digest, model.signature)
             resources.callback(sampler.close)
         kept = resources.pop_all()
 
@@ -125,7 +120,12 @@ class Inference(Served):
         self.decoder = request_decoder(model, limits)
         self._helper, self.sampler = helper, sampler
         if sampler is not None:
-            sampler.start({"model": model.name, "version": version}, shared.metrics.registry)
+            sampler.start(
+                {"model": model.name, "version": version},
+                shared.metrics.registry,
+                has_rows=model.interface.rows_stay_first,
+                joins_rows=not model.not_joined and model.signature.smallest_batch == 1,
+            )
         self.tasks = set[asyncio.Task[Response]]()
 
     def addresses(self, *, of_version: bool) -> list[str]:

@@ -1,14 +1,9 @@
-"""Options of `compress serve --shadow`, and what the comparing process is asked to do."""
+"""Options of `compress serve --shadow`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from compress.common.signature import Signature
-
 
 WRITE_SECONDS = 1.0
 """Between two times that what was found is written, and shown in `/metrics`."""
@@ -16,7 +11,7 @@ WRITE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class ShadowOptions:
-    """Options of `compress serve --shadow`."""
+    """How answers are compared with the uncompressed model's."""
 
     artifact: Path
     """What answers the clients, as it was named."""
@@ -30,14 +25,3 @@ class ShadowOptions:
     """Limit of other answers; by default what the run's gate `max_disagreement` certified."""
     decides_readiness: bool = False
     """Whether the server is not ready once the limit is broken."""
-
-
-class Asked(NamedTuple):
-    """What a server asks its process to do."""
-
-    options: ShadowOptions
-    digest: str
-    """Of the artifact that answers the clients."""
-    signature: Signature
-    report: Path | None
-    """report.json of the run that made it; by default the one in its run's folder."""

@@ -5,98 +5,105 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import pickle
 import random
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Metric
 
 from compress.common import errors
 from compress.common.errors import StageFailed
+from compress.common.process import start_module
 from compress.serve.shadow.options import WRITE_SECONDS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prometheus_client import CollectorRegistry
 
-    from compress.serve.shadow.options import Asked
+    from compress.common.signature import Signature
+    from compress.serve.shadow.options import ShadowOptions
     from compress.serve.worker.tensors import Array
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # time to import torch and to open the model
-STOP_SECONDS = 10.0  # time for the last comparison, and to write the state
+STOP_SECONDS = 10.0  # time for the comparisons that wait, and to write the state
 QUEUE_BYTES = 16 * 2**20
 """Bytes of requests that wait to be compared; while there are as many, others are dropped."""
-SHOWN = {
-    "requests": "Requests answered since the comparison began",
-    "compared": "Requests that the uncompressed model answered, too",
-    "other": "Compared requests that were answered otherwise",
-    "dropped": "Requests that were drawn and not compared, as others waited",
-    "failed": "Requests that the uncompressed model could not answer",
-    "limit": "Percent of other answers that are allowed",
-    "lower": "Lower bound of the percent of other answers, valid at every moment",
-    "upper": "Upper bound of the percent of other answers, valid at every moment",
-    "evidence": "Evidence that the share was above the limit",
+METRICS = {
+    "shadow_requests": "Requests answered since the comparison began",
+    "shadow_compared": "Requests that the uncompressed model answered, too",
+    "shadow_other": "Compared requests that were answered otherwise",
+    "shadow_dropped": "Requests that were drawn and not compared, as others waited",
+    "shadow_failed": "Requests that the uncompressed model could not answer",
+    "shadow_limit": "Percent of other answers that are allowed",
+    "shadow_lower": "Lower bound of the percent of other answers, valid at every moment",
+    "shadow_upper": "Upper bound of the percent of other answers, valid at every moment",
+    "shadow_evidence": "Evidence that the share was above the limit",
+    "shadow_up": "Whether requests are compared",
+    "certificate_broken": "Whether the evidence has sufficed",
 }
 
 
 class Sampler(asyncio.Protocol):
     """Sends requests to a process of its own, without waiting, and keeps what that reports."""
 
-    def __init__(self, asked: Asked, *, rows_stay_first: bool, joins_rows: bool) -> None:
+    def __init__(
+        self, options: ShadowOptions, report: Path | None, digest: str, signature: Signature
+    ) -> None:
         """Start the process, and wait until it has opened model and state; raise what it raises.
 
-        `rows_stay_first`: whether axis 0 of the outputs counts the rows of the inputs;
-        `joins_rows`: whether a row may be answered alone.
+        `digest` and `signature` are those of the artifact that answers, `report` of its run.
         """
-        self._asked = asked
-        self._rows_stay_first, self._joins_rows = rows_stay_first, joins_rows
-        self._socket, theirs = socket.socketpair()
-        path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "compress.serve.shadow.comparison",
-                    str(theirs.fileno()),
-                ],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+        self._options = options
         self._transport: Any = None
         self._registry: CollectorRegistry | None = None
         self._received, self._is_closed = b"", False
-        self.found: dict[str, Any] = {}
+        self._found: dict[str, Any] = {}
         """The last report of the process."""
-        try:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = start_module(
+                "compress.serve.shadow.comparison", theirs, OMP_NUM_THREADS="1"
+            )
+        found = {"kind": "", "message": "the process that compares answers did not start"}
+        with suppress(OSError, ValueError):
             self._socket.settimeout(START_SECONDS)
-            self._socket.sendall(_frame(asked))
-            found = json.loads(self._socket.makefile().readline() or "{}")
-        except OSError:
-            found = {}
-        if "limit" not in found:
+            self._send_to(self._socket.sendall, (options, report, digest, signature))
+            found = json.loads(self._socket.makefile().readline())
+        if "kind" in found:
             self.close()
-            known = getattr(errors, found.get("kind", ""), StageFailed)
-            lines = found.get("lines", ["the process that compares answers did not start"])
-            raise known("; ".join(lines))
-        self._report(found)
-        self.requests, self.dropped = found["requests"], found["dropped"]
+            raise getattr(errors, found["kind"], StageFailed)(found["message"])
+        self._take(found)
+        self.requests, self.dropped = self._found["requests"], self._found["dropped"]
 
-    def start(self, labels: dict[str, str], registry: CollectorRegistry) -> None:
-        """Begin to send, in the event loop, and to show what is found with these labels."""
+    @staticmethod
+    def _send_to(write: Any, content: Any) -> None:
+        # As `multiprocessing.connection.Connection` reads it.
+        message = pickle.dumps(content, protocol=5)
+        write(struct.pack("!i", len(message)) + message)
+
+    def start(
+        self,
+        labels: dict[str, str],
+        registry: CollectorRegistry,
+        *,
+        has_rows: bool,
+        joins_rows: bool,
+    ) -> None:
+        """Begin to send, in the event loop, and to show what is found with these labels.
+
+        `has_rows`: whether axis 0 of the outputs counts the rows of the inputs; `joins_rows`:
+        whether a row may be answered alone.
+        """
         self._labels, self._registry = labels, registry
+        self._has_rows, self._joins_rows = has_rows, joins_rows
         registry.register(self)
         self._loop = asyncio.get_running_loop()
         connecting = self._loop.create_connection(lambda: self, sock=self._socket)
@@ -105,29 +112,29 @@ class Sampler(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         """Send the counts from now on, so that they are written."""
         self._transport = transport
-        self._tick()
+        self._send_counts()
 
-    def _tick(self) -> None:
+    def _send_counts(self) -> None:
         if self._transport is not None:
             if not self._transport.get_write_buffer_size():
-                self._transport.write(_frame((self.requests, self.dropped, None)))
-            self._timer = self._loop.call_later(WRITE_SECONDS, self._tick)
+                self._send_to(self._transport.write, (self.requests, self.dropped, None))
+            self._loop.call_later(WRITE_SECONDS, self._send_counts)
 
     def data_received(self, data: bytes) -> None:
         """Take reports of the process."""
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
-            self._report(json.loads(line))
+            self._take(json.loads(line))
 
-    def _report(self, found: dict[str, Any]) -> None:
-        before, self.found = self.found, found
+    def _take(self, found: dict[str, Any]) -> None:
+        before, self._found = self._found, found
         if found["error"] and not before.get("error"):
             logger.error("shadow: a request was not compared: %s", found["error"])
         if found["broken_at"] and not before.get("broken_at"):
             logger.error(
-                "certificate broken: %d of %d compared requests were answered otherwise than by "
-                "the uncompressed model, and the limit is %g %% (broken at %s)",
-                *(found[name] for name in ("other", "compared", "limit", "broken_at")),
+                "certificate broken at %s: of %d compared requests %d are answered otherwise than "
+                "by the uncompressed model, and the limit is %g %%",
+                *(found[name] for name in ("broken_at", "compared", "other", "limit")),
             )
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -143,35 +150,31 @@ class Sampler(asyncio.Protocol):
         """Count a request that was answered, and send it if it is drawn; in the event loop."""
         self.requests += 1
         # By a generator of its own: neither content nor load of the requests decides.
-        if random.random() >= self._asked.options.share:
+        if random.random() >= self._options.share:
             return
         if self._transport is None or self._transport.get_write_buffer_size() > QUEUE_BYTES:
             self.dropped += 1
             return
         # One row of a request: its rows are often alike, and are no independent samples.
-        row = random.randrange(len(arrays[0])) if self._rows_stay_first else None
+        row = random.randrange(len(arrays[0])) if self._has_rows else None
         if row is not None and self._joins_rows:
             arrays, outputs = ([each[row : row + 1] for each in some] for some in (arrays, outputs))
             row = 0
-        self._transport.write(_frame((self.requests, self.dropped, (arrays, outputs, row))))
+        drawn = arrays, outputs, row
+        self._send_to(self._transport.write, (self.requests, self.dropped, drawn))
 
     @property
     def refuses(self) -> bool:
         """Whether the server must not be ready: its limit is broken, and that was asked for."""
-        return self._asked.options.decides_readiness and bool(self.found["broken_at"])
+        return self._options.decides_readiness and bool(self._found["broken_at"])
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is known, for Prometheus."""
-        live = {"requests": self.requests, "dropped": self.dropped}
-        found, is_broken = self.found | live, bool(self.found["broken_at"])
-        shown = [(f"shadow_{name}", text, found[name]) for name, text in SHOWN.items()]
-        shown += [
-            ("shadow_up", "Whether requests are compared", int(self._transport is not None)),
-            ("certificate_broken", "Whether the limit is broken", int(is_broken)),
-        ]
-        for name, text, value in shown:
+        live = {"requests": self.requests, "dropped": self.dropped, "up": bool(self._transport)}
+        found = self._found | live | {"certificate_broken": bool(self._found["broken_at"])}
+        for name, text in METRICS.items():
             metric = Metric(f"compress_{name}", text, "gauge")
-            metric.add_sample(metric.name, self._labels, value)
+            metric.add_sample(metric.name, self._labels, float(found[name.removeprefix("shadow_")]))
             yield metric
 
     def close(self) -> None:
@@ -186,9 +189,3 @@ class Sampler(asyncio.Protocol):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def _frame(content: Any) -> bytes:
-    """Return a message as `multiprocessing.connection.Connection` reads it."""
-    message = pickle.dumps(content, protocol=5)
-    return struct.pack("!i", len(message)) + message

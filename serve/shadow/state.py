@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
@@ -81,31 +81,33 @@ class ShadowState(Settings):
         """Evidence that suffices."""
         return 1 / (1 - self.of.gate.confidence)
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of the share of other answers, in percent."""
-        return self.bounds_at(self.compared, self.other)
-
-    def bounds_at(self, compared: int, other: int) -> tuple[float, float]:
-        """Return the bounds after so many comparisons, in percent."""
+    def percents(self, compared: int, other: int) -> tuple[float, float, float]:
+        """Return lower bound, share and upper bound after so many comparisons, in percent."""
         low, high = share_bounds(other, compared, self.of.gate.confidence)
-        return 100 * low, 100 * high
+        return 100 * low, 100 * other / max(1, compared), 100 * high
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counts, the bounds, the limit and the evidence."""
+        low, share, high = self.percents(self.compared, self.other)
+        left_out = {"of", "bets", "history", "version"}
+        ends = {"lower": low, "share": share, "upper": high, "limit": self.of.gate.percent}
+        return self.model_dump(exclude=left_out) | ends | {"evidence": self.evidence}
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict and the figures."""
-        gate, (low, high) = self.of.gate, self.bounds
-        sure = f"{100 * gate.confidence:g} %"
-        verdict = f"broken since {self.broken_at}" if self.broken_at else "not broken"
-        yield f"limit of {gate.percent:g} % other answers: {verdict}"
-        yield f"requests: {self.requests} since {self.since}"
-        yield f"compared: {self.compared}; dropped: {self.dropped}; failed: {self.failed}"
-        share = f"{100 * self.other / self.compared:.3g} %" if self.compared else "none compared"
+        found, sure = self.figures(), f"{100 * self.of.gate.confidence:g} %"
         yield (
-            f"other answers: {self.other} ({share}; bounds that hold at every moment, {sure} each: "
-            f"{low:.3g} to {high:.3g} %)"
+            f"at most {found['limit']:g} % other answers: "
+            + (f"broken since {self.broken_at}" if self.broken_at else "not broken")
+        )
+        yield f"requests since {self.since}: {self.requests}"
+        yield f"compared: {self.compared}; dropped: {self.dropped}; failed: {self.failed}"
+        yield (
+            f"other answers: {self.other}, {found['share']:.3g} % (at all moments at once, with "
+            f"{sure} each: at least {found['lower']:.3g} %, at most {found['upper']:.3g} %)"
         )
         yield (
-            f"evidence that the share was above the limit: {self.evidence:.3g}, "
+            f"evidence that the share was above the limit: {self.evidence:.3g}; "
             f"{self.needed_evidence:.3g} suffices"
         )
         yield f"served: {self.of.served}"

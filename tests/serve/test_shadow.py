@@ -1,11 +1,11 @@
 """Answers compared with the uncompressed model's: alarms, what lasts, and what clients notice."""
 
-import contextlib
 import json
 import os
 import re
 import signal
 import time
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from onnx import TensorProto, helper
 
 from compress import cli
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.sealed_json import write_sealed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.serve.shadow.comparison import Comparison, opened
-from compress.serve.shadow.options import Asked, ShadowOptions
+from compress.serve.shadow.options import ShadowOptions
 from compress.serve.shadow.state import read_state
 from tests.serve.served_here import Served, serving
 
@@ -103,7 +104,7 @@ def test_another_answer_alarms_and_stays_until_the_state_is_deleted(
         assert found["shadow_lower"] <= 100 * found["shadow_other"] / found["shadow_compared"]
         assert server.rows(OTHERWISE)[0] == 200, "it goes on answering"
         end(server)
-    assert "certificate broken: " in capfd.readouterr().err
+    assert "certificate broken at " in capfd.readouterr().err
     with serving(small, *asked) as server:
         assert readiness(server) == 503
         assert shown(server)["shadow_requests"] > 40
@@ -143,15 +144,16 @@ def test_what_the_comparison_does_reaches_no_client(
     assert "the process that compares answers has ended" in capfd.readouterr().err
 
 
-def asked_of(small: Path, other: Path | None, percent: float | None = 5.0, **changed) -> Asked:
-    """Return what a server would ask its process."""
+def opened_for(
+    small: Path, other: Path | None, percent: float | None = 5.0, digest: str = "0" * 64
+) -> AbstractContextManager[Comparison]:
+    """Open what a server's process would."""
     state = small.with_name("state.json")
-    options = {"artifact": small, "share": 1.0, "state": state, "model": other}
-    options |= {"percent": percent}
+    options = ShadowOptions(artifact=small, share=1.0, state=state, model=other, percent=percent)
     signature = Signature(
         inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="scores"),)
     )
-    return Asked(ShadowOptions(**options), "0" * 64, signature, None)._replace(**changed)
+    return opened(options, None, digest, signature)
 
 
 def compare(comparison: Comparison, *rows: list[float], row: int | None = None) -> None:
@@ -161,7 +163,7 @@ def compare(comparison: Comparison, *rows: list[float], row: int | None = None) 
 
 
 def test_the_drawn_row_is_compared_or_the_worst_and_failures_are_counted(nets) -> None:
-    with opened(asked_of(*nets)) as comparison:
+    with opened_for(*nets) as comparison:
         compare(comparison, ALIKE, OTHERWISE, row=0)
         assert comparison.state.other == 0
         compare(comparison, ALIKE, OTHERWISE, row=1)
@@ -172,15 +174,15 @@ def test_the_drawn_row_is_compared_or_the_worst_and_failures_are_counted(nets) -
         comparison.compare([np.zeros((1, 4), np.float32)], [np.zeros((1, 3, 2), np.float32)], 0)
         assert (comparison.state.compared, comparison.state.failed) == (4, 2)
         assert comparison.error
-        comparison.write()
+        write_sealed(comparison.file, comparison.state)
         with pytest.raises(PipelineInvalid, match="another server writes it"):
-            contextlib.ExitStack().enter_context(opened(asked_of(*nets)))
-    with opened(asked_of(*nets)) as comparison:
+            ExitStack().enter_context(opened_for(*nets))
+    with opened_for(*nets) as comparison:
         assert (comparison.state.compared, comparison.state.other) == (4, 2), "it goes on"
 
 
 def test_the_history_is_thinned_evenly(nets) -> None:
-    with opened(asked_of(*nets)) as comparison:
+    with opened_for(*nets) as comparison:
         for number in range(1, 3001):
             counts = {"requests": 100 * number}
             comparison.state = comparison.state.model_copy(update=counts).after(False)
@@ -200,16 +202,16 @@ def test_the_history_is_thinned_evenly(nets) -> None:
 )
 def test_a_state_of_something_else_is_refused(nets, changed: dict, match: str) -> None:
     small, other = nets
-    with opened(asked_of(*nets)) as comparison:
+    with opened_for(*nets) as comparison:
         compare(comparison, ALIKE)
-        comparison.write()
+        write_sealed(comparison.file, comparison.state)
     before = (state := small.with_name("state.json")).read_bytes()
     if weight := changed.pop("other", 0):
         other = net(small.with_name("third.onnx"), weight)
     percent = changed.pop("percent", 5.0)
     with (
         pytest.raises(ArtifactInvalid, match=match),
-        opened(asked_of(small, other, percent, **changed)),
+        opened_for(small, other, percent, **changed),
     ):
         pass
     assert state.read_bytes() == before
@@ -221,13 +223,13 @@ def test_a_state_of_something_else_is_refused(nets, changed: dict, match: str) -
 def test_what_cannot_be_compared_is_refused(nets) -> None:
     small, other = nets
     integers = net(small.with_name("integers.onnx"), 1.0, TensorProto.INT64)
-    for asked, match in (
-        (asked_of(small, None), "no report of a run .* names one; name it with --shadow-model"),
-        (asked_of(small, small.with_name("absent.onnx")), "absent.onnx is not there"),
-        (asked_of(small, other, None), "give --shadow-limit 1%"),
-        (asked_of(small, integers), "takes .*float32.* and the model to compare it with"),
+    for opening, match in (
+        (opened_for(small, None), "no report of a run .* names one; name it with --shadow-model"),
+        (opened_for(small, small.with_name("absent.onnx")), "absent.onnx is not there"),
+        (opened_for(small, other, None), "give --shadow-limit 1%"),
+        (opened_for(small, integers), "takes .*float32.* and the model to compare it with"),
     ):
-        with pytest.raises((PipelineInvalid, ArtifactInvalid), match=match), opened(asked):
+        with pytest.raises((PipelineInvalid, ArtifactInvalid), match=match), opening:
             pass
 
 
@@ -236,8 +238,8 @@ def test_what_cannot_be_compared_is_refused(nets) -> None:
     [
         (["--shadow", "1"], "--shadow 1: expected a percentage above 0, as in 1%"),
         (["--shadow", "0%"], "--shadow 0%: expected"),
-        (["--shadow", "1%", "--shadow-limit", "100%"], "--shadow-limit 100%: expected"),
-        (["--shadow-readiness"], "give it a share, as --shadow 1%"),
+        (["--shadow", "1%", "--shadow-limit", "5"], "--shadow-limit 5: expected"),
+        (["--shadow-readiness"], "needs the share of requests: --shadow 1%"),
         (["--shadow", "1%", "--processes", "2"], "serve it alone"),
         (["--shadow", "1%", "two=absent"], "serve it alone"),
     ],
