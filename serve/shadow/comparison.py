@@ -68,8 +68,9 @@ def recorded_in(
                 if gate["gate"] == "max_disagreement"
             ] or [{"percent": verdict["limit"]} for verdict in found]
     gate = MaxDisagreement.model_validate(gates[0]) if gates else None
-    name, arguments = settings.get("metric", {"name": "accuracy", "arguments": {}}).values()
-    return model, gate, lock.get("task"), Metric(name, tuple(arguments.items()))
+    named = settings.get("metric") or {"name": "accuracy", "arguments": {}}
+    metric = Metric(named["name"], tuple(named["arguments"].items()))
+    return model, gate, lock.get("task"), metric
 
 
 @dataclass
