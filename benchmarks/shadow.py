@@ -84,7 +84,8 @@ def cost(artifact: Artifact, rounds: int, seconds: float) -> list[str]:
     lines = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        asked = ("--shadow", "1%", "--shadow-limit", "100%", "--shadow-state", str(folder / "state"))
+        asked = ("--shadow", "1%", "--shadow-limit", "100%")
+        asked += ("--shadow-state", str(folder / "state"))
         plain, shadowed = (
             stack.enter_context(served(artifact, artifact.path, name, *options))
             for name, options in (("without", ()), ("with", asked))

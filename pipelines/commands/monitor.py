@@ -37,24 +37,22 @@ def monitor_command(file: Path, html: Path | None) -> None:
 
 def plot(state: ShadowState) -> Plot | None:
     """Lay out the share of other answers over the requests, its bounds, and the limit."""
+    if not state.compared:
+        return None
     points = [*state.history[:: 1 + len(state.history) // DRAWN]]
-    points += [(state.requests, state.compared, state.other)] if state.compared else []
+    points.append((state.requests, state.compared, state.other))
     limit, drawn = state.of.gate.percent, []
     for requests, compared, other in points:
         low, share, high = state.percents(compared, other)
         title = f"{requests} requests: {share:.3g} %, {low:.3g} to {high:.3g} %"
         drawn.append(Point("", title, requests, share, y_interval=(low, high)))
-    ends = [
-        Point("limit", f"limit {limit:g} %", point[0], limit) for point in points[:1] + points[-1:]
-    ]
-    counted = f"{state.compared} compared"
-    names = ("requests", "% answered otherwise")
+    ends = [Point("limit", f"limit {limit:g} %", drawn[i].x, limit) for i in (0, -1)]
     shown = scatter_plot(
         [*ends, *drawn],
         (0, 1),
         title="Share of other answers",
-        names=names,
+        names=("requests", "% answered otherwise"),
         shown="{:,.0f}".format,
-        counted=counted,
     )
-    return replace(shown, description=drawn[-1].title) if drawn else None
+    note = f"{state.compared} compared; lines end at the bounds"
+    return replace(shown, description=drawn[-1].title, y_note=note)

@@ -181,6 +181,25 @@ def test_the_drawn_row_is_compared_or_the_worst_and_failures_are_counted(nets) -
         assert (comparison.state.compared, comparison.state.other) == (4, 2), "it goes on"
 
 
+def test_a_state_is_shown_as_text_json_and_a_page(
+    nets: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    state, page = nets[0].with_name("state.json"), nets[0].with_name("page.html")
+    asked = ["monitor", str(state), "--html", str(page)]
+    with opened_for(*nets) as comparison:
+        for number in range(3):
+            write_sealed(comparison.file, comparison.state)
+            with pytest.raises(SystemExit) as ended:
+                cli.app([*asked, "--json"] if number else asked)
+            assert not ended.value.code, "it is not broken"
+            comparison.state = comparison.state.model_copy(update={"requests": 100 * number + 100})
+            compare(comparison, ALIKE)
+    lines, *found = capfd.readouterr().out.split("{", 1)
+    assert lines.startswith("at most 5 % other answers: not broken\nrequests since ")
+    assert [json.loads("{" + part)["compared"] for part in found[0].split("\n{")] == [1, 2]
+    assert "2 compared; lines end at the bounds" in page.read_text()
+
+
 def test_the_history_is_thinned_evenly(nets) -> None:
     with opened_for(*nets) as comparison:
         for number in range(1, 3001):
