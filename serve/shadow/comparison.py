@@ -52,7 +52,7 @@ def recorded_in(
     """
     try:
         report, lock = read_report(file)
-    except FileNotFoundError:
+    except (OSError, ArtifactInvalid):  # perhaps another program's, where none was named
         return None, None, None, Metric()
     settings, gates, model = lock.get("settings", {}), list[Any](), None
     for stage in report["stages"]:

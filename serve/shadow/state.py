@@ -36,7 +36,7 @@ class ShadowState(Settings):
     version: Literal[1] = 1
     of: Subject
     since: str
-    """When the first request was received, UTC."""
+    """When the comparison began, UTC."""
     requests: int = 0
     """Requests that were answered."""
     dropped: int = 0
@@ -73,8 +73,9 @@ class ShadowState(Settings):
 
     @property
     def evidence(self) -> float:
-        """Evidence that the share was above the limit; it stays as it is once it suffices."""
-        return sum(self.bets) + held_back(self.compared, self.of.gate.percent / 100)
+        """Evidence that the share was above the limit; it suffices from then on."""
+        found = sum(self.bets) + held_back(self.compared, self.of.gate.percent / 100)
+        return max(found, self.needed_evidence) if self.broken_at else found
 
     @property
     def needed_evidence(self) -> float:
