@@ -455,7 +455,7 @@ def monitor(
     state: Annotated[Path, typer.Argument(metavar="STATE", help="ARTIFACT.shadow.json.")],
     html: Annotated[Path | None, typer.Option(help="Write a page with a plot.")] = None,
 ) -> None:
-    """Show what `compress serve --shadow` has found; exit 3 where its limit is broken."""
+    """Show what a server's shadow has found; exit 3 if broken."""
     from compress.pipelines.commands.monitor import monitor_command
 
     monitor_command(state, html)

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import psutil
 from scipy.stats import binom
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,7 @@ from compress.core.anytime_bounds import first_bets, held_back, next_bets  # noq
 
 STREAMS, REQUESTS, SHARE, CONFIDENCE = 1000, 100_000, 0.01, 0.95
 LIMITS = (0.002, 0.01, 0.05)
+FIGURES = ("per_second", "p50_ms", "p99_ms", "cpu")
 CASES = {"8 connections, as fast as they can": None, "8 connections, 4 ms pauses": 4.0}
 
 
@@ -117,8 +119,8 @@ def cost(artifact: Artifact, rounds: int, seconds: float) -> list[str]:
             ratios, before = defaultdict(list), counted(shadowed)
             for number in range(rounds + 1):
                 pair = (plain, shadowed) if number % 2 else (shadowed, plain)
-                found = {s.name: s.run(Case(8, 1), seconds, pause) for s in pair}
-                for figure in ("per_second", "p50_ms", "p99_ms") if number else ():
+                found = {s.name: measured(s, seconds, pause) for s in pair}
+                for figure in FIGURES if number else ():
                     ratios[figure].append(found["with"][figure] / found["without"][figure])
             after = counted(shadowed)
             counts = {key: after[key] - before[key] for key in after}
@@ -131,6 +133,14 @@ def cost(artifact: Artifact, rounds: int, seconds: float) -> list[str]:
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     return lines
+
+
+def measured(server: Server, seconds: float, pause: float | None) -> dict[str, float]:
+    """Load a server; return what the client saw, and CPU seconds of the server's own process."""
+    process = psutil.Process(server.pid)
+    before = sum(process.cpu_times()[:2])
+    found = server.run(Case(8, 1), seconds, pause)
+    return found | {"cpu": (sum(process.cpu_times()[:2]) - before) / found["requests"]}
 
 
 def counted(server: Server) -> dict[str, float]:
@@ -162,8 +172,9 @@ def main() -> None:
     parts = [ABOUT_ALARMS, "\n".join(table)]
     if options.artifact:
         head = (
-            "| load | requests/s without | throughput | p50 | p99 | of the drawn, compared |",
-            "|---|---|---|---|---|---|",
+            "| load | requests/s without | throughput | p50 | p99 | server's CPU for a request | "
+            "of the drawn, compared |",
+            "|---|---|---|---|---|---|---|",
         )
         rows = cost(Artifact.from_directory(options.artifact), options.rounds, options.seconds)
         rounds = f"Medians of {options.rounds} rounds of {options.seconds:g} s for each server."
