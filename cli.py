@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from compress import __version__
 from compress.common.errors import PipelineInvalid
 from compress.common.malloc import keep_freed_memory
 from compress.pipelines.terminal import console
+from compress.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -324,9 +324,9 @@ def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl =
     console.print_result(reason, reason.lines())
 
 
-@command("compress diff runs/before runs/after")
+@command("compress diff runs/before runs/after", "compress diff before.json after.json")
 def diff(before: RunDirectory, after: RunDirectory) -> None:
-    """Show the differences between two runs."""
+    """Show the differences between two runs, or attestations."""
     from compress.pipelines.reporting.terminal_table import difference_lines, difference_table
     from compress.pipelines.results.comparison import compare
 
@@ -385,6 +385,26 @@ def verify(
     proof = verify_command(artifact, VerifierInputs(sha256, attestation, key), **options)
     found = {"artifact": str(artifact)} | proof.model_dump(mode="json")
     console.print_result(found, proof.summary_lines())
+
+
+@command(
+    "compress certify runs/pipeline/artifacts/onnx --data new_photos --attest certificate.json",
+    "compress certify runs/pipeline/artifacts/onnx --on cortex-a72,web",
+)
+def certify(
+    artifact: ArtifactPath,
+    data: Annotated[str | None, typer.Option(help="New data, as `data:` names its own.")] = None,
+    on: Annotated[str, typer.Option(help="Devices that answer, with commas.")] = "",
+    attest: Annotated[Path | None, typer.Option(help="Write an in-toto attestation.")] = None,
+    sign_key: Annotated[Path | None, typer.Option(help="Private key to sign it, PEM.")] = None,
+) -> None:
+    """Judge an artifact's answers by its gates again, on new data."""
+    from compress.pipelines.commands.certify import certify as judge_again
+
+    keep_freed_memory()
+    devices = tuple(filter(None, on.split(",")))
+    found = judge_again(artifact, data=data, on=devices, attest=attest, sign_key=sign_key)
+    console.print_result(found, found.lines())
 
 
 @command(

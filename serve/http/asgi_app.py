@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from compress import __version__
 from compress.common.errors import cause_lines
 from compress.serve.http import messages, shared_state, torchserve_api
 from compress.serve.http.messages import HttpError, Response, close_if_continue_expected
 from compress.serve.worker.tensors import UNREADABLE
 from compress.serve.worker.wire import JSON
+from compress.version import __version__
 
 if TYPE_CHECKING:
     from compress.serve.http.messages import Headers, Message, Receive, Send
