@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from compress import __version__
 from compress.common.errors import PipelineInvalid
 from compress.common.malloc import keep_freed_memory
 from compress.pipelines.terminal import console
+from compress.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -324,9 +324,9 @@ def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl =
     console.print_result(reason, reason.lines())
 
 
-@command("compress diff runs/before runs/after")
+@command("compress diff runs/before runs/after", "compress diff before.json after.json")
 def diff(before: RunDirectory, after: RunDirectory) -> None:
-    """Show the differences between two runs."""
+    """Show the differences between two runs, or attestations."""
     from compress.pipelines.reporting.terminal_table import difference_lines, difference_table
     from compress.pipelines.results.comparison import compare
 
@@ -388,11 +388,32 @@ def verify(
 
 
 @command(
+    "compress certify runs/pipeline/artifacts/onnx --data new_photos --attest certificate.json",
+    "compress certify runs/pipeline/artifacts/onnx --on cortex-a72,web",
+)
+def certify(
+    artifact: ArtifactPath,
+    data: Annotated[str | None, typer.Option(help="New data, as `data:` names its own.")] = None,
+    on: Annotated[str, typer.Option(help="Devices that answer, with commas.")] = "",
+    attest: Annotated[Path | None, typer.Option(help="Write an in-toto attestation.")] = None,
+    sign_key: Annotated[Path | None, typer.Option(help="Private key to sign it, PEM.")] = None,
+) -> None:
+    """Judge an artifact's answers by its gates again, on new data."""
+    from compress.pipelines.commands.certify import certify as judge_again
+
+    keep_freed_memory()
+    devices = tuple(filter(None, on.split(",")))
+    found = judge_again(artifact, data=data, on=devices, attest=attest, sign_key=sign_key)
+    console.print_result(found, found.lines())
+
+
+@command(
     "compress serve runs/pipeline/artifacts/export_onnx",
     "compress serve model.mar --port 8080",
     "compress serve net.onnx",
     "compress serve A=runs/a/artifacts/onnx A@2=runs/b/artifacts/onnx --canary A@2=5%",
     "compress serve --watch models --grpc-port 8001",
+    "compress serve runs/pipeline/artifacts/export_onnx --shadow 1%",
 )
 def serve(
     artifacts: Annotated[
@@ -422,14 +443,24 @@ def serve(
         int | None, typer.Option(min=1, max=65535, help="Answer over gRPC there, too.")
     ] = None,
     traces: Annotated[str, typer.Option(help="URL of an OTLP collector for traces.")] = "",
+    shadow: Annotated[str | None, typer.Option(help="1%: share of answers to compare.")] = None,
+    shadow_limit: Annotated[str | None, typer.Option(help="1%: other answers allowed.")] = None,
+    shadow_model: Annotated[Path | None, typer.Option(help="The uncompressed model.")] = None,
+    shadow_state: Annotated[Path | None, typer.Option(help="Keeps what was found.")] = None,
+    shadow_readiness: Annotated[
+        bool, typer.Option("--shadow-readiness", help="Not ready once too many differ.")
+    ] = False,
 ) -> None:
     """Serve models over HTTP."""
     with console.fast_imports():
         from compress.serve.http.options import Limits, Options
-        from compress.serve.serve_command import canary_shares, serve_artifacts
+        from compress.serve.serve_command import canary_shares, serve_artifacts, shadow_options
+    watched: Any = {"model": shadow_model, "state": shadow_state}
+    watched |= {"decides_readiness": shadow_readiness}
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
     sizes |= {"sha256": sha256, "watch": watch, "canaries": canary_shares(canary or [])}
     sizes |= {"repository_api": repository_api, "grpc_port": grpc_port, "traces": traces}
+    sizes |= {"shadow": shadow_options(artifacts or [], shadow, shadow_limit, **watched)}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
     serve_artifacts(
         artifacts or [],
@@ -437,6 +468,17 @@ def serve(
         token_file,
         lambda p: console.print_result(asdict(p), p.lines(), indent=None),
     )
+
+
+@command("compress monitor runs/pipeline/artifacts/export_onnx.shadow.json --html monitor.html")
+def monitor(
+    state: Annotated[Path, typer.Argument(metavar="STATE", help="ARTIFACT.shadow.json.")],
+    html: Annotated[Path | None, typer.Option(help="Write a page with a plot.")] = None,
+) -> None:
+    """Show what a server's shadow has found; exit 3 if broken."""
+    from compress.pipelines.commands.monitor import monitor_command
+
+    monitor_command(state, html)
 
 
 @command('compress generate runs/lm/artifacts/export_genai "The "')

@@ -1,6 +1,7 @@
 """Pages whose parts are written by different benchmarks."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -19,3 +20,12 @@ def write_part(title: str, text: str, page: Path = PAGE, before: str = "") -> No
         parts.insert(heads.index(other) if other in heads else len(parts), new)
     page.write_text("\n".join(part.strip() + "\n" for part in parts if part.strip()))
     print(f"wrote `{title}` in {page.relative_to(ROOT)}")
+
+
+def write_table(page: Path, command: str, lines: Sequence[str]) -> None:
+    """Replace the table between the two marks of a page that name the command that writes it."""
+    begin, end = f"<!-- written by {command} -->", "<!-- end -->"
+    before, mark, rest = page.read_text().partition(begin)
+    if not mark:
+        raise SystemExit(f"{page}: has no {begin}")
+    page.write_text("\n".join([before + begin, *lines, end + rest.partition(end)[2]]))

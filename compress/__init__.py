@@ -9,8 +9,7 @@ import logging
 import lazy_loader
 
 from compress.common.printable import ShownInNotebooks
-
-__version__ = "0.1.0.dev0"
+from compress.version import __version__ as __version__
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 ShownInNotebooks.html_of = lambda result: __getattr__("html_of")(result)

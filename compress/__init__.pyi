@@ -62,6 +62,7 @@ from .functional.stages import quantize_weights as quantize_weights
 from .functional.stages import rotate_weights as rotate_weights
 from .functional.stages import train as train
 from .pipelines.bench import bench as bench
+from .pipelines.commands.certify import certify as certify
 from .pipelines.load_data import load_data as load_data
 from .pipelines.optimize import auto as auto
 from .pipelines.optimize import optimize as optimize

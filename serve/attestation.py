@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress import __version__
 from compress.artifacts.artifact import MANIFEST, Artifact, Step
 from compress.common.atomic_files import open_regular
+from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.common.sealed_json import canonical_json, reject_duplicate_keys
+from compress.core.verdict import Verdict
+from compress.version import __version__
 
 if TYPE_CHECKING:
     from compress.serve.verify import Proof
@@ -33,6 +35,14 @@ MAKE_KEY = "`openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out
 REQUIREMENT = Requirement(what="securesystemslib", install=pip_install("sign"))
 
 
+class Certificate(Settings):
+    """Verdicts of gates on an artifact."""
+
+    data: str
+    """Fingerprint of the data that they were measured on."""
+    verdicts: tuple[Verdict, ...]
+
+
 @dataclass(frozen=True)
 class Attestation:
     """The subjects of an attestation, and its signer if the signature was checked."""
@@ -42,6 +52,7 @@ class Attestation:
     predicate_type: str
     signed_by: str = ""
     """Id of the public key whose signature was checked; empty if none was."""
+    certificates: tuple[Certificate, ...] = ()
 
     def require_all_of(self, files: Mapping[str, str], where: Path) -> None:
         """Raise ArtifactInvalid for a file (name → SHA-256) that differs, or is not named."""
@@ -66,6 +77,7 @@ def statement_of(
     lineage: Sequence[Step],
     proof: Proof,
     run: Mapping[str, Any] | None = None,
+    certificates: Sequence[Certificate] = (),
 ) -> bytes:
     """Return an in-toto Statement of files (name → SHA-256); `run` is `lock.json` of their run."""
     materials = {
@@ -104,6 +116,8 @@ def statement_of(
                 "kind": proof.kind,
                 "proven": list(proof.proven),
                 "unproven": list(proof.unproven),
+                # Through JSON text, where NaN is null.
+                "certificates": [json.loads(each.model_dump_json()) for each in certificates],
             },
         },
     }
@@ -191,12 +205,14 @@ def read_attestation(file: Path, key_file: Path | None) -> Attestation:
         kind = str(content["predicateType"])
         named = _files_of_model(content) if kind == MODEL_SIGNATURE else content["subject"]
         files = [(each["name"], each["digest"].get("sha256")) for each in named]
+        own = content["predicate"].get("compress_verification", {}) if kind == PROVENANCE else {}
+        certificates = [Certificate.model_validate(c) for c in own.get("certificates", ())]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ArtifactInvalid(
             f"{file}: not an in-toto Statement ({type(error).__name__}: {error})"
         ) from error
     texts = (each for each in files if {*map(type, each)} == {str})
-    return Attestation(frozenset(texts), kind, signed_by)
+    return Attestation(frozenset(texts), kind, signed_by, tuple(certificates))
 
 
 def _files_of_model(statement: Any) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOT_RUN = (
+TRITON_NOT_RUN = (
     "Triton itself was not run: the gates measured the packaged file with the runtime of this "
     "process; config.pbtxt is written for Triton's published schema"
 )
@@ -302,7 +302,7 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
             interface = replace(interface, rows_stay_first=False)
         else:
             not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
-        warnings = [NOT_RUN, *unchecked_ids(model)]
+        warnings = [TRITON_NOT_RUN, *unchecked_ids(model)]
         if backend.warning:
             warnings.append(backend.warning)
         if not_joined and self.dynamic_batching:
@@ -337,7 +337,7 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
             ]
             comments = "".join(f"# {line}\n" for line in lines)
             (partial / self.model_name / CONFIG).write_text(comments + text, encoding="utf-8")
-        logger.info("%s: %s", self.title, NOT_RUN)
+        logger.info("%s: %s", self.title, TRITON_NOT_RUN)
         return TritonRepository.from_directory(context.root)
 
 

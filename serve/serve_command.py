@@ -28,6 +28,7 @@ from compress.serve.http import multiprocess, uvicorn_server
 from compress.serve.http.loaded_model import open_model
 from compress.serve.http.model_repository import NAME, VERSION, ModelRepository
 from compress.serve.packaging.request_forms import forms_of
+from compress.serve.shadow.options import ShadowOptions
 from compress.serve.torchserve.served_archive import (
     check_archive,
     default_name,
@@ -55,6 +56,7 @@ NO_TLS = (
 )
 MAX_JSON_VALUES = 1024  # more are sent as raw bytes, to keep the command short enough to read
 GIVEN = re.compile(f"({NAME.pattern})(?:@({VERSION.pattern}))?=(.+)")  # NAME@VERSION=path
+PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?)%")
 EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 
@@ -176,13 +178,35 @@ def canary_shares(given: Sequence[str]) -> dict[str, tuple[str, float]]:
     shares: dict[str, tuple[str, float]] = {}
     for each in given:
         named = GIVEN.fullmatch(each)
-        percent = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", named[3]) if named else None
+        percent = PERCENT.fullmatch(named[3]) if named else None
         if named is None or named[2] is None or percent is None or float(percent[1]) > 100:
             raise PipelineInvalid(
                 f"--canary {each}: expected NAME@VERSION=PERCENT%, as in net@2=5%"
             )
         shares[named[1]] = named[2], float(percent[1]) / 100
     return shares
+
+
+def shadow_options(
+    given: Sequence[str | Path], share: str | None, limit: str | None, **others: Any
+) -> ShadowOptions | None:
+    """Return how answers are compared, None for not; PipelineInvalid for unclear options."""
+    if share is None:
+        if limit or any(others.values()):
+            raise PipelineInvalid("--shadow-… needs the share of requests: --shadow 1%")
+        return None
+    percents = []
+    for name, text in {"--shadow": share, "--shadow-limit": limit or "100%"}.items():
+        found = PERCENT.fullmatch(text)
+        if not found or not 0 < float(found[1]) <= 100:
+            raise PipelineInvalid(f"{name} {text}: expected a percentage above 0, as in 1%")
+        percents.append(float(found[1]))
+    path = next(iter(named_paths(given).values()), Path())
+    if (path.parent / MANIFEST).is_file():
+        path = path.parent
+    others["state"] = others["state"] or path.with_name(f"{path.name}.shadow.json")
+    percent = percents[1] if limit else None
+    return ShadowOptions(artifact=path, share=percents[0] / 100, percent=percent, **others)
 
 
 def _refuse_unclear(paths: Mapping[Key, Path], options: Options) -> None:
@@ -193,6 +217,16 @@ def _refuse_unclear(paths: Mapping[Key, Path], options: Options) -> None:
         raise PipelineInvalid(f"--watch {options.watch}: no such directory")
     if (len(paths) != 1 or options.watch) and (options.sha256 or options.report):
         raise PipelineInvalid("--sha256 and --report are of one artifact: serve it alone")
+    if options.shadow and (
+        len(paths) != 1
+        or options.watch
+        or options.processes > 1
+        or any(map(is_archive, paths.values()))
+    ):
+        raise PipelineInvalid(
+            "--shadow compares one artifact's answers in one process: serve it alone, without "
+            "--processes and --watch, and for an archive the artifact in its run's folder"
+        )
     if options.processes > 1 and options.repository_api:
         raise PipelineInvalid(
             "--repository-api would change one of the --processes: replace models by --watch or "

@@ -117,6 +117,7 @@ class GraphModel(Artifact):
     def _counts(self, sizes: tuple[tuple[str, int], ...]) -> tuple[int, int]:
         """Count weights and multiply-accumulates of a program, which is read once."""
         from compress.graph.flops import count_graph_weights, count_macs
+        from compress.graph.torch_export import reshape_views_
 
         if sizes not in self._counted:
             program = self.program()
@@ -140,17 +141,6 @@ def program_of(model: Artifact) -> torch.export.ExportedProgram:
     if isinstance(model, EagerModel):
         return export_program(model.load(), model.signature)
     raise StageFailed(f"{model.kind} artifacts have no graph")
-
-
-def reshape_views_(module: Any) -> None:
-    """Replace ``view`` by ``reshape`` in a graph, in place."""
-    # Another kernel than the traced one, such as attention decomposed into matrix products to be
-    # counted, may return other strides, for which the view does not exist.
-    aten = torch.ops.aten
-    for view in (aten.view.default, aten._unsafe_view.default):
-        for node in module.graph.find_nodes(op="call_function", target=view):
-            node.target = aten.reshape.default
-    module.recompile()
 
 
 def refuse_other_answers(

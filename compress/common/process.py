@@ -1,4 +1,4 @@
-"""State of this process: random seeds, CPU threads, the garbage collector."""
+"""State of this process: random seeds, CPU threads, the garbage collector; others like it."""
 
 # torch and NumPy are imported inside the functions, because the command line imports this module.
 
@@ -10,16 +10,36 @@ import importlib
 import math
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, first_line
 from compress.common.lazy_modules import np, torch
 
+if TYPE_CHECKING:
+    from socket import socket
+
 THREADS = "OMP_NUM_THREADS"
+
+
+def start_module(module: str, passed: socket, **settings: str) -> subprocess.Popen[bytes]:
+    """Start a module as a program that finds what this process does, by `sys.path`.
+
+    Its argument is the number of the `passed` socket; `settings` are environment variables.
+    """
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    return subprocess.Popen(
+        # -P: the working directory may hold anybody's files.
+        [sys.executable, "-P", "-m", module, str(passed.fileno())],
+        env={**os.environ, **settings, "PYTHONPATH": path},
+        pass_fds=[passed.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def derive_seed(*parts: int) -> int:

@@ -22,9 +22,13 @@ OVERRIDDEN = {
 
 @contextmanager
 def cached_composite_ops() -> Iterator[None]:
-    """Let torch list its composite operators once in a block in which none is registered."""
+    """Let torch list its composite operators once in a block in which none is registered.
+
+    Nodes of graphs that are made in it do not say which line of code they come from.
+    """
     from torch._export import utils
     from torch.export import exported_program
+    from torch.fx import config as fx_config
 
     # To decompose a graph, torch 2.13 lists all of them in each of some thirty namespaces, twice in
     # an export to ONNX: a quarter of the time that a small model takes.
@@ -35,6 +39,8 @@ def cached_composite_ops() -> Iterator[None]:
         for name, wanted in OVERRIDDEN.items()
     )
     with (
+        # It reads the lines of the code behind every node, which are never shown.
+        patched_attribute(fx_config, "do_not_emit_stack_traces", True),
         patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None))),
         patched_attribute(exported_program, *autograd),
         patched_attribute(exported_program, *kernels),

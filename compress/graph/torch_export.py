@@ -273,6 +273,17 @@ def _record_specializations() -> Iterator[dict[int, traceback.FrameSummary]]:
         yield locations
 
 
+def reshape_views_(graph: torch.fx.GraphModule) -> None:
+    """Replace ``view`` by ``reshape`` in a graph, in place."""
+    # A view exists for the strides that its input had in the trace. Kernels may return others: of
+    # attention, PyTorch calls another one where the mask is a parameter, and none where it is
+    # decomposed; convolutions follow the layout of their weight, and integer ones have their own.
+    for view in (aten.view.default, aten._unsafe_view.default):
+        for node in graph.graph.find_nodes(op="call_function", target=view):
+            node.target = aten.reshape.default
+    graph.recompile()
+
+
 def move_program(program: ExportedProgram, device: str) -> ExportedProgram:
     """Move a program's weights, and the constants that it makes, to a device; return it."""
     from torch.export.passes import move_to_device_pass

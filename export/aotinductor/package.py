@@ -23,7 +23,7 @@ from compress.common.foreign.patching import patched_attribute
 from compress.export.common.compiled_code import refuse_misfit
 from compress.export.common.macs import count_macs
 from compress.export.common.runtime import NO_UINT16_KERNELS, kernel_facts, refuse_unrolled_rnn
-from compress.graph.torch_export import move_program
+from compress.graph.torch_export import move_program, reshape_views_
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -181,14 +181,15 @@ CHOOSE = decomposed.choose_qparams.tensor
 DEQUANTIZE = (decomposed.dequantize_per_tensor.default, decomposed.dequantize_per_tensor.tensor)
 DEQUANTIZE_CHANNELS = decomposed.dequantize_per_channel.default
 DEQUANTIZE_ROWS = decomposed.dequantize_per_token.default
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-MOVES = {*VIEWS, aten.permute.default, aten.transpose.int, aten.unsqueeze.default}
+MOVES = {aten.reshape.default, aten.permute.default, aten.transpose.int, aten.unsqueeze.default}
 
 
 def merge_products_(program: ExportedProgram) -> None:
     """Merge integer products that read the same input (attention's Q, K, V) into one, in place."""
     # A call of oneDNN's kernel costs about as much as the product of a short sentence.
     by_input: dict[Any, list[Node]] = {}
+    # Parts of a product lie in memory with gaps, which a view cannot always read.
+    reshape_views_(program.graph_module)
     for node in program.graph.find_nodes(op="call_function", target=LINEAR):
         source, weight = node.args[:2]
         # The kernel fuses an operator such as an addition that follows: such products stay alone.
@@ -204,10 +205,6 @@ def merge_products_(program: ExportedProgram) -> None:
             by_input.setdefault(key, []).append(node)
     for products in (group for group in by_input.values() if len(group) > 1):
         _merge_(program.graph, products)
-        # Parts of a product lie in memory with gaps, which a view cannot always read.
-        for node in program.graph.nodes:
-            if node.target in VIEWS:
-                node.target = aten.reshape.default
     program.graph_module.recompile()
 
 

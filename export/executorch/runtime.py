@@ -19,7 +19,6 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch._decomp import get_decompositions
 
-from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.signature import AxisBounds, Signature
 from compress.export.common.compiled_code import in_parts, refuse_misfit
@@ -31,7 +30,7 @@ from compress.export.common.runtime import (
     refuse_unrolled_rnn,
 )
 from compress.export.parity.bisect import module_of
-from compress.graph.torch_export import axis_limits, trace
+from compress.graph.torch_export import axis_limits, reshape_views_, trace
 
 if TYPE_CHECKING:
     from torch import Tensor

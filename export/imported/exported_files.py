@@ -209,7 +209,8 @@ def _import_onnx(
         raise PipelineInvalid(f"model.inputs: {file} has {given}, found {found}")
     given = [output.name for output in own.outputs]
     wanted = [o.name for o in signature.outputs if "outputs" in signature.model_fields_set]
-    if not set(wanted) <= set(given):
+    renames = len(wanted) == len(given) and not {*wanted} & {*given}
+    if not (renames or {*wanted} <= {*given}):
         raise PipelineInvalid(f"model.outputs names {wanted}, and {file} gives {given}")
     wanted = wanted or given
     outputs = tuple(OutputSpec(name=name) for name in wanted)
@@ -221,7 +222,11 @@ def _import_onnx(
     if model.ByteSize() >= MAX_ONNX_BYTES:
         raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
-    if wanted != given:
+    if renames:
+        for value, name in zip(model.graph.output, wanted, strict=True):
+            model.graph.node.append(onnx.helper.make_node("Identity", [value.name], [name]))
+            value.name = name
+    elif wanted != given:
         values = {value.name: value for value in model.graph.output}
         del model.graph.output[:]
         model.graph.output.extend(values[name] for name in wanted)
@@ -263,17 +268,26 @@ def _import_module(
 
     graph = read_graph(file)
     module = module_of(graph)
+    if "outputs" not in signature.model_fields_set:
+        outputs = tuple(OutputSpec(name=name) for name in module.output_names)
+        signature = signature.model_copy(update={"outputs": outputs})
     first = tuple(inputs or signature.example())
     examples = [first]
     if all(isinstance(spec.shape[0], str) for spec in signature.inputs if spec.shape):
         examples.append(tuple(torch.cat([x, x[:1]]) if x.ndim else x for x in first))
     prove(module, file, examples)
-    dims = [d.value for v in graph.graph.inputs for d in v.shape or () if not isinstance(d, int)]
+    values = {value.name: value for value in graph.graph.inputs}
+    dims = {
+        axis: dim.value
+        for spec, name in zip(signature.inputs, module.input_names, strict=True)
+        for axis, dim in zip(spec.shape, values[name].shape or (), strict=False)
+        if isinstance(axis, str) and not isinstance(dim, int) and _is_named(dim.value)
+    }
     said = {
         "metadata": {**graph.metadata_props},
         "doc_string": graph.doc_string,
         "name": graph.graph.name,
-        "axes": {_axis_name(name): name for name in dims if name},
+        "axes": dims,
         "weights": {key: source.initializer for key, source in module.sources.items()},
         "sha256": digest_of(file),
     }
@@ -308,17 +322,27 @@ def _import_script(
     return TorchScriptModel.from_directory(path)
 
 
-def _axis_name(name: str) -> str:
-    """Return an axis' name in the signature, of that in an ONNX file."""
-    word = re.sub(r"\W", "_", name)
-    return word if word.isidentifier() else f"axis_{word}"
+def _is_named(dim: str | None) -> bool:
+    """Whether what an ONNX file says of an axis is a name: Paddle writes "?" for unknown ones."""
+    return re.search(r"\w", dim or "") is not None
+
+
+def _axis_name(name: str, known: dict[str, str]) -> str:
+    """Return an axis' name in the signature, of that in an ONNX file; `known` are those so far."""
+    if name not in known:
+        word = re.sub(r"\W", "_", name)
+        word = word if word.isidentifier() else f"axis_{word}"
+        while word in known.values():
+            word += "_"
+        known[name] = word
+    return known[name]
 
 
 def _onnx_signature(file: Path) -> Signature:
     import numpy as np
     import onnx
 
-    graph, inputs = _graph(file), []
+    graph, inputs, axes = _graph(file), [], dict[str, str]()
     constants = {tensor.name for tensor in graph.initializer}
     for value in graph.input:
         if value.name in constants:  # files of IR versions below 4 list weights as inputs, too
@@ -328,10 +352,9 @@ def _onnx_signature(file: Path) -> Signature:
             dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
             shape: list[int | str] = []
             for axis, dim in enumerate(tensor.shape.dim):
-                # Paddle writes -1, and "?" for all unknown axes, which need not be equal.
-                named = dim.dim_param if re.search(r"\w", dim.dim_param) else ""
+                named = dim.dim_param if _is_named(dim.dim_param) else ""
                 named = named or ("batch" if axis == 0 else f"{value.name}_{axis}")
-                shape.append(dim.dim_value if dim.dim_value > 0 else _axis_name(named))
+                shape.append(dim.dim_value if dim.dim_value > 0 else _axis_name(named, axes))
             content = {"name": value.name, "shape": shape, "dtype": dtype}
             inputs.append(TensorSpec.model_validate(content))
         except (KeyError, ValueError) as error:

@@ -15,11 +15,11 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
-from compress import __version__
 from compress.artifacts.carried_files import FROZEN_NAME, IMAGES, ONNX_FILE, TOKENIZER
 from compress.common.errors import StageFailed
 from compress.common.sealed_json import canonical_json
 from compress.export.common.runtime import kernel_facts
+from compress.version import __version__
 
 if TYPE_CHECKING:
     import numpy as np

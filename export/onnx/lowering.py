@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from onnx_ir.passes.common import NameFixPass
 from onnxscript.values import TracedOnnxFunction
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.onnx._internal.fx.passes import type_promotion
@@ -134,6 +135,7 @@ def lower(
     separate_shared_integers_(model)
     if half:
         separate_transposes_(model)
+    NameFixPass()(model)  # a pass may have made a name that the exporter or the model has
     written = model.opset_imports[""]
     if opset is not None and written != opset:
         raise StageFailed(f"opset {opset} was asked for and the exporter wrote {written}")

@@ -12,10 +12,10 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import StageFailed
 from compress.export.common.runtime import UINT8_ONLY, failing_as, kernel_facts
 from compress.export.torchscript.file_io import quiet
+from compress.graph.torch_export import reshape_views_
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -8,7 +8,7 @@ evidence outside an artifact's folder that names its digest: the run's `report.j
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +20,11 @@ from compress.common.atomic_files import sha256_of, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.common.printable import markdown_text
 from compress.common.sealed_json import LOCK, read_report
+from compress.core.verdict import explain
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.system.templates import render_template
 from compress.serve.attestation import (
+    Certificate,
     read_attestation,
     sign_model,
     signed,
@@ -81,6 +83,8 @@ class EnclosingRun:
     inputs: Mapping[str, str]
     """Stage → the stage whose artifact it read."""
     lock: Mapping[str, Any]
+    verdicts: Mapping[str, Sequence[Any]]
+    """Stage → its verdicts in `report.json`."""
 
     @property
     def artifacts(self) -> dict[str, Artifact]:
@@ -122,9 +126,10 @@ def find_enclosing_run(path: Path) -> EnclosingRun | None:
             LOCK: dict(lock["artifacts"]),
         }
         inputs = {row["name"]: row["input"] for row in rows}
+        verdicts = {row["name"]: row["verdicts"] for row in rows}
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactInvalid(f"{out}: holds no readable report ({error})") from error
-    return EnclosingRun(out, path.resolve().name, digests, inputs, lock)
+    return EnclosingRun(out, path.resolve().name, digests, inputs, lock, verdicts)
 
 
 def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun | None) -> Anchors:
@@ -202,6 +207,14 @@ def _read_attestation(anchors: Anchors, file: Path, key: Path | None) -> Attesta
             f"who wrote {file.name}: no signature was checked; give the key with --key"
         )
     anchors.names.append(f"{file.name} ({found.predicate_type}, {signed})")
+    for certificate in found.certificates:
+        for verdict in certificate.verdicts:
+            line = f"{file.name}, {signed}, on data {certificate.data[:12]}: {explain(verdict)}"
+            line = line.replace("\n", r"\n")  # a text of another's could forge a line
+            if found.signed_by and verdict.passed:
+                anchors.proven.append(f"certified: {line}")
+            else:
+                anchors.unproven.append(line)
     return found
 
 
@@ -255,6 +268,7 @@ def verify_command(
     model_signature: Path | None = None,
     sign_key: Path | None = None,
     replay: bool = False,
+    certificates: Sequence[Certificate] = (),
 ) -> Proof:
     """Verify an artifact or a bare archive, by what the user expects of it; write files if given.
 
@@ -267,26 +281,9 @@ def verify_command(
         sign_key: private key that signs both.
         replay: whether the pipeline's code runs, to hash the model's sources and ask an archive for
             the validation split, and native code is started whose hash was not given.
+        certificates: verdicts that the attestation states besides those of the run.
     """
-    if given.key is not None and given.attestation is None:
-        raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
-    if sign_key is not None and attest is None and model_signature is None:
-        raise PipelineInvalid(
-            "--sign-key: signs an attestation or a model; give --attest FILE or --model-signature "
-            "FILE too"
-        )
-    if model_signature is not None and (sign_key is None or path.is_file()):
-        raise PipelineInvalid(
-            "--model-signature: signs the files of an artifact's folder; give the folder and "
-            "--sign-key KEY"
-        )
-    # No output may replace an input, or another output.
-    taken = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
-    written = {"--report": report, "--attest": attest, "--model-signature": model_signature}
-    for option, file in written.items():
-        if file is not None:
-            _check_output_path(option, file, taken)
-            taken.add(file.resolve())
+    check_options(path, given, report, attest, model_signature, sign_key)
     run = find_enclosing_run(path)
     if path.is_file():
         artifact, sha256 = None, sha256_of(path)
@@ -306,7 +303,11 @@ def verify_command(
     contents: dict[Path, bytes | str] = {}
     if attest is not None:
         lineage = artifact.manifest.lineage if artifact else ()
-        statement = statement_of(subjects, lineage, proof, run.lock if run else None)
+        if run and (own := run.verdicts.get(run.name)):
+            own_certificate = {"data": run.lock.get("data") or "", "verdicts": own}
+            certificates = (Certificate.model_validate(own_certificate), *certificates)
+        lock = run.lock if run else None
+        statement = statement_of(subjects, lineage, proof, lock, certificates)
         contents[attest] = (signed(statement, sign_key) if sign_key else statement) + b"\n"
     if model_signature is not None and sign_key is not None:
         contents[model_signature] = sign_model(path.resolve().name, subjects, sign_key) + b"\n"
@@ -315,6 +316,36 @@ def verify_command(
     for file, content in contents.items():
         write_atomically(file, content)
     return proof
+
+
+def check_options(
+    path: Path,
+    given: VerifierInputs = VerifierInputs(),
+    report: Path | None = None,
+    attest: Path | None = None,
+    model_signature: Path | None = None,
+    sign_key: Path | None = None,
+) -> None:
+    """Refuse options of :func:`verify_command` that lack another, and files not to be written."""
+    if given.key is not None and given.attestation is None:
+        raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
+    if sign_key is not None and attest is None and model_signature is None:
+        raise PipelineInvalid(
+            "--sign-key: signs an attestation or a model; give --attest FILE or --model-signature "
+            "FILE too"
+        )
+    if model_signature is not None and (sign_key is None or path.is_file()):
+        raise PipelineInvalid(
+            "--model-signature: signs the files of an artifact's folder; give the folder and "
+            "--sign-key KEY"
+        )
+    # No output may replace an input, or another output.
+    taken = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
+    written = {"--report": report, "--attest": attest, "--model-signature": model_signature}
+    for option, file in written.items():
+        if file is not None:
+            _check_output_path(option, file, taken)
+            taken.add(file.resolve())
 
 
 def _check_output_path(option: str, file: Path, taken: set[Path]) -> None:

@@ -12,7 +12,7 @@ from compress.common.config import Count, Ratio, Settings
 from compress.common.factories import Reference
 from compress.common.requirements import Requirement, pip_install
 from compress.data.loader_config import Loading
-from compress.pipelines.config.model_spec import class_by_key
+from compress.pipelines.config.model_spec import class_by_key, refuse_repeated
 from compress.serve.packaging.request_forms import AudioInput, ImageInput, TextInput
 
 PARQUET = (".parquet", ".pq")
@@ -63,8 +63,8 @@ class FileData(DataSettings):
     def _leaves_training_data(self) -> Self:
         if fsum(self.split.values()) >= 1:
             raise ValueError("split: the shares add up to 1 or more, which leaves nothing to train")
-        if not isinstance(self.classes, str) and len(set(self.classes)) < len(self.classes):
-            raise ValueError("classes: a label is given twice")
+        if not isinstance(self.classes, str):
+            refuse_repeated("classes: label", self.classes)
         return self
 
     @property
@@ -116,13 +116,11 @@ class AudioData(FileData):
         return AudioInput.requirements
 
 
-def _refuse_repeated(
+def _refuse_repeated_columns(
     column: str | None, columns: tuple[str, ...] | None, label: str | tuple[str, ...] | None
 ) -> None:
     labels = (label,) if isinstance(label, str) else label or ()
-    names = [*((column,) if column else columns or ()), *labels]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"column {repeated[0]!r} is given twice")
+    refuse_repeated("column", [*((column,) if column else columns or ()), *labels])
 
 
 class TableData(FileData):
@@ -152,7 +150,7 @@ class TableData(FileData):
             raise ValueError("give one of text and columns: what of a row is the model's input")
         if self.prepare and self.text is None:
             raise ValueError("prepare: only texts are prepared; name their column as `text`")
-        _refuse_repeated(self.text, self.columns, self.label)
+        _refuse_repeated_columns(self.text, self.columns, self.label)
         return self
 
     @property
@@ -213,7 +211,7 @@ class HuggingFaceData(FileData):
         form = ImageInput if self.image else TextInput if self.text else type(None)
         if self.prepare is not None and not isinstance(self.prepare, form):
             raise ValueError("prepare: settings of images are for `image`, of texts for `text`")
-        _refuse_repeated(self.image or self.text, self.columns, self.label)
+        _refuse_repeated_columns(self.image or self.text, self.columns, self.label)
         return self
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -20,6 +21,12 @@ SOURCE = "source"  # name under which stages and gates refer to the imported mod
 
 TIMM = Requirement(what="timm", install="pip install --no-deps 'timm>=1.0.20,<2'")
 """Without its dependencies, as pip would bring a torchvision of PyTorch's CUDA build."""
+
+
+def refuse_repeated(what: str, names: Iterable[str]) -> None:
+    """Raise ValueError if one of the names, which are those of `what`, is given twice."""
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"{what} {repeated[0]!r} is given twice")
 
 
 class ModelInterface(Settings):
@@ -83,8 +90,7 @@ class HuggingFaceModel(ModelInterface):
     @field_validator("labels")
     @classmethod
     def _differ(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(labels)) < len(labels):
-            raise ValueError("a label is given twice")
+        refuse_repeated("label", labels)
         return labels
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import fsum
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,8 @@ def divide(records: Records, shares: Mapping[str, float]) -> Parts:
             chosen[name] += order[first : first + count]
             first += count
         chosen["train"] += order[first:]
+    if fsum(shares.values()) == 1:
+        del chosen["train"]
     for name, indices in chosen.items():
         if not indices:
             raise PipelineInvalid(f"split: {name} gets none of {len(records)} samples")

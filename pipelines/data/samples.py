@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from compress.common.errors import PipelineInvalid
 from compress.data.batch import LABELS, stack_columns
 from compress.pipelines.config.data_spec import FileData, TableData
+from compress.pipelines.config.model_spec import refuse_repeated
 from compress.pipelines.data.records import MOST_SHOWN, Parts, Records, read_records
 from compress.serve.packaging.val_preparation import image_body, sound_body
 from compress.serve.worker.wire import audio_reader, image_reader, text_reader
@@ -133,12 +133,12 @@ def with_class_names(spec: FileData, folder: Path) -> FileData:
     try:
         # Editors of Windows begin a file with a mark that is no part of the first name.
         lines = (folder / spec.classes).read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise PipelineInvalid(f"classes: {error}") from error
-    if not (names := tuple(filter(None, map(str.strip, lines)))):
+        names = tuple(filter(None, map(str.strip, lines)))
+        refuse_repeated("label", names)
+    except (OSError, ValueError) as error:
+        raise PipelineInvalid(f"classes: {spec.classes}: {error}") from error
+    if not names:
         raise PipelineInvalid(f"classes: {spec.classes} is empty, expected a label a line")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise PipelineInvalid(f"classes: {spec.classes} gives {twice[0]!r} twice")
     return spec.model_copy(update={"classes": names})
 
 

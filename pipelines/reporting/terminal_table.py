@@ -139,7 +139,9 @@ def difference_table(differences: Differences) -> Table:
 def difference_lines(differences: Differences) -> Iterator[Text]:
     """Yield the lines below the table of differences."""
     if not (differences.asked or differences.surroundings):
-        yield Text("the same settings, data, versions and machine")
+        is_run = Path(differences.before).is_dir()
+        what = "settings, data, versions and machine" if is_run else "files and data"
+        yield Text(f"the same {what}")
     if not differences.found:
         yield Text("the same results")
 

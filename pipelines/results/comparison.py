@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
 from compress.common.config import Settings
+from compress.common.errors import PipelineInvalid
 from compress.pipelines.results.schema import Report
 from compress.pipelines.system.templates import readable_bytes, readable_count
+from compress.serve.attestation import read_attestation
+
+if TYPE_CHECKING:
+    from compress.core.verdict import Verdict
 
 MISSING = "–"
 NOT_MEASURABLE = "not measurable"
@@ -35,12 +40,18 @@ class Differences(Settings):
     asked: tuple[Difference, ...]
     surroundings: tuple[Difference, ...]
     found: tuple[Difference, ...]
-    """Status, and by stage the metric, sizes, latencies, verdicts and the digest."""
+    """Status, and by stage the metric, sizes, latencies, verdicts and the digest; of attestations
+    the verdicts of each certificate."""
 
 
 def compare(before: Path, after: Path) -> Differences:
-    """Compare two runs' reports, given their results directories."""
-    parts = (_parts(Report.read(before)), _parts(Report.read(after)))
+    """Compare two runs' reports, given their results directories, or two attestations."""
+    kinds = {path.is_file() for path in (before, after)}
+    if len(kinds) > 1:
+        raise PipelineInvalid(f"{before}, {after}: expected two runs or two attestations")
+    parts = [
+        _attested(path) if path.is_file() else _parts(Report.read(path)) for path in (before, after)
+    ]
     asked, surroundings, *found = (tuple(_differences(*pair)) for pair in zip(*parts, strict=True))
     return Differences(
         before=str(before),
@@ -69,17 +80,33 @@ def _parts(report: Report) -> tuple[dict[str, Any], ...]:
     }
     stages: dict[str, Any] = {}
     for stage in report.stages:
-        gates = {}
-        for v in stage.verdicts:  # a stage may have the same gate against several, or on several
-            gates[v.rule + v.compared] = "passed" if v.passed else "refused"
         stages[stage.name] = {
             **stage.measurements.figures,
-            "gates": gates,
+            "gates": _gates(stage.verdicts),
             "made_seconds": round(stage.seconds, 1),
             "sha256": stage.artifact.sha256,
         }
     test = {"test": dict(report.test.values) if report.test else {}}
     return asked, surroundings, outcome, stages, test
+
+
+def _attested(file: Path) -> tuple[dict[str, Any], ...]:
+    """Return the files and data that an attestation is about, and its verdicts."""
+    found = read_attestation(file, None)
+    numbered = {f"certificate {n}": own for n, own in enumerate(found.certificates, start=1)}
+    data = {name: {"data": own.data} for name, own in numbered.items()}
+    gates = {name: {"gates": _gates(own.verdicts)} for name, own in numbered.items()}
+    return {**dict(found.subjects), **data}, {}, gates
+
+
+def _gates(verdicts: Sequence[Verdict]) -> dict[str, str]:
+    """Return in words how each gate ended; a bound with its value."""
+    return {
+        # A stage may have the same gate against several, or on several.
+        v.rule + v.compared: ("passed" if v.passed else "refused")
+        + (f", at most {v.bound.value:.4g}" if v.bound else "")
+        for v in verdicts
+    }
 
 
 def _differences(before: Any, after: Any, path: str = "") -> Iterator[Difference]:

@@ -314,6 +314,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
             "machine": dict(machine()),
             "seed": pipeline.seed,
             "data": state.fingerprint,
+            "task": plan.loss.task.name if plan.loss.task else None,
             "artifacts": {n: state.artifacts[n].digest for n in plan.ordered(state.artifacts)},
             "settings": pipeline.model_dump(mode="json", by_alias=True),
         },

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from compress import __version__
 from compress.common.errors import cause_lines
 from compress.serve.http import messages, shared_state, torchserve_api
 from compress.serve.http.messages import HttpError, Response, close_if_continue_expected
 from compress.serve.worker.tensors import UNREADABLE
 from compress.serve.worker.wire import JSON
+from compress.version import __version__
 
 if TYPE_CHECKING:
     from compress.serve.http.messages import Headers, Message, Receive, Send
@@ -78,8 +78,8 @@ class Application:
         return fitting[0].error_response(error) if fitting else messages.error_response(error)
 
     def is_ready(self) -> bool:
-        """Return whether no model hangs."""
-        return not any(each.hangs() for each in self.repository.loaded())
+        """Return whether all models are ready."""
+        return all(each.is_ready() for each in self.repository.loaded())
 
     def close(self) -> None:
         """End all models, and what the requests share."""
@@ -89,7 +89,7 @@ class Application:
     async def _get(self, method: str, path: str, headers: Headers) -> Response:
         """Answer health, metadata and metrics requests."""
         if (health := HEALTH.get(path)) is not None:
-            return json_response(health, hangs="ready" in health and not self.is_ready())
+            return json_response(health, is_ready="ready" not in health or self.is_ready())
         self.shared.check_token(headers)
         server = self.server if path in ("/v2", "/v2/") else None
         content, served = self.repository.pages.get(path, (server, None))
@@ -101,8 +101,8 @@ class Application:
         if content is None:
             text = await self.shared.run_in_thread(True, self.shared.metrics.text)
             return Response(200, text, {"content-type": CONTENT_TYPE_LATEST})
-        hangs = "ready" in content and served is not None and served.hangs()
-        return json_response(content, hangs=hangs)
+        is_ready = "ready" not in content or served is None or served.is_ready()
+        return json_response(content, is_ready=is_ready)
 
     async def _manage(self, method: str, path: str, headers: Headers, receive: Receive) -> Response:
         """Answer a request of Triton's repository API."""
@@ -168,10 +168,10 @@ def require_method(method: str, headers: Headers, *allowed: str) -> None:
         raise HttpError(405, message, allow=", ".join(allowed), **closing)
 
 
-def json_response(content: Any, *, hangs: bool = False) -> Response:
-    """Return the content; `ready: false` and 503 while every call of the model hangs."""
-    body = json.dumps({**content, "ready": False} if hangs else content).encode()
-    return Response(503 if hangs else 200, body, {"content-type": JSON})
+def json_response(content: Any, *, is_ready: bool = True) -> Response:
+    """Return the content; `ready: false` and 503 for what is not ready."""
+    body = json.dumps(content if is_ready else {**content, "ready": False}).encode()
+    return Response(200 if is_ready else 503, body, {"content-type": JSON})
 
 
 def headers_of(scope: Message) -> Headers:

@@ -15,7 +15,6 @@ import resource
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.common.errors import ArtifactInvalid, CompressError
+from compress.common.process import start_module
 from compress.serve.http.messages import HttpError
 from compress.serve.http.multiprocess import end_with_parent
 from compress.serve.worker.tensors import TOO_LARGE
@@ -69,21 +69,12 @@ class HelperProcess:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        # -P: the working directory may hold anybody's files.
-        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
-        # One thread: the stacks of others count as memory.
-        settings = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         # A backtrace takes memory, of which there is none, and then waits for ever.
-        settings |= {"RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}
-        path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
+        settings = {"RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}
+        # One thread: the stacks of others count as memory.
+        settings |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with theirs:
-            self._process = subprocess.Popen(
-                command,
-                env={**os.environ, **settings, "PYTHONPATH": path},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+            self._process = start_module(__name__, theirs, **settings)
         self._control.settimeout(LOAD_SECONDS)
         try:
             _send(self._control, self._start_message)

@@ -22,6 +22,7 @@ from compress.serve.http.shared_state import (
     SMALL_BYTES,
     Served,
 )
+from compress.serve.shadow.sampler import Sampler
 from compress.serve.worker import wire
 from compress.serve.worker.tensors import describe_error, inference_error, output_fault
 from compress.serve.worker.wire import DATATYPES, LABELS
@@ -65,6 +66,10 @@ def load_inference(
                 needed_bytes=messages.memory_needed(model.forms, limits),
             )
             resources.callback(helper.close)
+        sampler = None
+        if options.shadow is not None:
+            sampler = Sampler(options.shadow, options.report, model.digest, model.signature)
+            resources.callback(sampler.close)
         kept = resources.pop_all()
 
     def start() -> Inference:
@@ -75,7 +80,7 @@ def load_inference(
             joins_rows=not model.not_joined,
             delay_seconds=options.delay_seconds,
         )
-        inference = Inference(model, batcher, limits, shared, version, helper)
+        inference = Inference(model, batcher, limits, shared, version, helper, sampler)
         inference.resources = kept
         return inference
 
@@ -105,14 +110,22 @@ class Inference(Served):
         shared: SharedState,
         version: str = "1",
         helper: HelperProcess | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
-        """Create it; `helper` reads texts and images."""
+        """Create it; `helper` reads texts and images, `sampler` has some answers compared."""
         super().__init__(model.name, version, batcher, limits, shared)
         self.model = model
         self.outputs = [output.name for output in model.signature.outputs]
         self._example = seeded_rows(model.signature, 1)
         self.decoder = request_decoder(model, limits)
-        self._helper = helper
+        self._helper, self.sampler = helper, sampler
+        if sampler is not None:
+            sampler.start(
+                {"model": model.name, "version": version},
+                shared.metrics.registry,
+                has_rows=model.interface.rows_stay_first,
+                joins_rows=not model.not_joined and model.signature.smallest_batch == 1,
+            )
         self.tasks = set[asyncio.Task[Response]]()
 
     def addresses(self, *, of_version: bool) -> list[str]:
@@ -204,6 +217,10 @@ class Inference(Served):
             read = await self.shared.run_in_thread(large, self.decoder.decode, headers, body)
         return read
 
+    def is_ready(self) -> bool:
+        """Return whether the model answers, and as the limit of other answers asks for."""
+        return super().is_ready() and not (self.sampler and self.sampler.refuses)
+
     def needs_helper(self, headers: Headers) -> bool:
         """Return whether a body may hold texts or an image."""
         return self._helper is not None and messages.content_type_of(headers) not in wire.TENSORS
@@ -244,6 +261,8 @@ class Inference(Served):
         response: Response = await self.shared.run_in_thread(
             not is_small(outputs), self.encode, headers, wanted, arrays, outputs
         )
+        if self.sampler is not None:  # once the response is sent
+            asyncio.get_running_loop().call_soon(self.sampler.observe, arrays, outputs)
         return response
 
 
@@ -307,6 +326,8 @@ class WholeRequest:
             except Exception as error:  # noqa: BLE001 - others of the batch are yet to come
                 response = messages.error_response(error)
             self._finish(response)
+            if inference.sampler is not None and response.status == 200:
+                inference.sampler.observe(self._arrays, outputs)
             return
         respond = inference.respond(self._headers, self._wanted, self._arrays, outputs)
         task = asyncio.get_running_loop().create_task(messages.response_of(respond))

@@ -54,6 +54,8 @@ class ServedModel:
     forms: Named = field(default_factory=dict)
     folder: Path = Path()
     """The artifact's, with the tokenizer."""
+    digest: str = ""
+    """The artifact's; empty for an archive."""
     classes: Named | None = None
     specs: Specs = ()
     """The inputs as requests are checked against them; by default the signature's."""
@@ -110,6 +112,7 @@ def open_model(
             not_joined=not_joined,
             forms=forms.handler_settings(signature),
             folder=artifact.path,
+            digest=artifact.digest,
             classes=classes,
             specs=signature.input_descriptions(artifact.manifest.facts),
             notes=tuple(notes),

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from compress.common.process import usable_cores
+
+if TYPE_CHECKING:
+    from compress.serve.shadow.options import ShadowOptions
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Options:
     grpc_port: int | None = None
     traces: str = ""
     """URL to which OpenTelemetry traces are sent by OTLP over HTTP; empty for none."""
+    shadow: ShadowOptions | None = None
+    """How a share of the answers is compared with the uncompressed model's; None for not."""
 
     @property
     def width(self) -> int:

@@ -50,14 +50,14 @@ class Metrics:
 
     def __init__(self) -> None:
         """Register every metric."""
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         # With several processes, a scrape reaches one of them, which answers with all their sums.
         self.all_processes = METRICS_VARIABLE in os.environ
         if self.all_processes:
-            MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
+            MultiProcessCollector(self.registry)  # type: ignore[no-untyped-call]
         else:
-            ProcessCollector(registry=self._registry)
-        registry = None if self.all_processes else self._registry
+            ProcessCollector(registry=self.registry)
+        registry = None if self.all_processes else self.registry
         what = "Inference requests, by HTTP status"
         self.requests = Counter("inference_requests", what, [*MODEL, "status"], registry=registry)
         self.latency = Histogram(
@@ -80,7 +80,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return metrics_text(self._registry)
+        return metrics_text(self.registry)
 
 
 class SharedState:
@@ -161,9 +161,9 @@ class Served:
         """Return a `WholeRequest` where no task is needed once its body is received, or None."""
         del path, headers, respond
 
-    def hangs(self) -> bool:
-        """Return whether every call of the model has taken longer than a request may."""
-        return self.workers.hangs(self.limits.seconds)
+    def is_ready(self) -> bool:
+        """Return False while every call of the model has taken longer than a request may."""
+        return not self.workers.hangs(self.limits.seconds)
 
     def close(self) -> None:
         """End the threads, and all that belongs to the model."""

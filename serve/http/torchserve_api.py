@@ -90,7 +90,7 @@ async def _answer(
 
 
 def _description(served: Served) -> dict[str, Any]:
-    state = "UNLOADING" if served.hangs() else "READY"
+    state = "READY" if served.is_ready() else "UNLOADING"
     return {
         "modelName": served.name,
         "modelVersion": f"{served.version}.0",

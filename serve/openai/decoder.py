@@ -68,6 +68,8 @@ def refuse_for_decoders(artifact: Artifact, options: Options) -> None:
             f"{artifact.path}: a decoder answers each request alone: leave --report and --max-rows "
             "out; --workers is how many are answered at a time"
         )
+    if options.shadow is not None:
+        raise PipelineInvalid(f"{artifact.path}: texts of a decoder are not compared: no --shadow")
     require_all([GENAI, TOKENIZERS], str(artifact.path))
 
 

@@ -325,7 +325,7 @@ def test_check_shows_what_was_inferred(tmp_path, capfd) -> None:
     [
         ("hugingface: bert", r"model\.hugingface: unknown key; did you mean 'huggingface'"),
         ("huggingface: bert, task: sums", r"model\.task: .*'text-classification'.*found 'sums'"),
-        ("huggingface: bert, labels: [good, good]", r"model\.labels: a label is given twice"),
+        ("huggingface: bert, labels: [good, good]", r"model\.labels: label 'good' is given twice"),
         ("timm: 'hf-hub:x/y'", "names a place to download from"),
         ("timm: resnet18, arguments: {pretrained: true}", "pretrained is not taken here"),
         ("file: model.bin", r"model\.file: .*found 'model\.bin'"),

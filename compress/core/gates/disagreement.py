@@ -93,6 +93,11 @@ class MaxDisagreement(Gate):
         """Return the bound, in percent."""
         return self.bound(before, after, context).value
 
+    def errors(self, one: Outputs, other: Outputs, context: Context) -> torch.Tensor:
+        """Return each sample's error, `(samples,)`, of both models' outputs by name."""
+        found = _errors_of(context.task).measure(one, other, context, self.score)
+        return found.double().nan_to_num(math.inf)
+
     def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound:
         """Compare both models' answers to each sample of `val`."""
         # All of them where a run judges quickly, too: 16 show nothing.
@@ -101,11 +106,11 @@ class MaxDisagreement(Gate):
         errors, classes, count = list[torch.Tensor](), list[torch.Tensor](), 0
         for pair in paired_outputs(before, after, context):
             one, other = (dict(zip(names, outputs, strict=True)) for outputs in pair)
-            errors.append(kind.measure(one, other, context, self.score))
+            errors.append(self.errors(one, other, context))
             if kind is LABELS and (labels := labels_of(one, context)).shape[1] == 1:
                 classes.append(labels[:, 0].long())
                 count = 2 if labels.dtype == torch.bool else pair[0][0].shape[1]
-        found = torch.cat(errors or [torch.empty(0)]).double().nan_to_num(math.inf)
+        found = torch.cat(errors or [torch.empty(0)])
         if not (samples := len(found)):
             raise StageFailed("the outputs have no samples, so that there is nothing to compare")
         differs = found > (self.error or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ def _recurrent(node: Node, x: torch.Tensor, w: Value, r: Value, *rest: Value | N
         x = x.transpose(0, 1)
         hidden = None if hidden is None else to_tensor(hidden).transpose(0, 1)
         cell = None if cell is None else to_tensor(cell).transpose(0, 1)
+    masks: list[torch.Tensor | None] = [None] * len(x)
     if lengths is not None:
-        raise Unsupported("with lengths of sequences")
+        masks = [(t < to_tensor(lengths)).unsqueeze(1) for t in range(len(x))]
+    steps = [*zip(x, masks, strict=True)]
     w, r = to_tensor(w), to_tensor(r)
     way = node.get("direction", "forward")
     outputs, states, cells = [], [], []
@@ -29,8 +32,7 @@ def _recurrent(node: Node, x: torch.Tensor, w: Value, r: Value, *rest: Value | N
         h = None if hidden is None else to_tensor(hidden)[d]
         c = None if cell is None else to_tensor(cell)[d]
         p = None if peepholes is None else to_tensor(peepholes)[d]
-        steps = x.flip(0) if backward else x
-        y, h, c = _steps(node, steps, w[d], r[d], b, h, c, p, d)
+        y, h, c = _steps(node, steps[::-1] if backward else steps, w[d], r[d], b, h, c, p, d)
         outputs.append(y.flip(0) if backward else y)
         states.append(h)
         cells.append(c)
@@ -54,7 +56,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 def _steps(
     node: Node,
-    x: torch.Tensor,
+    steps: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     w: torch.Tensor,
     r: torch.Tensor,
     b: torch.Tensor | None,
@@ -64,8 +66,9 @@ def _steps(
     direction: int,
 ) -> Any:
     size, kind = node.get("hidden_size") or r.shape[-1], node.operator
+    x = steps[0][0]
     b = torch.zeros(2 * w.shape[0], dtype=x.dtype) if b is None else b
-    h = x.new_zeros(x.shape[1], size) if h is None else h
+    h = x.new_zeros(x.shape[0], size) if h is None else h
     default = DEFAULTS[kind]
     names = node.get("activations") or default * 2
     per = len(default)
@@ -76,13 +79,14 @@ def _steps(
     clip = node.get("clip")
     bw, br = b[: w.shape[0]], b[w.shape[0] :]
     if kind == "LSTM":
-        c = x.new_zeros(x.shape[1], size) if c is None else c
+        c = x.new_zeros(x.shape[0], size) if c is None else c
     rows = []
 
     def limit(values: torch.Tensor) -> torch.Tensor:
         return values.clamp(-clip, clip) if clip else values
 
-    for step in x:
+    for step, is_inside in steps:
+        before = h, c
         if kind == "RNN":
             h = functions[0](limit(F.linear(step, w, bw) + F.linear(h, r, br)))
         elif kind == "GRU":
@@ -105,7 +109,10 @@ def _steps(
             c = f * c + i * functions[1](limit(g))
             o = functions[0](limit(o + po * c))
             h = o * functions[2](c)
-        rows.append(h)
+        rows.append(h if is_inside is None else h * is_inside)
+        if is_inside is not None:  # the states of a row that has ended stay
+            h = torch.where(is_inside, h, before[0])
+            c = None if c is None else torch.where(is_inside, c, before[1])
     return torch.stack(rows), h, c
 
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 NORMS = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
 """Operator → argument indices of its weight and bias."""
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+RESHAPE, TRANSPOSE = aten.reshape.default, aten.transpose.int
 ATTENTION = aten.scaled_dot_product_attention.default
-HEADS_MERGED = (VIEWS, {aten.transpose.int}, {ATTENTION}, {aten.transpose.int}, VIEWS, {LINEAR})
+HEADS_MERGED = (RESHAPE, TRANSPOSE, ATTENTION, TRANSPOSE, RESHAPE, LINEAR)
 """Operators from attention's merged output back to the layer that computes its values."""
 
 
@@ -121,7 +121,7 @@ def bypass_copies_(graph: GraphModule) -> None:
         return [str(size) for size in node.meta["val"].shape]
 
     for node in list(graph.graph.nodes):
-        is_copy = node.target is aten.clone.default or node.target in VIEWS
+        is_copy = node.target in (aten.clone.default, RESHAPE)
         original: Any = node.args[0] if is_copy and not node.kwargs else None
         if original and original.op == "call_function" and shape(original) == shape(node):
             node.replace_all_uses_with(original)
@@ -150,10 +150,9 @@ def _scaling_constants(node: Node) -> list[Node]:
 def _value_projection(merged: Node) -> Any:
     """Return the layer that computes an attention's values, whose channels its output has."""
     chain: list[Any] = [merged]
-    for targets in HEADS_MERGED:
+    for target in HEADS_MERGED:
         node = chain[-1]
-        is_transpose = node.target is aten.transpose.int
-        if node.target not in targets or (is_transpose and node.args[1:] != (1, 2)):
+        if node.target is not target or (target is TRANSPOSE and node.args[1:] != (1, 2)):
             return None
         chain.append(node.args[2 if node.target is ATTENTION else 0])
     _, _, attention, values, split, layer, _ = chain

@@ -45,7 +45,7 @@ SENSITIVE = {
 }
 """Operators whose sums or curves need float32's digits or range, as in torch's own autocast."""
 ANY_DTYPE = {
-    *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "flatten", "unflatten"),
+    *("reshape", "permute", "transpose", "t", "flatten", "unflatten"),
     *("squeeze", "unsqueeze", "expand", "slice", "select", "split", "chunk", "unbind"),
     *("clone", "alias", "detach", "contiguous", "dropout", "relu"),
 }

@@ -27,8 +27,8 @@ class Deviation:
         self._add_rows(*_rows(expected, actual))
 
     def _add_rows(self, expected_NF: torch.Tensor, actual_NF: torch.Tensor) -> None:
-        self.signal += float(expected_NF.square().sum())
-        noise = float((expected_NF - actual_NF).square_().sum())
+        self.signal += _sum_of_squares(expected_NF)
+        noise = _sum_of_squares(expected_NF - actual_NF)
         self.noise += noise if math.isfinite(noise) else math.inf
 
     @property
@@ -55,6 +55,7 @@ class OutputDeviation(Deviation):
 
     def _add_rows(self, expected_NF: torch.Tensor, actual_NF: torch.Tensor) -> None:
         super()._add_rows(expected_NF, actual_NF)
+        expected_NF, actual_NF = expected_NF.double(), actual_NF.double()
         lengths_N = expected_NF.norm(dim=1) * actual_NF.norm(dim=1)
         dots_N = (expected_NF * actual_NF).sum(1)
         cosines_N = dots_N / lengths_N.clamp(min=torch.finfo(torch.float64).tiny)
@@ -69,11 +70,17 @@ class OutputDeviation(Deviation):
         return self.cosines / self.rows if self.rows and self.is_finite else 0.0
 
 
+def _sum_of_squares(values: torch.Tensor) -> float:
+    # Added up in float64, without a copy in it. No float32 is too large for that.
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
 def _rows(expected: torch.Tensor, actual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as rows of float64, with zeros where the expected one is not finite."""
+    """Return both as rows of float32 or float64, with zeros where the expected is not finite."""
     rows = len(expected) if expected.dim() > 1 else 1
-    expected_NF = expected.detach().double().reshape(rows, -1)
-    actual_NF = actual.detach().double().reshape(rows, -1)
+    is_single = expected.dtype is actual.dtype is torch.float32
+    dtype = torch.float32 if is_single else torch.float64
+    expected_NF, actual_NF = (x.detach().to(dtype).reshape(rows, -1) for x in (expected, actual))
     finite = expected_NF.isfinite()
     if not bool(finite.all()):
         stray = actual_NF.isnan() & ~expected_NF.isnan()

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from compress.graph.library_cache import cached_composite_ops
-from compress.graph.torch_export import FlatOutputs, export_program
+from compress.graph.torch_export import FlatOutputs, export_program, reshape_views_
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -98,12 +98,13 @@ def capture(module: torch.nn.Module, signature: Signature) -> GraphModule:
 
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
-    """Return an equal program that writes into no tensor."""
+    """Return an equal program that writes into no tensor, with ``reshape`` for every ``view``."""
     # Dequantizing a quantized tensor makes a copy: a write into a view of it would not reach the
     # other readers of the original.
     with _without_treespec_warnings(), cached_composite_ops():
         decomposed: ExportedProgram = program.run_decompositions({})
-        return decomposed
+    reshape_views_(decomposed.graph_module)
+    return decomposed
 
 
 def copy_graph(graph: GraphModule, shared: Iterable[torch.Tensor] = ()) -> GraphModule:

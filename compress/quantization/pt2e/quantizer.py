@@ -89,8 +89,7 @@ CLAMPS = {aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.cla
 MOVES = {
     aten.max_pool1d.default,
     aten.max_pool2d.default,
-    aten.view.default,
-    aten._unsafe_view.default,
+    aten.reshape.default,
     aten.permute.default,
     aten.transpose.int,
     aten.squeeze.dim,

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from compress.core.objectives.task import Task
 
 aten = torch.ops.aten
-SHAPE_ONLY = {aten.clone.default, aten.view.default, aten._unsafe_view.default}
+SHAPE_ONLY = {aten.clone.default, aten.reshape.default}
 SMALLEST_FACTOR = 1e-12
 """A channel whose weights are multiplied by less is dead; its outputs are not divided by it."""
 

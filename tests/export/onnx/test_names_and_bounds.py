@@ -12,7 +12,10 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
+from compress.export.onnx.graph import values_in_order
+from compress.export.onnx.lowering import lower
 from compress.export.onnx.stage import ExportOnnx
+from compress.graph.torch_export import export_program
 from tests.export.builders import check_parity, network, network_of
 
 SOURCE = """
@@ -135,3 +138,26 @@ def test_an_axis_is_compared_at_its_largest_size(
             check_parity(model, wrong_at(20), context, {"length": 20})
         check_parity(model, wrong_at(0), context, {"length": 20})
         check_parity(model, wrong_at(2048), context, {"length": 2048})  # too large to be tried
+
+
+class Squares(torch.nn.Module):
+    """Two products in float16, the first of which reads transposed heads as its second operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8, dtype=torch.float16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (x.half() * self.scale).unflatten(2, (2, 4))
+        moved = heads.permute(2, 1, 0, 3)
+        return ((heads.permute(2, 1, 3, 0) @ moved) @ moved.transpose(2, 3)).float()
+
+
+def test_no_two_values_of_a_float16_graph_have_one_name() -> None:
+    shape = ("batch", 6, 8)
+    inputs = (TensorSpec(name="x", shape=shape),)
+    signature = Signature(inputs=inputs, outputs=(OutputSpec(name="y"),))
+    program = export_program(Squares().eval(), signature)
+    values = {*values_in_order(lower(program, signature, None))}
+    assert "Reshape" in {value.producer().op_type for value in values if value.producer()}
+    assert len({value.name for value in values}) == len(values)

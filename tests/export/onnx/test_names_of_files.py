@@ -14,6 +14,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import compress
+from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.core.gates.runtime import BaselineArtifact, in_runtime_of
 from compress.export.imported.exported_files import import_file, signature_of
@@ -101,3 +102,67 @@ def test_a_name_that_two_tensors_or_an_input_would_have_is_not_given() -> None:
     model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
     strip_(model, {"p": "bias", "q": "bias", "r": "a", "s": "x", "absent": "t"})
     assert [*model.graph.initializers] == ["b", "c", "a", "d"]
+
+
+def test_axes_whose_names_have_one_python_name_stay_apart(tmp_path: Path) -> None:
+    values = {"x": ["a b", 4], "w": [4, "a_b"], "y": ["a b", "a_b"]}
+    x, w, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in values.items()
+    )
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x, w], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "f")
+    signature = signature_of("onnx", tmp_path / "f")
+    assert signature is not None
+    assert [spec.shape for spec in signature.inputs] == [("a_b", 4), (4, "a_b_")]
+    model = import_file("onnx", tmp_path / "f", signature, tmp_path / "model", to_module=True)
+    compress.export_onnx(model, tmp_path / "again.onnx")
+    exported = onnx.load(tmp_path / "again.onnx").graph
+    for value in (*exported.input, *exported.output):
+        dims = value.type.tensor_type.shape.dim
+        assert [dim.dim_param or dim.dim_value for dim in dims] == values[value.name]
+
+
+@pytest.mark.parametrize("names", [None, ["scores"]])
+def test_names_of_outputs_are_the_files_or_given_anew(
+    names: list[str] | None, file: Path, tmp_path: Path
+) -> None:
+    changed = onnx.load(file)
+    changed.graph.node[-1].output[0] = changed.graph.output[0].name = "model/scale_0.tmp_1"
+    onnx.save(changed, file)
+    found = signature_of("onnx", file)
+    assert found is not None
+    given = {} if names is None else {"outputs": [{"name": name} for name in names]}
+    signature = Signature.model_validate({"inputs": found.inputs, **given})
+    wanted = names or ["model/scale_0.tmp_1"]
+    module = import_file("onnx", file, signature, tmp_path / "model", to_module=True)
+    original = import_file("onnx", file, module.signature, tmp_path / "original")
+    (x,) = found.example(3)
+    with module.open() as predict, original.open() as predict_original:
+        torch.testing.assert_close(predict(x)[0], predict_original(x)[0], rtol=1e-4, atol=1e-4)
+    exported = compress.export_onnx(module, tmp_path / "again.onnx")
+    for artifact in (module, original, exported):
+        assert [output.name for output in artifact.signature.outputs] == wanted
+    for artifact in (original, exported):
+        outputs = onnx.load(artifact.payload_path).graph.output
+        assert [value.name for value in outputs] == wanted
+
+
+def test_a_recurrent_layer_of_a_file_is_quantized_as_any_other(tmp_path: Path) -> None:
+    shapes = {"w": (1, 64, 12), "r": (1, 64, 16), "b": (1, 128), "h": (1, 1, 16), "c": (1, 1, 16)}
+    weights = [
+        numpy_helper.from_array(RNG.normal(size=shape).astype(np.float32), name)
+        for name, shape in shapes.items()
+    ]
+    node = helper.make_node("LSTM", ["x", "w", "r", "b", "", "h", "c"], ["y"], hidden_size=16)
+    value = helper.make_tensor_value_info
+    x, y = value("x", TensorProto.FLOAT, ["steps", 1, 12]), value("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph([node], "g", [x], [y], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "f")
+    signature = signature_of("onnx", tmp_path / "f")
+    assert signature is not None
+    model = import_file("onnx", tmp_path / "f", signature, tmp_path / "model", to_module=True)
+    small = compress.quantize_dynamic(model)
+    assert small.manifest.facts["quantized_operators"] == {"lstm": 1}
+    exported = onnx.load(compress.export_onnx(small, tmp_path / "small.onnx").payload_path)
+    assert "DynamicQuantizeLSTM" in [node.op_type for node in exported.graph.node]

@@ -438,8 +438,10 @@ def test_a_text_file_names_the_classes(tmp_path: Path) -> None:
     with pytest.raises(PipelineInvalid, match=r"classes: names\.txt is empty"):
         load_data(write(tmp_path, data))
     (tmp_path / "names.txt").write_text("ape\nzebra\nape\n")
-    with pytest.raises(PipelineInvalid, match=r"classes: names\.txt gives 'ape' twice"):
+    with pytest.raises(PipelineInvalid, match=r"classes: names\.txt: label 'ape' is given twice"):
         load_data(write(tmp_path, data))
+    with pytest.raises(PipelineInvalid, match=r"classes: label 'ape' is given twice"):
+        write(tmp_path, data | {"classes": ["ape", "ape"]})
 
 
 def test_words_are_no_labels_of_a_regression(tmp_path: Path) -> None:

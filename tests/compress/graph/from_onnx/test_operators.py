@@ -13,6 +13,7 @@ import pytest
 import torch
 from onnx import TensorProto
 from onnx.backend.test.loader import load_model_tests
+from onnxruntime import InferenceSession
 
 from compress.common.errors import ArtifactInvalid
 from compress.graph.from_onnx.reading import module_of, simplify
@@ -93,3 +94,33 @@ def test_an_operator_without_an_equivalent_is_refused_with_all_of_its_kind() -> 
         match=r"net\.onnx: .*RoiAlign \(1: third\), mine\.Foo \(2: first, second\)",
     ):
         simplify(ir.from_proto(model), "net.onnx")
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
+def test_recurrent_layers_end_where_the_length_of_a_row_says(
+    kind: str, gates: int, direction: str
+) -> None:
+    ways, size = 2 if direction == "bidirectional" else 1, 4
+    draw = np.random.default_rng(0).standard_normal
+    shapes = {"w": (ways, gates * size, 3), "r": (ways, gates * size, size), "h": (ways, 3, size)}
+    weights = [
+        onnx.numpy_helper.from_array(draw(shape).astype(np.float32), name)
+        for name, shape in shapes.items()
+    ]
+    names = ["y", "last", "cell"][: 3 if kind == "LSTM" else 2]
+    node = onnx.helper.make_node(
+        kind, ["x", "w", "r", "", "n", "h"], names, hidden_size=size, direction=direction
+    )
+    value = onnx.helper.make_tensor_value_info
+    inputs = [value("x", TensorProto.FLOAT, [5, 3, 3]), value("n", TensorProto.INT32, [3])]
+    outputs = [value(name, TensorProto.FLOAT, None) for name in names]
+    graph = onnx.helper.make_graph([node], "graph", inputs, outputs, weights)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    x, lengths = draw((5, 3, 3)).astype(np.float32), np.array([5, 1, 3], np.int32)
+    session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    expected = session.run(names, {"x": x, "n": lengths})
+    module = module_of(simplify(ir.from_proto(model), kind))
+    found = module(*map(torch.from_numpy, (x, lengths))).values()
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.detach(), theirs, 1e-5, 1e-6)

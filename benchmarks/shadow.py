@@ -1,0 +1,187 @@
+"""How fast `compress serve --shadow` alarms, how often wrongly, and what it costs a server.
+
+    python benchmarks/shadow.py runs/quickstart/artifacts/onnx [--docs docs/certificate.md]
+
+Streams are simulated: each compared request is answered otherwise with a fixed probability. Cost
+is measured on two servers of the same artifact, with and without `--shadow 1%`, loaded in turn; the
+client, `wrk`, runs on the same cores. Without an artifact the cost is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+import tempfile
+import urllib.request
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import psutil
+from scipy.stats import binom
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.page import write_part  # noqa: E402
+from benchmarks.server.contenders import TOKEN, Case, Server, served  # noqa: E402
+from compress import Artifact  # noqa: E402
+from compress.core.anytime_bounds import first_bets, held_back, next_bets  # noqa: E402
+
+STREAMS, REQUESTS, SHARE, CONFIDENCE = 1000, 100_000, 0.01, 0.95
+LIMITS = (0.002, 0.01, 0.05)
+FIGURES = ("per_second", "p50_ms", "p99_ms", "cpu")
+CASES = {"8 connections, as fast as they can": None, "8 connections, 4 ms pauses": 4.0}
+
+
+ABOUT_ALARMS = """\
+`python benchmarks/shadow.py runs/quickstart/artifacts/onnx --docs docs/certificate.md` simulates
+1,000 streams of requests for each figure of the first table, one in a hundred of which is
+compared (`--shadow 1%`). A request is answered otherwise with a fixed probability: the limit
+itself in the two columns of alarms, which are then false (100,000 requests, of which 1,000 or
+all are compared), and twice the limit in those behind them.
+
+- **fixed number**: requests until the best test that looks once has enough samples to show twice
+  the limit: the exact binomial test against that alternative at the level 5 %, of which half
+  succeed (power 50 %).
+- **until alarm**: the median, which half of the streams need, and those that a tenth and nine
+  tenths need; from the start, and after 100,000 requests at the limit (streams that alarmed
+  there are left out).
+- **ratio**: the median by the fixed number; in parentheses by the number for a power of 80 %.
+  That test is told when the share doubles, and the server is not: a change late in a stream
+  takes more evidence, as it could have been anywhere."""
+ABOUT_COST = """\
+What `--shadow 1%` costs a server of the quickstart's int8 model: ratios to the same server
+without it, loaded in turn in one run by eight connections of `wrk` on the same two cores, which
+other work shared. In parentheses is the middle half of the rounds. The uncompressed model is the
+eager PyTorch one."""
+
+
+def alarms(shares: np.ndarray, limit: float) -> np.ndarray:
+    """Return after how many compared requests each stream alarms, 0 for never.
+
+    `shares` is the probability of another answer at each compared request.
+    """
+    rng, bets = np.random.default_rng(0), first_bets()
+    found, alive = np.zeros(STREAMS, int), np.arange(STREAMS)
+    for number, share in enumerate(shares):
+        differs = (rng.random(len(alive)) < share).astype(float)
+        bets = next_bets(bets, number, differs, limit)
+        reached = sum(bets) + held_back(number + 1, limit) >= 1 / (1 - CONFIDENCE)
+        found[alive[reached]] = number + 1
+        alive, bets = alive[~reached], [bet[~reached] for bet in bets]
+        if not len(alive):
+            break
+    return found
+
+
+def optimum(limit: float, power: float) -> int:
+    """Return how many samples the best test of a fixed number takes to show twice the limit.
+
+    It is the exact binomial test against that one alternative, at the level 1 - CONFIDENCE.
+    """
+    numbers = np.arange(10, round(20 / limit))
+    refused = binom.isf(1 - CONFIDENCE, numbers, limit)  # more than these are refused
+    return int(numbers[binom.sf(refused, numbers, 2 * limit) >= power][0])
+
+
+def row(limit: float) -> str:
+    """Return a row of the table of alarms."""
+    same = [alarms(np.full(n, limit), limit) for n in (round(SHARE * REQUESTS), REQUESTS)]
+    best, stronger = optimum(limit, 0.5), optimum(limit, 0.8)
+    cells = [f"{100 * limit:g} %", *(f"{100 * (found > 0).mean():.1f} %" for found in same)]
+    cells.append(f"{best / SHARE:,.0f}")
+    for before in (0, round(SHARE * REQUESTS)):
+        shares = np.concatenate([np.full(before, limit), np.full(40 * best, 2 * limit)])
+        found = alarms(shares, limit)
+        late = found[(found == 0) | (found > before)] - before
+        low, middle, high = np.quantile(np.where(late < 0, 10**9, late), (0.1, 0.5, 0.9))
+        cells.append(f"{middle / SHARE:,.0f} ({low / SHARE:,.0f} to {high / SHARE:,.0f})")
+        cells.append(f"{middle / best:.2f} ({middle / stronger:.2f})")
+    return f"| {' | '.join(cells)} |"
+
+
+def cost(artifact: Artifact, rounds: int, seconds: float) -> list[str]:
+    """Return rows of the table of cost: medians of rounds, and the middle half of them."""
+    lines = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        asked = ("--shadow", "1%", "--shadow-limit", "100%")
+        asked += ("--shadow-state", str(folder / "state"))
+        plain, shadowed = (
+            stack.enter_context(served(artifact, artifact.path, name, *options))
+            for name, options in (("without", ()), ("with", asked))
+        )
+        for name, pause in CASES.items():
+            ratios, before = defaultdict(list), counted(shadowed)
+            for number in range(rounds + 1):
+                pair = (plain, shadowed) if number % 2 else (shadowed, plain)
+                found = {s.name: measured(s, seconds, pause) for s in pair}
+                for figure in FIGURES if number else ():
+                    ratios[figure].append(found["with"][figure] / found["without"][figure])
+            after = counted(shadowed)
+            counts = {key: after[key] - before[key] for key in after}
+            cells = [name, f"{found['without']['per_second']:,.0f}"]
+            for values in ratios.values():
+                low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+                cells.append(f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f})")
+            drawn = counts["requests"] * SHARE
+            cells.append(f"{100 * counts['compared'] / drawn:.0f} %")
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
+def measured(server: Server, seconds: float, pause: float | None) -> dict[str, float]:
+    """Load a server; return what the client saw, and CPU seconds of the server's own process."""
+    process = psutil.Process(server.pid)
+    before = sum(process.cpu_times()[:2])
+    found = server.run(Case(8, 1), seconds, pause)
+    return found | {"cpu": (sum(process.cpu_times()[:2]) - before) / found["requests"]}
+
+
+def counted(server: Server) -> dict[str, float]:
+    """Return the counts in a server's metrics."""
+    url = server.url.partition("/v2/")[0] + "/metrics"
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(asked, timeout=30) as response:
+        text = response.read().decode()
+    found = re.findall(r"^compress_shadow_(requests|compared|dropped){\S+} (\S+)$", text, re.M)
+    return {name: float(value) for name, value in found}
+
+
+def main() -> None:
+    """Simulate, measure, print the tables and write them into the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("artifact", type=Path, nargs="?")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--docs", type=Path)
+    options = parser.parse_args()
+    table = [
+        "| limit | alarms, 1,000 compared | alarms, 100,000 compared | fixed number | "
+        "until alarm | ratio | until alarm, doubled later | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for limit in LIMITS:
+        table.append(row(limit))
+        print(table[-1], flush=True)
+    parts = [ABOUT_ALARMS, "\n".join(table)]
+    if options.artifact:
+        head = (
+            "| load | requests/s without | throughput | p50 | p99 | server's CPU for a request | "
+            "of the drawn, compared |",
+            "|---|---|---|---|---|---|---|",
+        )
+        rows = cost(Artifact.from_directory(options.artifact), options.rounds, options.seconds)
+        rounds = f"Medians of {options.rounds} rounds of {options.seconds:g} s for each server."
+        parts += [f"{ABOUT_COST} {rounds}", "\n".join([*head, *rows])]
+    if options.docs:
+        write_part("Alarms after shipping", "\n\n".join(parts), options.docs.resolve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`compress monitor`: what a server's comparisons with the uncompressed model have shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from compress.common.atomic_files import write_atomically
+from compress.common.errors import ArtifactInvalid, GateRefused
+from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
+from compress.pipelines.system.templates import render_template
+from compress.pipelines.terminal import console
+from compress.serve.shadow.state import ShadowState, read_state
+
+DRAWN = 24  # most points of the plot, whose intervals would else cover each other
+
+
+def monitor_command(file: Path, html: Path | None) -> None:
+    """Print a state, and write its page; GateRefused where the limit is broken."""
+    if (state := read_state(file)) is None:
+        raise ArtifactInvalid(
+            f"{file}: no such file; `compress serve ARTIFACT --shadow 1%` writes "
+            "ARTIFACT.shadow.json"
+        )
+    if html is not None:
+        page = render_template("monitor.html.jinja", name=file.name, state=state, plot=plot(state))
+        write_atomically(html, page)
+    content = state.figures() | state.model_dump(mode="json", include={"of", "history"})
+    console.print_result(content, state.lines())
+    if state.broken_at:
+        raise GateRefused(
+            f"{file}: more than {state.of.gate.percent:g} % of the requests are answered otherwise "
+            "than by the uncompressed model; see what changed in the inputs, and once that is "
+            "settled, stop the server and delete the file to begin anew"
+        )
+
+
+def plot(state: ShadowState) -> Plot | None:
+    """Lay out the share of other answers over the requests, its bounds, and the limit."""
+    if not state.compared:
+        return None
+    points = [*state.history[:: 1 + len(state.history) // DRAWN]]
+    points.append((state.requests, state.compared, state.other))
+    limit, drawn = state.of.gate.percent, []
+    for requests, compared, other in points:
+        low, share, high = state.percents(compared, other)
+        title = f"{requests} requests: {share:.3g} %, {low:.3g} to {high:.3g} %"
+        drawn.append(Point("", title, requests, share, y_interval=(low, high)))
+    ends = [Point("limit", f"limit {limit:g} %", drawn[i].x, limit) for i in (0, -1)]
+    shown = scatter_plot(
+        [*ends, *drawn],
+        (0, 1),
+        title="Share of other answers",
+        names=("requests", "% answered otherwise"),
+        shown="{:,.0f}".format,
+    )
+    note = f"{state.compared} compared; lines end at the bounds"
+    return replace(shown, description=drawn[-1].title, y_note=note)

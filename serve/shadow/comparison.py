@@ -1,0 +1,225 @@
+"""The process that answers requests again with the uncompressed model, and compares the answers.
+
+It runs at the lowest priority, on one thread: what it takes of the machine, no request could use.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
+from compress.common.sealed_json import read_report, write_sealed
+from compress.core.context import Context
+from compress.core.gates.disagreement import MaxDisagreement
+from compress.core.metrics.metric import Metric
+from compress.core.objectives.loss import Loss
+from compress.core.objectives.task import TASKS
+from compress.export.imported.exported_files import opened_artifact
+from compress.profiling.batch_dependence import numpy_call, seeded_rows
+from compress.serve.packaging.model_interface import REPORT
+from compress.serve.shadow.options import WRITE_SECONDS
+from compress.serve.shadow.state import ShadowState, Subject, now, read_state
+
+if TYPE_CHECKING:
+    from compress.common.signature import Signature
+    from compress.profiling.batch_dependence import Call
+    from compress.serve.shadow.options import ShadowOptions
+
+LOCK_SECONDS = 10.0  # time for the process of a server that was stopped to let go of the state
+
+
+def recorded_in(
+    file: Path, digest: str
+) -> tuple[Path | None, MaxDisagreement | None, str | None, Metric]:
+    """Return what a run's report says of an artifact, as far as it is there and says anything.
+
+    The directory of the model that it was compared with, the gate, the task and the metric.
+    """
+    try:
+        report, lock = read_report(file)
+    except (OSError, ArtifactInvalid):  # perhaps another program's, where none was named
+        return None, None, None, Metric()
+    settings, gates, model = lock.get("settings", {}), list[Any](), None
+    for stage in report["stages"]:
+        if stage["artifact"] and stage["artifact"]["digest"] == digest:
+            found = [v for v in stage["verdicts"] if v["gate"] == "max_disagreement"]
+            against = found[0]["against"] if found else report["baseline_name"]
+            model = file.parent / "artifacts" / against
+            gates = [
+                gate
+                for each in settings.get("stages", [])
+                if (each["name"] or each["stage"]) == stage["name"]
+                for gate in each["gates"]
+                if gate["gate"] == "max_disagreement"
+            ] or [{"percent": verdict["limit"]} for verdict in found]
+    gate = MaxDisagreement.model_validate(gates[0]) if gates else None
+    named = settings.get("metric") or {"name": "accuracy", "arguments": {}}
+    metric = Metric(named["name"], tuple(named["arguments"].items()))
+    return model, gate, lock.get("task"), metric
+
+
+@dataclass
+class Comparison:
+    """Answers requests again, and keeps what comparing the answers has shown."""
+
+    file: Path
+    state: ShadowState
+    call: Call
+    names: Sequence[str]
+    """Of the outputs."""
+    context: Context
+    """The task and the metric, which say what is compared."""
+    error: str = ""
+    """The first failure of this process."""
+
+    def compare(self, arrays: Sequence[Any], served: Sequence[Any], row: int | None) -> None:
+        """Answer a request again, and compare a row of the answers, or the worst one."""
+        gate = self.state.of.gate
+        try:
+            # What was sent is read-only, which torch warns of.
+            expected, got = (
+                dict(zip(self.names, map(torch.from_numpy, map(np.array, each)), strict=True))
+                for each in (self.call(*map(np.array, arrays)), served)
+            )
+            errors = gate.errors(expected, got, self.context)
+            worst = float(errors.max() if row is None else errors[row])
+        except Exception as error:  # noqa: BLE001 - whatever a model raises for an input
+            self.error = self.error or f"{type(error).__name__}: {first_line(error)}"
+            self.state = self.state.model_copy(update={"failed": self.state.failed + 1})
+        else:
+            self.state = self.state.after(worst > (gate.error or 0))
+
+    def publish(self, connection: Connection[Any, Any]) -> None:
+        """Write the state, and send what the server shows of it."""
+        write_sealed(self.file, self.state)
+        content = self.state.figures() | {"error": self.error}
+        os.write(connection.fileno(), json.dumps(content).encode() + b"\n")
+
+    def run(self, connection: Connection[Any, Any]) -> None:
+        """Compare what a server sends, until its end."""
+        written = time.monotonic()
+        while True:
+            try:
+                requests, dropped, request = connection.recv()
+            except EOFError:
+                write_sealed(self.file, self.state)
+                return
+            was_broken = self.state.broken_at
+            counts = {"requests": requests, "dropped": dropped}
+            self.state = self.state.model_copy(update=counts)
+            if request is not None:
+                self.compare(*request)
+            is_late = time.monotonic() - written >= WRITE_SECONDS
+            if request is None or is_late or self.state.broken_at != was_broken:
+                self.publish(connection)
+                written = time.monotonic()
+
+
+@contextmanager
+def opened(
+    options: ShadowOptions, report: Path | None, digest: str, signature: Signature
+) -> Iterator[Comparison]:
+    """Open the uncompressed model, and the state of what an artifact of this digest answers.
+
+    ArtifactInvalid, PipelineInvalid where one is missing, or does not fit.
+    """
+    where = options.artifact
+    report = report or where.resolve().parent.parent / REPORT
+    model, gate, task, metric = recorded_in(report, digest)
+    if (path := options.model or model) is None or not path.exists():
+        raise PipelineInvalid(
+            f"{where}: the uncompressed model is needed to compare with, and "
+            + (f"{path} is not there" if path else f"no report of a run ({report}) names one")
+            + "; name it with --shadow-model"
+        )
+    if options.percent is not None:
+        gate = gate or MaxDisagreement(percent=1)
+        gate = gate.model_copy(update={"percent": options.percent})
+    if gate is None:
+        raise PipelineInvalid(
+            f"{where}: no gate max_disagreement of its run says how many answers may differ; add "
+            "one to the pipeline file, or give --shadow-limit 1%"
+        )
+    loss = Loss("cross_entropy", task=TASKS[task] if task else None)
+    if loss.task is not None and (problem := gate.unsuitable_task(loss.task)):
+        raise PipelineInvalid(f"{where}: gate max_disagreement of its run: {problem}")
+    with (
+        _locked(options.state),
+        opened_artifact(path) as opened_model,
+        opened_model.open("cpu", 1) as predict,
+    ):
+        opened_model.verify()
+        own = opened_model.signature
+        sides = [
+            ([(i.name, i.dtype, len(i.shape)) for i in s.inputs], len(s.outputs))
+            for s in (signature, own)
+        ]
+        if sides[0] != sides[1]:
+            raise ArtifactInvalid(
+                f"{where}: takes {sides[0][0]} and gives {sides[0][1]} outputs, and the model to "
+                f"compare it with takes {sides[1][0]} and gives {sides[1][1]}"
+            )
+        call = numpy_call(predict, own)
+        call(*seeded_rows(own, own.smallest_batch))  # warms it up
+        of = Subject(served=digest, uncompressed=opened_model.digest, gate=gate, task=task)
+        state = read_state(options.state, of) or ShadowState(of=of, since=now())
+        names = [output.name for output in own.outputs]
+        context = Context(Path(), loss=loss, metric=metric)
+        yield Comparison(options.state, state, call, names, context)
+
+
+@contextmanager
+def _locked(state: Path) -> Iterator[None]:
+    """Lock a state for a block, waiting for who has it; PipelineInvalid where that takes long."""
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(state.with_name(f".{state.name}.lock").open("w"))
+            deadline = time.monotonic() + LOCK_SECONDS
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if time.monotonic() > deadline:
+                    raise OSError(errno.EBUSY, "another server writes it")
+                time.sleep(0.05)
+        except OSError as error:
+            raise PipelineInvalid(
+                f"{state}: {error.strerror}; name another file with --shadow-state"
+            ) from error
+        yield
+
+
+def main() -> None:
+    """Open what the first message asks for, then compare requests until the server has ended."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all of a terminal
+        signal.signal(each, signal.SIG_IGN)
+    os.nice(19)
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    try:
+        with opened(*connection.recv()) as comparison:
+            comparison.publish(connection)  # where that fails, no request was answered yet
+            # Not before, as the server waits for what is above.
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            comparison.run(connection)
+    except CompressError as error:
+        content = {"kind": type(error).__name__, "message": str(error)}
+        os.write(connection.fileno(), json.dumps(content).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()
