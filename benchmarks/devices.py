@@ -43,7 +43,7 @@ from tests.export.zoo.models import ZOO  # noqa: E402
 TWENTY = (
     *("resnet", "mobilenet_v2", "efficientnet", "convnext", "inception", "unet", "segformer"),
     *("vit", "swin", "dinov2", "bert", "albert", "modernbert", "gpt2", "llama", "gemma2"),
-    *("t5", "mamba", "whisper", "both_ways_lstm"),
+    *("t5", "wav2vec2", "whisper", "both_ways_lstm"),
 )
 ZOO_SAMPLES = 16
 ZOO_FORMATS = ("int8 static", "4 bits", "float16")
@@ -177,7 +177,7 @@ def zoo_table(names: list[str], root: Path) -> list[str]:
     lines += ["", "| what explains the first layer that differs | files |", "|---|---|"]
     for why, files in sorted(reasons.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {why} | {len(files)}, such as {files[0]} |")
-    return [*lines, *(f"\n{each}" for each in refused)]
+    return [*lines, "", *(f"- {each}" for each in refused)]
 
 
 def main() -> None:

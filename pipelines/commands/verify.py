@@ -126,7 +126,7 @@ def find_enclosing_run(path: Path) -> EnclosingRun | None:
             LOCK: dict(lock["artifacts"]),
         }
         inputs = {row["name"]: row["input"] for row in rows}
-        verdicts = {row["name"]: row["verdicts"] for row in rows}
+        verdicts = {row["name"]: row.get("verdicts", ()) for row in rows}
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactInvalid(f"{out}: holds no readable report ({error})") from error
     return EnclosingRun(out, path.resolve().name, digests, inputs, lock, verdicts)
