@@ -59,6 +59,7 @@ REQUIRED: dict[str, list[dict[str, Any]]] = {
     "package_kserve": [{"storage_uri": "s3://models"}],
     "parity": [{"atol": 1e-4}],
     "label_agreement": [{"minimum": 0.99}],
+    "cascade": [{"fallback": "onnx", "percent": 1}],
     "max_disagreement": [{"percent": 1}],
     "min_cosine": [{"minimum": 0.99}],
     "max_divergence": [{"nats": 0.1}],
