@@ -83,7 +83,7 @@ class EnclosingRun:
     inputs: Mapping[str, str]
     """Stage → the stage whose artifact it read."""
     lock: Mapping[str, Any]
-    verdicts: Mapping[str, Sequence[Any]]
+    verdicts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Stage → its verdicts in `report.json`."""
 
     @property

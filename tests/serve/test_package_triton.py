@@ -26,7 +26,7 @@ from compress.profiling.batch_dependence import numpy_call
 from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
 from compress.serve.repository import (
     AUTO_COMPLETES,
-    NOT_RUN,
+    TRITON_NOT_RUN,
     PackageKServe,
     PackageTriton,
     TritonRepository,
@@ -158,7 +158,7 @@ def test_the_configuration_is_what_tritons_schema_reads(
         model_name="text", max_batch_size=64, max_batch_delay_ms=1.5, instances=2, threads=3
     )
     repository = stage(pooled, Context(root=tmp_path / "triton", data=rows))
-    assert repository.manifest.facts["warnings"] == [NOT_RUN]
+    assert repository.manifest.facts["warnings"] == [TRITON_NOT_RUN]
     config = read(repository, published)
     assert (config.name, config.platform, config.max_batch_size) == ("text", "onnxruntime_onnx", 64)
     types = published.DataType
@@ -186,7 +186,10 @@ def test_the_layout_is_a_model_repository_and_the_packaged_file_answers(
     assert repository.payload_bytes > pooled.payload_bytes
     not_run, why, auto = repository.manifest.facts["warnings"]
     assert auto == AUTO_COMPLETES
-    assert not_run == NOT_RUN and "requests are not joined: only seeded inputs were asked" in why
+    assert (
+        not_run == TRITON_NOT_RUN
+        and "requests are not joined: only seeded inputs were asked" in why
+    )
     assert "dynamic_batching" not in (repository.path / "text" / "config.pbtxt").read_text()
     twin = PackageTriton(model_name="text")(pooled, Context(root=tmp_path / "twin"))
     assert twin.digest == repository.digest
@@ -276,7 +279,7 @@ def test_an_openvino_model_is_packaged_with_its_weights(
     assert config.parameters["INFERENCE_NUM_THREADS"].string_value == "2"
     assert [tensor.name for tensor in config.input] == ["x", "mask"]
     assert {"model/1/model.xml", "model/1/model.bin"} <= repository.manifest.files.keys()
-    warnings = [NOT_RUN, RUNTIME.triton.warning, AUTO_COMPLETES]
+    warnings = [TRITON_NOT_RUN, RUNTIME.triton.warning, AUTO_COMPLETES]
     assert repository.manifest.facts["warnings"] == warnings
     service = PackageKServe(storage_uri="s3://a/b")(repository, context.with_root(tmp_path / "ks"))
     assert "name: triton" in service.payload_path.read_text()

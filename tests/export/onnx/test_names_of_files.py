@@ -150,8 +150,10 @@ def test_names_of_outputs_are_the_files_or_given_anew(
 
 def test_a_recurrent_layer_of_a_file_is_quantized_as_any_other(tmp_path: Path) -> None:
     shapes = {"w": (1, 64, 12), "r": (1, 64, 16), "b": (1, 128), "h": (1, 1, 16), "c": (1, 1, 16)}
+    rng = np.random.default_rng(0)
     weights = [
-        numpy_helper.from_array(RNG.normal(size=shape).astype(np.float32), name)
+        # Larger ones make the steps chaotic, and the rounded state another one.
+        numpy_helper.from_array(rng.normal(0, 0.2, shape).astype(np.float32), name)
         for name, shape in shapes.items()
     ]
     node = helper.make_node("LSTM", ["x", "w", "r", "b", "", "h", "c"], ["y"], hidden_size=16)
