@@ -55,9 +55,9 @@ all are compared), and twice the limit in those behind them.
   takes more evidence, as it could have been anywhere."""
 ABOUT_COST = """\
 What `--shadow 1%` costs a server of the quickstart's int8 model: ratios to the same server
-without it, loaded in turn in one run by eight connections of `wrk` on the same two cores, which
-other work shared. In parentheses is the middle half of the rounds. The uncompressed model is the
-eager PyTorch one."""
+without it, loaded in turn in one run by eight connections of `wrk` on the same two cores. In
+parentheses is the middle half of the rounds. The uncompressed model is the eager PyTorch one of
+the run, or its ONNX file by `--shadow-model`, which takes a fraction of the time."""
 
 
 def alarms(shares: np.ndarray, limit: float) -> np.ndarray:
@@ -104,13 +104,17 @@ def row(limit: float) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def cost(artifact: Artifact, rounds: int, seconds: float) -> list[str]:
-    """Return rows of the table of cost: medians of rounds, and the middle half of them."""
+def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) -> list[str]:
+    """Return rows of the table of cost: medians of rounds, and the middle half of them.
+
+    Compared is with a model of the user's, or with that of the run.
+    """
     lines = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         asked = ("--shadow", "1%", "--shadow-limit", "100%")
         asked += ("--shadow-state", str(folder / "state"))
+        asked += ("--shadow-model", str(model)) if model else ()
         plain, shadowed = (
             stack.enter_context(served(artifact, artifact.path, name, *options))
             for name, options in (("without", ()), ("with", asked))
@@ -124,7 +128,8 @@ def cost(artifact: Artifact, rounds: int, seconds: float) -> list[str]:
                     ratios[figure].append(found["with"][figure] / found["without"][figure])
             after = counted(shadowed)
             counts = {key: after[key] - before[key] for key in after}
-            cells = [name, f"{found['without']['per_second']:,.0f}"]
+            compared = "ONNX file" if model else "eager PyTorch"
+            cells = [compared, name, f"{found['without']['per_second']:,.0f}"]
             for values in ratios.values():
                 low, _, high = statistics.quantiles(values, n=4, method="inclusive")
                 cells.append(f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f})")
@@ -157,6 +162,7 @@ def main() -> None:
     """Simulate, measure, print the tables and write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("artifact", type=Path, nargs="?")
+    parser.add_argument("--float", type=Path, help="The uncompressed model as an ONNX file.")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--docs", type=Path)
@@ -172,11 +178,13 @@ def main() -> None:
     parts = [ABOUT_ALARMS, "\n".join(table)]
     if options.artifact:
         head = (
-            "| load | requests/s without | throughput | p50 | p99 | server's CPU for a request | "
-            "of the drawn, compared |",
-            "|---|---|---|---|---|---|---|",
+            "| compared with | load | requests/s without | throughput | p50 | p99 | "
+            "server's CPU for a request | of the drawn, compared |",
+            "|---|---|---|---|---|---|---|---|",
         )
-        rows = cost(Artifact.from_directory(options.artifact), options.rounds, options.seconds)
+        artifact = Artifact.from_directory(options.artifact)
+        models = [None, *([options.float] if options.float else [])]
+        rows = [r for m in models for r in cost(artifact, m, options.rounds, options.seconds)]
         rounds = f"Medians of {options.rounds} rounds of {options.seconds:g} s for each server."
         parts += [f"{ABOUT_COST} {rounds}", "\n".join([*head, *rows])]
     if options.docs:
