@@ -82,7 +82,7 @@ def certify(
     """
     path, file, key = (Path(p) if p is not None else None for p in (artifact, attest, sign_key))
     assert path is not None
-    check_options(path, attest=file, sign_key=key)
+    check_options(path, {"attest": file}, key)
     run = find_enclosing_run(path)
     if run is None:
         raise PipelineInvalid(

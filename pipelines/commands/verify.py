@@ -283,7 +283,8 @@ def verify_command(
             the validation split, and native code is started whose hash was not given.
         certificates: verdicts that the attestation states besides those of the run.
     """
-    check_options(path, given, report, attest, model_signature, sign_key)
+    written = {"report": report, "attest": attest, "model-signature": model_signature}
+    check_options(path, written, sign_key, given)
     run = find_enclosing_run(path)
     if path.is_file():
         artifact, sha256 = None, sha256_of(path)
@@ -320,31 +321,32 @@ def verify_command(
 
 def check_options(
     path: Path,
+    written: Mapping[str, Path | None],
+    sign_key: Path | None,
     given: VerifierInputs = VerifierInputs(),
-    report: Path | None = None,
-    attest: Path | None = None,
-    model_signature: Path | None = None,
-    sign_key: Path | None = None,
 ) -> None:
-    """Refuse options of :func:`verify_command` that lack another, and files not to be written."""
+    """Refuse options of :func:`verify_command` that lack another, and files not to be written.
+
+    `written` has the files that are to be written, by option.
+    """
+    signs_model = written.get("model-signature") is not None
     if given.key is not None and given.attestation is None:
         raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
-    if sign_key is not None and attest is None and model_signature is None:
+    if sign_key is not None and not signs_model and written.get("attest") is None:
         raise PipelineInvalid(
             "--sign-key: signs an attestation or a model; give --attest FILE or --model-signature "
             "FILE too"
         )
-    if model_signature is not None and (sign_key is None or path.is_file()):
+    if signs_model and (sign_key is None or path.is_file()):
         raise PipelineInvalid(
             "--model-signature: signs the files of an artifact's folder; give the folder and "
             "--sign-key KEY"
         )
     # No output may replace an input, or another output.
     taken = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
-    written = {"--report": report, "--attest": attest, "--model-signature": model_signature}
     for option, file in written.items():
         if file is not None:
-            _check_output_path(option, file, taken)
+            _check_output_path(f"--{option}", file, taken)
             taken.add(file.resolve())
 
 
