@@ -1,6 +1,6 @@
 """Plant faults that appear on one device alone, and see whether a gate there refuses them.
 
-    python benchmarks/device_faults.py [--docs docs/devices.md] [FAULT ...]
+    python benchmarks/device_faults.py [--docs docs/parity.md] [FAULT ...]
 
 Each file is made by hand, answers otherwise on one device, and is judged there by
 `{gate: label_agreement, minimum: 0.995, on: DEVICE, against: the file itself}`. Every fault has a

@@ -121,7 +121,7 @@ def rows_of(
 
 
 def zoo_table(names: list[str], root: Path) -> list[str]:
-    """Return the lines of two tables: differences of models by device, and what explains them."""
+    """Return the table of differences of models by device, and a line on what explains them."""
     here = [d for d in devices().values() if not any(n.missing() for n in d.requirements)]
     lines = [f"| model | {' | '.join(d.name for d in here)} |", "|---" * (len(here) + 1) + "|"]
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -174,10 +174,13 @@ def zoo_table(names: list[str], root: Path) -> list[str]:
         row = (" / ".join(found).replace("e-0", "e-") for found in cells.values())
         lines.append(f"| {name} | {' | '.join(row)} |")
         print(lines[-1], flush=True)
-    lines += ["", "| what explains the first layer that differs | files |", "|---|---|"]
-    for why, files in sorted(reasons.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| {why} | {len(files)}, such as {files[0]} |")
-    return [*lines, "", *(f"- {each}" for each in refused)]
+    most = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    why = "; ".join(f"{why}: {len(files)} files, such as {files[0]}" for why, files in most)
+    lines += [
+        "",
+        f"First layers that differ: {why}." + f" Not made: {'; '.join(refused)}." * any(refused),
+    ]
+    return lines
 
 
 def main() -> None:

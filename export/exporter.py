@@ -135,20 +135,15 @@ class Exporter(Stage[Reads, Writes]):
             title=runtime.title,
             # An artifact that is no export, such as an imported ONNX file, is run as it is.
             kinds=frozenset({kind.kind}),
-            write=cls._write_baseline,
-            lineage=lambda model, context: cls.for_baseline(context).lineage(model),
+            exporter=cls.for_baseline,
             reads=frozenset(one.kind for one in members_of(cls.reads())),
             requirements=runtime.requirements,
         )
 
     @classmethod
-    def for_baseline(cls, context: Context) -> Self:
-        """Return the stage that exports the uncompressed model, which a gate compares with."""
+    def for_baseline(cls, result: Artifact, context: Context) -> Self:
+        """Return the stage that exports the uncompressed model, to be compared with a result."""
         return cls.model_validate({})
-
-    @classmethod
-    def _write_baseline(cls, model: Any, context: Context) -> Artifact:
-        return cls.for_baseline(context).run(model, context)
 
     def all_requirements(self) -> tuple[Requirement, ...]:
         """Return what the runtime needs."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch.export import ExportedProgram
 
+    from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.context import Context
 
@@ -110,7 +111,7 @@ class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
         return {"built_for": built_for(self.device)}
 
     @classmethod
-    def for_baseline(cls, context: Context) -> Self:
+    def for_baseline(cls, result: Artifact, context: Context) -> Self:
         """Return the stage for the context's device."""
         return cls(device="cuda" if context.device.startswith("cuda") else "cpu")
 

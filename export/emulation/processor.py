@@ -61,13 +61,15 @@ class EmulatedProcessor(RemoteDevice):
         return FarEnd(self.title, [*python, *START, str(folder / PACKAGES)], env={})
 
 
+# Pointers are signed by a hash of QEMU's own, which is cheaper to emulate than Arm's.
+MAX = "max,pauth-impdef=on"
 PROCESSORS = {
     name: EmulatedProcessor(name, architecture, cpu, about)
     for name, architecture, cpu, about in (
         ("cortex-a53", "aarch64", "cortex-a53", "Arm v8.0: no dot products"),
         ("cortex-a72", "aarch64", "cortex-a72", "Arm v8.0: no dot products"),
         ("neoverse-n1", "aarch64", "neoverse-n1", "Arm v8.2: dot products, float16"),
-        ("aarch64-max", "aarch64", "max", "all of Arm that QEMU knows, with SVE"),
+        ("aarch64-max", "aarch64", MAX, "all of Arm that QEMU knows, with SVE"),
         ("x86-64-v2", "x86_64", "Nehalem", "SSE4.2"),
         ("x86-64-v3", "x86_64", "Haswell", "AVX2, no VNNI"),
     )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.export.tensorrt.runtime import BuildOptions
@@ -149,6 +150,15 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
             return (TENSORRT_RTX, *requirements_of(self))
         converter = (TORCH_TENSORRT,) if self.through == "torch_tensorrt" else ()
         return (*converter, *super().all_requirements())
+
+    @classmethod
+    def for_baseline(cls, result: Artifact, context: Context) -> Self:
+        """Return the stage with the settings of the engine that it is compared with, if it is one.
+
+        Its sizes and GPUs, for example: by default another library builds, and axes lack sizes.
+        """
+        made = [s for s in result.manifest.lineage if s.stage == cls.model_fields["stage"].default]
+        return cls.model_validate(made[-1].settings if made else {})
 
     def build_options(self) -> BuildOptions:
         """Return the settings of TensorRT's builder."""

@@ -125,7 +125,8 @@ class PipelineExecutor:
                 return
             began = time.monotonic()
             runtime = BASELINES[ExportOnnx.runtime.name]
-            file = BaselineArtifact(runtime, source, replace(context, is_quick=True)).written()
+            quick = replace(context, is_quick=True)
+            file = BaselineArtifact(runtime, source, source, quick).written()
             cache.seconds += time.monotonic() - began
         except Exception as error:
             # Whatever the user's own code raises here, it raises again where the model is called.

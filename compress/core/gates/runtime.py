@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from compress.artifacts.artifact import Artifact, Step
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.kinds import import_announced
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from compress.core.context import Context
+    from compress.core.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +102,8 @@ class BaselineRuntime(NamedTuple):
     """As in tables and messages."""
     kinds: frozenset[str]
     """Kinds of artifacts that it executes as they are."""
-    write: Callable[[Artifact, Context], Artifact] | None = None
-    """Exports a model with default settings to the context's ``root``; None where nothing can."""
-    lineage: Callable[[Artifact, Context], tuple[Step, ...]] | None = None
-    """Returns the lineage of what `write` writes; None where nothing can."""
+    exporter: Callable[[Artifact, Context], Stage[Any, Any]] | None = None
+    """Returns the stage that exports a model to be compared with a result; None where none can."""
     reads: frozenset[str] = frozenset()
     """Kinds of artifacts that it exports."""
     open: Callable[[Artifact, str, int], AbstractContextManager[Predictor]] | None = None
@@ -121,8 +120,14 @@ class BaselineArtifact(Artifact):
     # An artifact, as gates, latency measurement and the cache of measurements need a signature, a
     # digest and ``open`` of the baseline, and then treat it as any other.
 
-    def __init__(self, runtime: BaselineRuntime, model: Artifact, context: Context) -> None:
-        digest = f"{model.digest} in {runtime.name} on {context.device}"
+    def __init__(
+        self, runtime: BaselineRuntime, model: Artifact, result: Artifact, context: Context
+    ) -> None:
+        exports = runtime.exporter is not None and model.kind in runtime.reads - runtime.kinds
+        self.stage = runtime.exporter(result, context) if runtime.exporter and exports else None
+        own = self.stage.model_dump(mode="json", exclude_defaults=True) if self.stage else {}
+        how = "".join(f", {name} {own[name]}" for name in sorted(own.keys() - {"stage"}))
+        digest = f"{model.digest} in {runtime.name} on {context.device}{how}"
         super().__init__(model.path, model.manifest, digest)
         self.runtime, self.model, self.context = runtime, model, context
         uncompressed = context.artifacts.get(context.baseline)
@@ -140,19 +145,20 @@ class BaselineArtifact(Artifact):
 
     def written(self) -> Artifact:
         """Return what the runtime executes, exported once; StageFailed where it cannot be."""
-        runtime, model, write = self.runtime, self.model, self.runtime.write
-        require_all(runtime.requirements, f"against {runtime.name}")
+        runtime, model, stage = self.runtime, self.model, self.stage
+        needed = stage.all_requirements() if stage else runtime.requirements
+        require_all(needed, f"against {runtime.name}")
         if self.original is not None:
             return self.context.exports.get_or_write(self.digest, self.original)
         if model.kind not in runtime.kinds:
-            if write is None or model.kind not in runtime.reads:
+            if stage is None:
                 takes = " and ".join(sorted(runtime.kinds | runtime.reads))
                 raise StageFailed(
                     f"against {runtime.name}: the model came in as {model.kind}, which "
                     f"{runtime.name} cannot run; it runs {takes}"
                 )
             model = self.context.exports.get_or_write(
-                self.digest, lambda root: write(self.model, self.context.with_root(root))
+                self.digest, lambda root: stage.run(self.model, self.context.with_root(root))
             )
         return model
 
@@ -216,10 +222,9 @@ def _in_runtime(runtime: BaselineRuntime, result: Artifact, context: Context) ->
         model = nearest_float_model(result, context)
     if model.kind in runtime.kinds and runtime.open is None:
         return model
-    baseline = BaselineArtifact(runtime, model, context)
-    can_be_found = baseline.original is None and model.kind in runtime.reads
-    if runtime.lineage is not None and can_be_found:
-        lineage = runtime.lineage(model, context)
+    baseline = BaselineArtifact(runtime, model, result, context)
+    if baseline.original is None and baseline.stage is not None:
+        lineage = baseline.stage.lineage(model)
         exported = (result, *context.artifacts.values())
         found = [a for a in exported if a.kind in runtime.kinds and a.manifest.lineage == lineage]
         if found:  # the pipeline has exported it, to the same file

@@ -19,6 +19,7 @@ from compress.common.errors import StageFailed, Unavailable
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MaxFileSize, MaxLatency
+from compress.core.gates.runtime import BaselineArtifact, in_runtime_of
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.export.tensorrt import runtime
 from compress.export.tensorrt.runtime import (
@@ -268,6 +269,24 @@ def test_engines_are_built_and_not_run(model: EagerModel, int8: GraphModel, tmp_
     ):
         pass
     assert caught.value.exit_code == 4
+
+
+@needs_rtx
+def test_a_speedup_is_over_an_engine_for_the_same_gpus_and_sizes(
+    model: EagerModel, int8: GraphModel, tmp_path: Path
+) -> None:
+    settings = {"compute_capabilities": ("sm86", "sm89"), "sizes": {"batch": (1, 2, 4)}}
+    context = Context(tmp_path / "int8", artifacts={"source": model})
+    small = ExportTensorRT.model_validate(settings).run_checked(int8, context)
+    baseline = in_runtime_of(small, context)
+    assert isinstance(baseline, BaselineArtifact)
+    large = baseline.written()
+    assert large.fact("built_for") == small.fact("built_for")
+    assert large.fact("sizes") == {"batch": [1, 2, 4]}
+    assert (large.fact("integer_layers"), small.fact("integer_layers")) == (0, 4)
+    # Another stage's result, compared with `against: tensorrt`, gives no settings for engines.
+    file = ExportOnnx().run_checked(model, context.with_root(tmp_path / "onnx"))
+    assert ExportTensorRT.for_baseline(file, context) == ExportTensorRT()
 
 
 def test_a_run_measures_sizes_alone_of_what_it_cannot_call(tmp_path: Path, monkeypatch) -> None:
