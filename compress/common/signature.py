@@ -131,15 +131,26 @@ class TensorSpec(Settings):
 
 
 class AxisBounds(Settings):
-    """Smallest and largest size of a named axis."""
+    """The sizes that a named axis may have."""
 
     min: Count = 1
-    """The smallest."""
+    """The smallest; the first multiple where left out."""
     max: Count | None = None
     """The largest; any where left out."""
+    multiple: Annotated[Count, Field(exclude_if=lambda value: value == 1)] = 1
+    """Sizes are multiples of this: 32 for networks that halve an image five times."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _begin_at_a_multiple(cls, content: Any) -> Any:
+        is_mapping = isinstance(content, Mapping)
+        return {"min": content.get("multiple", 1), **content} if is_mapping else content
 
     @model_validator(mode="after")
     def _are_several(self) -> Self:
+        for name, size in (("min", self.min), ("max", self.max or 0)):
+            if size % self.multiple:
+                raise ValueError(f"{name} {size} is not a multiple of {self.multiple}")
         if self.max is not None and self.max <= self.min:
             raise ValueError(
                 f"max {self.max} is not above min {self.min}; of an axis that has one size, "
@@ -148,15 +159,16 @@ class AxisBounds(Settings):
         return self
 
     def __str__(self) -> str:
-        return f"{self.min} or more" if self.max is None else f"{self.min} to {self.max}"
+        sizes = f"{self.min} or more" if self.max is None else f"{self.min} to {self.max}"
+        return f"{sizes}, in multiples of {self.multiple}" if self.multiple > 1 else sizes
 
     def __contains__(self, size: int) -> bool:
         """Whether a size is allowed."""
         return self.nearest(size) == size
 
     def nearest(self, size: int) -> int:
-        """Return the allowed size that is nearest to one."""
-        return max(self.min, size if self.max is None else min(size, self.max))
+        """Return an allowed size near to one: the next smaller one, if there is one."""
+        return max(self.min, min(size, self.max or size) // self.multiple * self.multiple)
 
 
 ANY_SIZE = AxisBounds()

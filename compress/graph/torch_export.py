@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ from compress.common.forward import (
     flatten_outputs,
     plain_attention,
 )
-from compress.common.signature import TABLE_ROWS, Signature
+from compress.common.signature import EXAMPLE_LENGTH, TABLE_ROWS, Signature
 from compress.graph.library_cache import cached_deserialization
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ SAME_NUMBERS = {
 # torch.export's error where a graph is valid for some sizes of an axis only, and the bound that it
 # suggests: both exist as text alone.
 SOME_SIZES = re.compile(r"in the specified range (\S.* )?satisfy the generated guard")
+LONGER = 8  # times an axis is in a second example
 LARGEST = re.compile(r"^ *(\w+) = Dim\('\1', (?:min=\d+, )?max=(\d+)\)$", re.MULTILINE)
 
 TORCH, OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
@@ -96,8 +98,14 @@ def trace(
     """Trace a module with the signature's axes dynamic, up to the size that its code supports."""
     first = next(iter(inspect.signature(module.forward).parameters.values()), None)
 
-    def export(limits: dict[str, int], *, checks: bool = False) -> ExportedProgram:
-        shapes: Any = dynamic_shapes(signature, limits)
+    def export(
+        inputs: Sequence[torch.Tensor],
+        limits: dict[str, int],
+        above: Mapping[str, int] = MappingProxyType({}),
+        *,
+        checks: bool = False,
+    ) -> ExportedProgram:
+        shapes: Any = dynamic_shapes(signature, limits, above)
         if first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL:
             shapes = {first.name: shapes}
         count("traces")
@@ -110,15 +118,23 @@ def trace(
 
     with any_sequence_length():
         try:
-            return export({})
+            return export(inputs, {})
         except torch._dynamo.exc.UserError as error:
             if not SOME_SIZES.search(str(error)):
                 raise
             limits = {axis: int(most) for axis, most in LARGEST.findall(str(error))}
         limits.pop(signature.batch_axis or "", None)  # no model means a bound of its batch
+        if limits and max(limits.values()) <= LONGER * EXAMPLE_LENGTH:
+            # An inner size that is 1 in the example is taken for 1: (width - 1) // 8 + 1 == 1 up to
+            # 8. Where the model takes more, a larger example has no such sizes.
+            sizes = {axis: signature.bounds(axis).nearest(LONGER * n) for axis, n in limits.items()}
+            longer = signature.example(sizes=sizes)
+            with contextlib.suppress(Exception):
+                module(*longer)
+                return export(longer, {}, limits, checks=True)
         # Guards such as (width - 1) // 2 + 1 != 1, which torch.export cannot solve for a range,
         # become runtime assertions.
-        return export(limits, checks=True)
+        return export(inputs, limits, checks=True)
 
 
 @contextlib.contextmanager
@@ -158,16 +174,27 @@ def _repeat_over_steps(state_BH: torch.Tensor, inputs_TBI: torch.Tensor) -> torc
 
 
 def dynamic_shapes(
-    signature: Signature, limits: dict[str, int] | None = None
+    signature: Signature,
+    limits: Mapping[str, int] = MappingProxyType({}),
+    above: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[dict[int, Dim] | None, ...]:
-    """Return the dynamic axes of each input, as torch.export's ``dynamic_shapes``."""
+    """Return the dynamic axes of each input, as torch.export's ``dynamic_shapes``.
+
+    Sizes are within the signature's bounds, at most `limits` and larger than `above`.
+    """
     sizes = {}
     for name in signature.dynamic_axes:
         declared = signature.bounds(name)
-        bounds = [size for size in (declared.max, (limits or {}).get(name)) if size is not None]
+        bounds = [size for size in (declared.max, limits.get(name)) if size is not None]
+        parts = declared.multiple
         # torch.export assumes sizes of at least 2.
-        smallest = declared.min if declared.min > 1 else None
-        sizes[name] = torch.export.Dim(name, min=smallest, max=min(bounds, default=None))
+        least = max(declared.min, above.get(name, 0) + 1)
+        smallest = -(-least // parts) if least > 1 else None
+        largest = min(bounds) // parts if bounds else None
+        if parts == 1:
+            sizes[name] = torch.export.Dim(name, min=smallest, max=largest)
+        else:
+            sizes[name] = parts * torch.export.Dim(f"{name}_parts", min=smallest, max=largest)
     return tuple(
         {axis: sizes[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
         for spec in signature.inputs

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,7 @@ from compress.common.signature import (
     TensorSpec,
     refuse_double_names,
 )
+from compress.export.imported.taken_sizes import with_taken_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +111,11 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
     if kind == "torchscript":
         return None
     if kind == "onnx":
-        return read_in_child(str(file), lambda: _onnx_signature(file), file)
+        declared = read_in_child(str(file), lambda: _onnx_signature(file), file)
+        if not {*declared.dynamic_axes} - {declared.batch_axis}:
+            return declared
+        taken = partial(with_taken_sizes, file, declared)
+        return read_in_child(str(file), taken, *_with_weights(file))
     from compress.export.imported.pt2_files import signature_of_program
 
     return read_in_child(str(file), lambda: signature_of_program(file), file)

@@ -16,8 +16,10 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import NameFixPass
+from onnxscript.rewriter.rules.common import _no_op
 from onnxscript.values import TracedOnnxFunction
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.onnx._internal.fx.passes import type_promotion
@@ -52,7 +54,6 @@ from compress.graph.torch_export import (
 )
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     from torch.export import ExportedProgram
 
     from compress.artifacts.eager_model import EagerModel
@@ -71,6 +72,12 @@ UNHELPFUL = (
 TRANSLATIONS = {**DYNAMIC, **FORMS}
 """Operators that torch's exporter has no ONNX form for, or one that loses digits → our form."""
 _build_registry = ONNXRegistry.from_torchlib
+# onnxscript 0.7 leaves out sums with numbers within 1e-8 of 0, and products with those within 1e-5
+# of 1: log(x + 1e-10) became log(x).
+for _rule in _no_op.rules:
+    for _value in (value for node in _rule._target_pattern for value in node.inputs):
+        if hasattr(_value, "_abs_tol"):
+            _value._abs_tol = _value._rel_tol = 0.0
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -127,6 +134,8 @@ def lower(
             if id(weight) not in read:
                 weight.data = weight.data.new_empty(0)
     name_values_(model, inputs | outputs)
+    for spec, value in zip(signature.inputs, model.graph.inputs, strict=True):
+        value.shape = ir.Shape(spec.shape)  # the exporter writes 32*height_parts for a multiple
     lower_quantized_rnns_(model)
     fuse_integer_products_(model)
     fold_zero_pads_(model)

@@ -304,8 +304,8 @@ class ModelTraits:
     """Largest absolute output on example inputs."""
     int8_share: float = 1.0
     """Share of the weights that lie in layers of 8-bit kernels."""
-    mostly_linear: bool = True
-    """Whether most of these lie in linear layers: `quantize_weights` rounds no others."""
+    linear_share: float = 1.0
+    """Share of the weights that lie in linear layers: `quantize_weights` rounds no others."""
 
     @property
     def small(self) -> bool:
@@ -357,11 +357,11 @@ class ModelTraits:
             return ({"gate": "label_agreement", "minimum": 0.9},)
         return ({"gate": "parity", "atol": self.tolerance(0.1)},)
 
-    @property
-    def size_ratio(self) -> float:
-        """A limit on the share of the bytes that 8 bits leave, with a tenth of slack."""
+    def size_ratio(self, *, weights_alone: bool) -> float:
+        """Return a limit on the share of the bytes that 8 bits leave, with a tenth of slack."""
+        share = self.linear_share if weights_alone else self.int8_share
         # Weights in 8 bits take a quarter of those in float32, which saves three quarters.
-        return max(0.5, round(1.1 - 0.75 * self.int8_share, 2))
+        return max(0.5, round(1.1 - 0.75 * share, 2))
 
     def tolerance(self, fraction: float) -> float:
         """Return a fraction of the largest output, to one digit."""
@@ -393,7 +393,7 @@ def inspect_model(
             samples={},
             task=task,
             int8_share=sum(fast.values()) / max(1, sum(sizes.values())),
-            mostly_linear=2 * sum(linear) >= sum(fast.values()),
+            linear_share=sum(linear) / max(1, sum(sizes.values())),
         ),
         lambda *inputs: run_in_eval(module, inputs),
         data,

@@ -110,6 +110,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
             file = pipeline.folder / spec.file
             if signature := signature_of(spec.kind, file):
                 inputs, origin = signature.inputs, file.name
+                spec = spec.model_copy(update={"axes": spec.axes or signature.axes})
                 if data is not None and pipeline.source_kind == "eager" and spec.kind == "onnx":
                     own = [tensor.name for tensor in inputs]
                     inputs = fix_unnamed_axes(inputs, inputs_of(data, lambda: own))

@@ -127,6 +127,8 @@ def _expand_functions(model: ir.Model) -> None:
                 proto.node.append(onnx.helper.make_node("Constant", [], [name], value_int=0))
             del proto.output[len(node.outputs) :]
             function = ir.from_proto(proto)
+            if not _takes_versions(function, model.opset_imports):
+                continue
             function.domain, function.name = EXPANDED, f"{node.op_type}_{number}"
             model.functions[function.identifier()] = function
             node.domain, node.op_type = EXPANDED, function.name
@@ -134,6 +136,28 @@ def _expand_functions(model: ir.Model) -> None:
             return
         model.opset_imports[EXPANDED] = 1
         passes.InlinePass()(model)
+
+
+def _takes_versions(function: ir.Function, versions: dict[str, int]) -> bool:
+    """Set a function's versions to the model's; False where an operator lost a part since."""
+    import onnx
+
+    # ONNX keeps a body at the version that introduced its operator, and onnx-ir inlines equal ones.
+    # Later versions of most operators take more types, inputs or attributes, the rest as before.
+    own = function.opset_imports
+    for node in function:
+        old, new = (
+            onnx.defs.get_schema(node.op_type, known[node.domain], node.domain)
+            for known in (own, versions)
+        )
+        for name, attribute in old.attributes.items():
+            kept = new.attributes.get(name)
+            if kept is None or kept.default_value != attribute.default_value:
+                return False
+        if [x.name for x in old.inputs] != [x.name for x in new.inputs][: len(old.inputs)]:
+            return False
+    own.update({domain: versions[domain] for domain in own})
+    return True
 
 
 def pack(model: ir.Model) -> str:

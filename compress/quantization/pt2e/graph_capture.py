@@ -15,7 +15,12 @@ import torch
 from torch import fx
 
 from compress.graph.library_cache import cached_composite_ops
-from compress.graph.torch_export import FlatOutputs, export_program, reshape_views_
+from compress.graph.torch_export import (
+    FlatOutputs,
+    any_sequence_length,
+    export_program,
+    reshape_views_,
+)
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -101,7 +106,7 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
     """Return an equal program that writes into no tensor, with ``reshape`` for every ``view``."""
     # Dequantizing a quantized tensor makes a copy: a write into a view of it would not reach the
     # other readers of the original.
-    with _without_treespec_warnings(), cached_composite_ops():
+    with _without_treespec_warnings(), cached_composite_ops(), any_sequence_length():
         decomposed: ExportedProgram = program.run_decompositions({})
     reshape_views_(decomposed.graph_module)
     return decomposed

@@ -171,3 +171,17 @@ def test_cells_of_a_pad_that_are_computed_from_constants_are_folded(tmp_path: Pa
     signature = Signature.model_validate({"inputs": [{"name": "x", "shape": ["batch", 3, 8, 8]}]})
     program = export_program(module, signature)
     assert program.module()(torch.randn(5, 3, 8, 8))[0].shape == (5, 3, 9, 11)
+
+
+def test_operators_that_onnx_defines_by_older_ones_are_expanded(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
+    ]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(nodes, "graph", [value("x", 1, ["n", 4])], [value("y", 1, None)])
+    # The operator's body was written for version 11, of which 12 keeps all that it uses.
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 12)])
+    onnx.save(model, tmp_path / "file.onnx")
+    module = load(tmp_path / "file.onnx")
+    assert prove(module, tmp_path / "file.onnx", [(torch.randn(3, 4),)]) < 1e-6

@@ -1,0 +1,85 @@
+"""Finds the sizes of named axes that an ONNX file takes, by calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from compress.common.errors import ArtifactInvalid
+from compress.common.signature import AxisBounds, Signature
+
+SIZES = (8, 16, 32, 64, 128, 256, 512)
+"""Sizes that are tried, of all axes but the batch at once: networks halve their inputs up to nine
+times, and join halves that must fit."""
+
+
+def with_taken_sizes(file: Path, signature: Signature) -> Signature:
+    """Return the signature with what the file says of no axis: its smallest size, its multiple.
+
+    An axis of which it takes one size alone gets the number in place of the name. The signature is
+    unchanged where the file answers at sizes of any kind, or at none that is tried.
+    """
+    import onnxruntime
+    import torch
+
+    from compress.graph.from_onnx.reading import load
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 4  # a refusal is no error here
+    session = onnxruntime.InferenceSession(str(file), options, ["CPUExecutionProvider"])
+    module = None
+    with suppress(ArtifactInvalid):  # operators that PyTorch lacks
+        module = load(file)
+
+    def takes(sizes: Mapping[str, int]) -> bool:
+        inputs = signature.example(sizes=sizes)
+        feed = {spec.name: x.numpy() for spec, x in zip(signature.inputs, inputs, strict=True)}
+        try:
+            session.run(None, feed)
+            # ONNX Runtime goes on where a convolution or a pool has nothing left of its input.
+            with torch.no_grad():
+                _ = module and module(*inputs)
+        except Exception:  # noqa: BLE001 - onnxruntime's own types derive from it alone
+            return False
+        return True
+
+    batch = signature.batch_axis
+    others = [axis for axis in signature.dynamic_axes if axis != batch]
+    tried = (
+        {**dict.fromkeys(others, size), **({batch: rows} if batch else {})}
+        for size in (SIZES if others else SIZES[:1])
+        for rows in ((2, 1) if batch else (1,))
+    )
+    usual = next(filter(takes, tried), None)
+    if usual is None:
+        return signature
+    found = {axis: bounds_of(axis, usual, takes) for axis in others}
+    fixed = {axis: usual[axis] for axis, bounds in found.items() if bounds is None}
+    if batch and usual[batch] == 1:
+        fixed[batch] = 1
+    bounded = {axis: bounds for axis, bounds in found.items() if bounds not in (None, AxisBounds())}
+    inputs = tuple(
+        spec.model_copy(update={"shape": tuple(fixed.get(str(a), a) for a in spec.shape)})
+        for spec in signature.inputs
+    )
+    return signature.model_copy(update={"inputs": inputs, "axes": bounded})
+
+
+def bounds_of(
+    axis: str, usual: Mapping[str, int], takes: Callable[[Mapping[str, int]], bool]
+) -> AxisBounds | None:
+    """Return the sizes that an axis may have, the others at sizes that fit; None for one alone."""
+    size, step = usual[axis], 1
+    while not takes({**usual, axis: size + step}):
+        if step == size:
+            return None
+        step *= 2
+    # At the smallest size an inner one is 1, which torch.export takes for a constant.
+    if step > 1:
+        return AxisBounds(min=max(size, 2 * step), multiple=step)
+    least, most = 0, size  # what it does not take, and what it does
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (least, middle) if takes({**usual, axis: middle}) else (middle, most)
+    return AxisBounds(min=2 * most) if most > 1 else AxisBounds()
