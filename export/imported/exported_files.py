@@ -37,7 +37,8 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys((".ts", ".torchscript", ".pt", ".pth"), "torchscript"),
 }
 """Kind of artifact that a file becomes, by the ending of its name."""
-MAX_ONNX_BYTES = 2 * 2**30  # bytes of one ONNX file: protobuf's limit
+MAX_ONNX_BYTES = 2**31 - 2**20
+"""Bytes of a model from which its weights are in a second file: protobuf ends at 2 GiB."""
 
 
 @contextmanager
@@ -200,6 +201,7 @@ def _import_onnx(
 
     from compress.data.infer_signature import described
     from compress.export.onnx.graph import class_names_in, remove_unread_
+    from compress.export.onnx.proto_io import WEIGHTS
     from compress.export.onnx.session import counted_predictor
     from compress.export.onnx.stage import OnnxModel
 
@@ -215,12 +217,13 @@ def _import_onnx(
     wanted = wanted or given
     outputs = tuple(OutputSpec(name=name) for name in wanted)
     signature = signature.model_copy(update={"outputs": outputs})
+    model, folder = _read_onnx(file), file.parent
+    is_large = sum(part.stat().st_size for part in _with_weights(file)) >= MAX_ONNX_BYTES
     try:
-        model = onnx.load(file)  # with the weights that it keeps in files beside it
+        if not is_large:
+            onnx.load_external_data_for_model(model, str(folder))
     except Exception as error:
         raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
-    if model.ByteSize() >= MAX_ONNX_BYTES:
-        raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
     if renames:
         for value, name in zip(model.graph.output, wanted, strict=True):
@@ -240,8 +243,13 @@ def _import_onnx(
         facts["class_names"] = names
     with OnnxModel.atomic_write(path, signature, facts=facts, carried=carried) as partial:
         payload = partial / OnnxModel.payload
-        # The same model has the same bytes, and by them the same digest.
-        payload.write_bytes(model.SerializeToString(deterministic=True))
+        if is_large:
+            large = ir.from_proto(model)
+            ir.external_data.set_base_dir(large.graph, folder)
+            with raised_as(ArtifactInvalid, str(file)):
+                ir.save(large, payload, external_data=WEIGHTS, size_threshold_bytes=0)
+        else:  # the same model has the same bytes, and by them the same digest
+            payload.write_bytes(model.SerializeToString(deterministic=True))
         inputs = tuple(inputs or signature.example())
         what = f"model.inputs: {file} does not take {described(signature.inputs)}"
         with raised_as(ArtifactInvalid, what):

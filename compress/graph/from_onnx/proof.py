@@ -33,10 +33,11 @@ def prove(module: OnnxModule, file: Path, examples: Sequence[Sequence[torch.Tens
         file: the ONNX file that it was read from.
         examples: inputs, in their order.
     """
-    largest, outputs = 0.0, module.output_names
+    largest, outputs, session = 0.0, module.output_names, None
     for inputs in examples:
         try:
-            expected = _session(file).run(outputs, _feed(module, inputs))
+            session = session or _session(file)
+            expected = session.run(outputs, _feed(module, inputs))
         except Exception as error:
             raise ArtifactInvalid(f"{file}: ONNX Runtime: {error}") from error
         with torch.no_grad(), raised_as(ArtifactInvalid, f"{file}: in PyTorch"):
@@ -65,6 +66,8 @@ def _session(model: Path | bytes) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
+    # Packed for its kernels, weights would be in memory once more.
+    options.add_session_config_entry("session.disable_prepacking", "1")
     given = model if isinstance(model, bytes) else str(model)
     return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
 

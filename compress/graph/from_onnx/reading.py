@@ -8,30 +8,49 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import ArtifactInvalid
-from compress.graph.from_onnx.module import STANDARD, OnnxModule, weight_names
+import numpy as np
+import torch
+from torch import nn
+
+from compress.common.errors import ArtifactInvalid, raised_as
+from compress.graph.from_onnx.module import STANDARD, OnnxModule, torch_dtype, weight_names
 from compress.graph.from_onnx.registry import OPERATORS
 from compress.graph.from_onnx.shape_tensor import LARGEST, from_numpy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
 
 EXPANDED = "expanded"  # domain of functions that ONNX defines, until they are inlined
 MOVES = {"Concat", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 MOVED = 2**24  # elements of the largest constant that is moved when a file is read, not in each run
 LEVELS = 4  # functions that consist of functions
+DATA_FIELDS = (
+    *("raw_data", "float_data", "int32_data", "int64_data", "double_data"),
+    *("external_data", "data_location"),
+)
+"""Fields of a tensor in protobuf that hold its numbers, or say where they are."""
 NAMED = 5  # nodes whose names a refusal lists for each operator
 
 
 def read_graph(file: Path) -> ir.Model:
     """Read a graph, with functions inlined, constants folded and operators all known.
 
-    Raises ArtifactInvalid with all operators that have no equivalent.
+    Weights in a file beside it stay there. Raises ArtifactInvalid with all operators that have no
+    equivalent, or where such a file is missing, too short or outside of the folder.
     """
     import onnx_ir as ir
 
-    return simplify(ir.load(file), str(file))
+    model = ir.load(file)
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if not isinstance(tensor, ir.ExternalTensor):
+                continue
+            with raised_as(ArtifactInvalid, f"{file}: weight {value.name!r} in a file beside it"):
+                array = tensor.numpy()  # onnx-ir maps it, and follows no path out of the folder
+            if tensor.nbytes <= 8 * LARGEST:  # which may be a shape, and is packed with the graph
+                value.const_value = ir.tensor(np.array(array), dtype=tensor.dtype, name=value.name)
+    return simplify(model, str(file))
 
 
 def simplify(model: ir.Model, what: str) -> ir.Model:
@@ -144,30 +163,58 @@ def pack(model: ir.Model) -> str:
     weights = weight_names(model.graph)
     for tensor in proto.graph.initializer:
         if tensor.name in weights:
-            for part in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
+            for part in DATA_FIELDS:
                 tensor.ClearField(part)
     return base64.b64encode(zlib.compress(proto.SerializeToString(), 9)).decode()
 
 
 def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
-    """Return the state dict of a module, read from the initializers of its graph."""
+    """Return the state dict of a module, read from the initializers of its graph.
+
+    Tensors of a file beside it are mapped, copied on write; where a layer has them transposed they
+    are views.
+    """
     state: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {k: v for g in model.graphs() for k, v in g.initializers.items()}
-    shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
+    own, made = module.state_dict(keep_vars=True), dict[int, torch.Tensor]()
     for key, source in module.sources.items():
-        tensor = from_numpy(values[source.initializer].const_value.numpy())
-        tensor = tensor if source.change is None else source.change(tensor).contiguous()
-        state[key] = tensor.reshape(shapes[key])  # a bias may have further axes of 1
+        if id(own[key]) not in made:  # not a weight that two layers share
+            tensor = _mapped(values[source.initializer].const_value)
+            tensor = tensor if source.change is None else source.change(tensor)
+            tensor = tensor.reshape(own[key].shape)  # a bias may have further axes of 1
+            is_weight = isinstance(own[key], nn.Parameter)
+            made[id(own[key])] = nn.Parameter(tensor) if is_weight else tensor
+        state[key] = made[id(own[key])]
     return state
 
 
+def _mapped(tensor: Any) -> torch.Tensor:
+    import onnx_ir as ir
+
+    array = tensor.numpy()
+    is_packed = array.nbytes != tensor.nbytes  # several numbers in a byte
+    if not isinstance(tensor, ir.ExternalTensor) or is_packed or not tensor.nbytes:
+        return from_numpy(array)
+    raw = np.memmap(tensor.path, np.uint8, "c", tensor.offset or 0, tensor.nbytes)
+    found = torch.from_numpy(raw).view(torch_dtype(tensor)).reshape(array.shape)
+    return found if found.data_ptr() % found.itemsize == 0 else found.clone()
+
+
 def load(file: Path) -> OnnxModule:
-    """Read an ONNX file as a module in eval mode."""
-    return module_of(read_graph(file))
+    """Read an ONNX file as a module in eval mode, with contiguous weights."""
+    module = module_of(read_graph(file))
+    for weight in module.parameters():
+        weight.data = weight.data.contiguous()
+    return module
 
 
 def module_of(model: ir.Model) -> OnnxModule:
-    """Build the module of a graph, with its weights."""
-    module = OnnxModule(model)
-    module.load_state_dict(weights_of(module, model), strict=False)
+    """Build the module of a graph, with the weights of :func:`weights_of`."""
+    with torch.device("meta"):
+        module = OnnxModule(model)
+    module.load_state_dict(weights_of(module, model), strict=False, assign=True)
+    for part in module.modules():  # batch normalization counts batches, which files do not
+        for key, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[key] = torch.zeros_like(buffer, device="cpu")
     return module.eval()
