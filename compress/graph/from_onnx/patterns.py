@@ -31,7 +31,7 @@ def fuse(model: ir.Model) -> None:
 
 @cache
 def _rules() -> RewriteRuleSet:
-    pairs = (*_activations(), *_norms(), *_attention(), *_biases())
+    pairs = (*_activations(), *_norms(), *_attention(), *_biases(), *_scales())
     return RewriteRuleSet([RewriteRule(pattern, replace) for pattern, replace in pairs])
 
 
@@ -302,3 +302,65 @@ def _biases() -> Iterator[Rule]:
 
     yield layer("Conv"), biased
     yield layer("MatMul"), biased
+
+
+def _scales() -> Iterator[Rule]:
+    """Fold numbers before and after a convolution into it, so that integers need no float steps."""
+
+    def conv(op: Any, x: Any) -> Any:
+        return op.Conv(x, _allow_other_inputs=True, _outputs=["y"])
+
+    def folded(
+        op: Any,
+        x: ir.Value,
+        y: ir.Value,
+        *,
+        scale: Any = 1,
+        shift: Any = 0,
+        gain: Any = 1,
+        offset: Any = 0,
+    ) -> Any:
+        """Return `gain * conv(scale * x + shift) + offset` as a convolution of x, or None."""
+        node: Any = y.producer()
+        held = [value for value in node.inputs[1:] if value is not None]
+        weights: list[Any] = [v.const_value for v in held if len(v.uses()) == 1]
+        if None in (scale, shift, gain, offset, *weights) or len(weights) < len(held):
+            return None
+        if len(held) == 1 and (shift or offset):
+            return None
+        if shift and (any(node.attributes.get_ints("pads", [])) or "auto_pad" in node.attributes):
+            if scale in (0, 1):  # the cells around an image stay zero
+                return None
+            moved = ir.tensor([shift / scale], dtype=held[0].dtype)
+            x, shift = op.Add(x, op.Constant(value=moved)), 0
+        kernel, *bias = (tensor.numpy().astype("float64") for tensor in weights)
+        contents = [kernel * scale * gain]
+        for each in bias:
+            sums = kernel.reshape(len(kernel), -1).sum(1)
+            contents.append((each + shift * sums) * gain + offset)
+        for value, old, content in zip(held, weights, contents, strict=True):
+            value.const_value = ir.tensor(
+                content.astype(old.numpy().dtype), dtype=old.dtype, name=value.name
+            )
+        return _changed(op, node, x, *held)
+
+    yield (
+        lambda op, x, a: op.Mul(conv(op, x), a),
+        lambda op, x, y, a: folded(op, x, y, gain=_number(a)),
+    )
+    yield (
+        lambda op, x, a: op.Add(conv(op, x), a),
+        lambda op, x, y, a: folded(op, x, y, offset=_number(a)),
+    )
+    yield (
+        lambda op, x, a, b: conv(op, op.Add(op.Mul(x, a), b)),
+        lambda op, x, y, a, b: folded(op, x, y, scale=_number(a), shift=_number(b)),
+    )
+    yield (
+        lambda op, x, a: conv(op, op.Mul(x, a)),
+        lambda op, x, y, a: folded(op, x, y, scale=_number(a)),
+    )
+    yield (
+        lambda op, x, a: conv(op, op.Add(x, a)),
+        lambda op, x, y, a: folded(op, x, y, shift=_number(a)),
+    )

@@ -171,3 +171,24 @@ def test_cells_of_a_pad_that_are_computed_from_constants_are_folded(tmp_path: Pa
     signature = Signature.model_validate({"inputs": [{"name": "x", "shape": ["batch", 3, 8, 8]}]})
     program = export_program(module, signature)
     assert program.module()(torch.randn(5, 3, 8, 8))[0].shape == (5, 3, 9, 11)
+
+
+def test_weights_in_a_file_beside_it_are_mapped_and_the_graph_lives_without_them(
+    file: Path, tmp_path: Path
+) -> None:
+    before = load(file).state_dict()
+    apart, data = tmp_path / "apart.onnx", tmp_path / "apart.onnx.data"
+    where = {"save_as_external_data": True, "location": data.name, "size_threshold": 0}
+    onnx.save(onnx.load(file), apart, **where)
+    content = data.read_bytes()
+    graph = read_graph(apart)
+    module, x = module_of(graph), torch.randn(2, 3, 6, 6)
+    expected = module(x)["y"]
+    assert all(torch.equal(module.state_dict()[k], v) for k, v in before.items())
+    with torch.no_grad():
+        module.get_parameter("body.conv.weight").zero_()
+    assert data.read_bytes() == content, "what is mapped is copied where it is written to"
+    data.unlink()
+    rebuilt = build(pack(graph))  # sizes that the graph computes with are in it
+    rebuilt.load_state_dict(before)
+    assert torch.equal(rebuilt.eval()(x)["y"], expected)
