@@ -335,22 +335,22 @@ def _is_named(dim: str | None) -> bool:
     return re.search(r"\w", dim or "") is not None
 
 
-def _axis_name(name: str, known: dict[str, str]) -> str:
+def _axis_name(name: str, key: object, known: dict[object, str]) -> str:
     """Return an axis' name in the signature, of that in an ONNX file; `known` are those so far."""
-    if name not in known:
+    if key not in known:
         word = re.sub(r"\W", "_", name)
         word = word if word.isidentifier() else f"axis_{word}"
         while word in known.values():
             word += "_"
-        known[name] = word
-    return known[name]
+        known[key] = word
+    return known[key]
 
 
 def _onnx_signature(file: Path) -> Signature:
     import numpy as np
     import onnx
 
-    graph, inputs, axes = _graph(file), [], dict[str, str]()
+    graph, inputs, axes = _graph(file), [], dict[object, str]()
     constants = {tensor.name for tensor in graph.initializer}
     for value in graph.input:
         if value.name in constants:  # files of IR versions below 4 list weights as inputs, too
@@ -361,8 +361,9 @@ def _onnx_signature(file: Path) -> Signature:
             shape: list[int | str] = []
             for axis, dim in enumerate(tensor.shape.dim):
                 named = dim.dim_param if _is_named(dim.dim_param) else ""
-                named = named or ("batch" if axis == 0 else f"{value.name}_{axis}")
-                shape.append(dim.dim_value if dim.dim_value > 0 else _axis_name(named, axes))
+                key = named or ("batch" if axis == 0 else (value.name, axis))
+                name = key if isinstance(key, str) else f"{value.name}_{axis}"
+                shape.append(dim.dim_value if dim.dim_value > 0 else _axis_name(name, key, axes))
             content = {"name": value.name, "shape": shape, "dtype": dtype}
             inputs.append(TensorSpec.model_validate(content))
         except (KeyError, ValueError) as error:

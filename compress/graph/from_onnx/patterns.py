@@ -310,57 +310,32 @@ def _scales() -> Iterator[Rule]:
     def conv(op: Any, x: Any) -> Any:
         return op.Conv(x, _allow_other_inputs=True, _outputs=["y"])
 
-    def folded(
-        op: Any,
-        x: ir.Value,
-        y: ir.Value,
-        *,
-        scale: Any = 1,
-        shift: Any = 0,
-        gain: Any = 1,
-        offset: Any = 0,
-    ) -> Any:
+    def folded(op: Any, x: ir.Value, y: ir.Value, **found: ir.Value) -> Any:
         """Return `gain * conv(scale * x + shift) + offset` as a convolution of x, or None."""
+        numbers = {"scale": 1, "shift": 0, "gain": 1, "offset": 0}
+        numbers |= {name: _number(value) for name, value in found.items()}
         node: Any = y.producer()
         held = [value for value in node.inputs[1:] if value is not None]
-        weights: list[Any] = [v.const_value for v in held if len(v.uses()) == 1]
-        if None in (scale, shift, gain, offset, *weights) or len(weights) < len(held):
+        weights = [value.const_value for value in held if len(value.uses()) == 1]
+        if None in (*numbers.values(), *weights) or len(weights) < len(held):
             return None
-        if len(held) == 1 and (shift or offset):
+        scale, shift, gain, offset = numbers.values()
+        is_padded = any(node.attributes.get_ints("pads", [])) or "auto_pad" in node.attributes
+        if (len(held) == 1 and (shift or offset)) or (shift and is_padded and scale in (0, 1)):
             return None
-        if shift and (any(node.attributes.get_ints("pads", [])) or "auto_pad" in node.attributes):
-            if scale in (0, 1):  # the cells around an image stay zero
-                return None
+        if shift and is_padded:  # the cells around an image stay zero
             moved = ir.tensor([shift / scale], dtype=held[0].dtype)
             x, shift = op.Add(x, op.Constant(value=moved)), 0
-        kernel, *bias = (tensor.numpy().astype("float64") for tensor in weights)
-        contents = [kernel * scale * gain]
-        for each in bias:
-            sums = kernel.reshape(len(kernel), -1).sum(1)
-            contents.append((each + shift * sums) * gain + offset)
+        kernel, *biases = (tensor.numpy().astype("float64") for tensor in weights)
+        sums = kernel.reshape(len(kernel), -1).sum(1)
+        contents = [kernel * scale * gain, *((b + shift * sums) * gain + offset for b in biases)]
         for value, old, content in zip(held, weights, contents, strict=True):
-            value.const_value = ir.tensor(
-                content.astype(old.numpy().dtype), dtype=old.dtype, name=value.name
-            )
+            new = content.astype(old.numpy().dtype)
+            value.const_value = ir.tensor(new, dtype=old.dtype, name=value.name)
         return _changed(op, node, x, *held)
 
-    yield (
-        lambda op, x, a: op.Mul(conv(op, x), a),
-        lambda op, x, y, a: folded(op, x, y, gain=_number(a)),
-    )
-    yield (
-        lambda op, x, a: op.Add(conv(op, x), a),
-        lambda op, x, y, a: folded(op, x, y, offset=_number(a)),
-    )
-    yield (
-        lambda op, x, a, b: conv(op, op.Add(op.Mul(x, a), b)),
-        lambda op, x, y, a, b: folded(op, x, y, scale=_number(a), shift=_number(b)),
-    )
-    yield (
-        lambda op, x, a: conv(op, op.Mul(x, a)),
-        lambda op, x, y, a: folded(op, x, y, scale=_number(a)),
-    )
-    yield (
-        lambda op, x, a: conv(op, op.Add(x, a)),
-        lambda op, x, y, a: folded(op, x, y, shift=_number(a)),
-    )
+    yield lambda op, x, gain: op.Mul(conv(op, x), gain), folded
+    yield lambda op, x, offset: op.Add(conv(op, x), offset), folded
+    yield lambda op, x, scale, shift: conv(op, op.Add(op.Mul(x, scale), shift)), folded
+    yield lambda op, x, scale: conv(op, op.Mul(x, scale)), folded
+    yield lambda op, x, shift: conv(op, op.Add(x, shift)), folded

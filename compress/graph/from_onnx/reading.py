@@ -24,11 +24,6 @@ EXPANDED = "expanded"  # domain of functions that ONNX defines, until they are i
 MOVES = {"Concat", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 MOVED = 2**24  # elements of the largest constant that is moved when a file is read, not in each run
 LEVELS = 4  # functions that consist of functions
-DATA_FIELDS = (
-    *("raw_data", "float_data", "int32_data", "int64_data", "double_data"),
-    *("external_data", "data_location"),
-)
-"""Fields of a tensor in protobuf that hold its numbers, or say where they are."""
 NAMED = 5  # nodes whose names a refusal lists for each operator
 
 
@@ -157,14 +152,15 @@ def _expand_functions(model: ir.Model) -> None:
 
 def pack(model: ir.Model) -> str:
     """Return a graph without its weights as text, from which `build` makes the module again."""
+    import onnx
     import onnx_ir as ir
 
     proto = ir.to_proto(model)
     weights = weight_names(model.graph)
     for tensor in proto.graph.initializer:
         if tensor.name in weights:
-            for part in DATA_FIELDS:
-                tensor.ClearField(part)
+            kept = {"name": tensor.name, "dims": tensor.dims, "data_type": tensor.data_type}
+            tensor.CopyFrom(onnx.TensorProto(**kept))
     return base64.b64encode(zlib.compress(proto.SerializeToString(), 9)).decode()
 
 
@@ -212,9 +208,8 @@ def module_of(model: ir.Model) -> OnnxModule:
     """Build the module of a graph, with the weights of :func:`weights_of`."""
     with torch.device("meta"):
         module = OnnxModule(model)
-    module.load_state_dict(weights_of(module, model), strict=False, assign=True)
-    for part in module.modules():  # batch normalization counts batches, which files do not
-        for key, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                part._buffers[key] = torch.zeros_like(buffer, device="cpu")
+    # Batch normalization counts batches, which files do not.
+    others = {k: v for k, v in module.state_dict().items() if k not in module.sources}
+    counts = {key: torch.zeros_like(buffer, device="cpu") for key, buffer in others.items()}
+    module.load_state_dict(counts | weights_of(module, model), assign=True)
     return module.eval()
