@@ -219,11 +219,9 @@ def _import_onnx(
     signature = signature.model_copy(update={"outputs": outputs})
     model, folder = _read_onnx(file), file.parent
     is_large = sum(part.stat().st_size for part in _with_weights(file)) >= MAX_ONNX_BYTES
-    try:
+    with raised_as(ArtifactInvalid, str(file)):
         if not is_large:
             onnx.load_external_data_for_model(model, str(folder))
-    except Exception as error:
-        raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
     if renames:
         for value, name in zip(model.graph.output, wanted, strict=True):
@@ -335,10 +333,13 @@ def _is_named(dim: str | None) -> bool:
     return re.search(r"\w", dim or "") is not None
 
 
-def _axis_name(name: str, key: object, known: dict[object, str]) -> str:
-    """Return an axis' name in the signature, of that in an ONNX file; `known` are those so far."""
+def _axis_name(key: str | tuple[str, int], known: dict[object, str]) -> str:
+    """Return an axis' name in the signature: of that in the file, or of input and place.
+
+    `known` are those so far.
+    """
     if key not in known:
-        word = re.sub(r"\W", "_", name)
+        word = re.sub(r"\W", "_", key if isinstance(key, str) else f"{key[0]}_{key[1]}")
         word = word if word.isidentifier() else f"axis_{word}"
         while word in known.values():
             word += "_"
@@ -362,8 +363,7 @@ def _onnx_signature(file: Path) -> Signature:
             for axis, dim in enumerate(tensor.shape.dim):
                 named = dim.dim_param if _is_named(dim.dim_param) else ""
                 key = named or ("batch" if axis == 0 else (value.name, axis))
-                name = key if isinstance(key, str) else f"{value.name}_{axis}"
-                shape.append(dim.dim_value if dim.dim_value > 0 else _axis_name(name, key, axes))
+                shape.append(dim.dim_value if dim.dim_value > 0 else _axis_name(key, axes))
             content = {"name": value.name, "shape": shape, "dtype": dtype}
             inputs.append(TensorSpec.model_validate(content))
         except (KeyError, ValueError) as error:

@@ -158,10 +158,10 @@ def find_adversarial_mismatch(
     expected, exported = (accept_any_batch(p, signature) for p in (expected, exported))
     # A difference below the rounding of a usual output counts as none, as a sigmoid of -25 may be
     # 0; but not for tiny inputs, whose outputs may be as tiny unless they are those of zeros.
-    rounding, at_zero = 0.0, ()
+    rounding, at_zero = 0.0, tuple[torch.Tensor, ...]()
     with suppress(Exception):  # whatever the user's own code raises
-        outputs = [t for inputs in (signature.example(), *usual) for t in expected(*inputs)]
-        rounding = ROUNDING * largest(largest_finite(t) for t in outputs if t.is_floating_point())
+        found = [t for inputs in (signature.example(), *usual) for t in expected(*inputs)]
+        rounding = ROUNDING * largest(largest_finite(t) for t in found if t.is_floating_point())
     for kind, inputs, outputs, answers, refusal, failure in outputs_for(expected, exported, cases):
         if refusal:
             continue

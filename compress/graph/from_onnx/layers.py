@@ -16,13 +16,7 @@ TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def padding(node: Node, sizes: Any, kernel: list[int]) -> tuple[list[int], list[int]]:
-    """Return what is padded before and after each axis of space.
-
-    Args:
-        node: a convolution or pooling.
-        sizes: of the input's axes of space.
-        kernel: the kernel's sizes.
-    """
+    """Return what a convolution or pooling pads before and after each axis of space."""
     n = len(kernel)
     how, given = node.get("auto_pad", "NOTSET"), node.get("pads", [0] * 2 * n)
     if how == "VALID":

@@ -149,18 +149,15 @@ def _norms() -> Iterator[Rule]:
     def centred(op: Any, x: Any) -> Any:
         return op.Sub(x, reduced(op, x, "mean"))
 
-    def layer_norm(op: Any, x: Any, epsilon: Any, mean: ir.Value, variance: ir.Value) -> Any:
-        axis, least = _first_axis(x, mean, variance), _number(epsilon)
-        return op.LayerNormalization(x, axis=axis, epsilon=least) if axis and least else None
+    def normed(op: Any, x: Any, epsilon: Any, **reductions: ir.Value) -> Any:
+        axis, least = _first_axis(x, *reductions.values()), _number(epsilon)
+        kind = op.LayerNormalization if "mean" in reductions else op.RMSNormalization
+        return kind(x, axis=axis, epsilon=least) if axis and least else None
 
-    def rms_norm(op: Any, x: Any, epsilon: Any, variance: ir.Value) -> Any:
-        axis, least = _first_axis(x, variance), _number(epsilon)
-        return op.RMSNormalization(x, axis=axis, epsilon=least) if axis and least else None
-
-    yield lambda op, x, epsilon: divided(op, centred(op, x), epsilon), layer_norm
-    yield lambda op, x, epsilon: multiplied(op, centred(op, x), epsilon), layer_norm
-    yield divided, rms_norm
-    yield multiplied, rms_norm
+    yield lambda op, x, epsilon: divided(op, centred(op, x), epsilon), normed
+    yield lambda op, x, epsilon: multiplied(op, centred(op, x), epsilon), normed
+    yield divided, normed
+    yield multiplied, normed
 
     def affine(op: Any, x: Any, y: ir.Value, given: ir.Value, weight: Any = None) -> Any:
         node: Any = y.producer()

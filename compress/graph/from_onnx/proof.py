@@ -27,11 +27,6 @@ def prove(module: OnnxModule, file: Path, examples: Sequence[Sequence[torch.Tens
     """Compare a module with ONNX Runtime on inputs, and return the largest error of an output.
 
     Raises ArtifactInvalid, with the first node whose output differs.
-
-    Args:
-        module: the module.
-        file: the ONNX file that it was read from.
-        examples: inputs, in their order.
     """
     largest, outputs, session = 0.0, module.output_names, None
     for inputs in examples:
@@ -44,9 +39,8 @@ def prove(module: OnnxModule, file: Path, examples: Sequence[Sequence[torch.Tens
             found = module(*inputs)
         for name, ours, theirs in zip(outputs, found.values(), expected, strict=True):
             reference = torch.from_numpy(theirs)
-            is_half = reference.dtype == torch.float16
             difference = _error(reference, ours)
-            allowed = LARGEST_ERROR * (10 if is_half else 1)
+            allowed = LARGEST_ERROR * (10 if reference.dtype == torch.float16 else 1)
             if not difference <= allowed:
                 where = _first_difference(module, file, inputs)
                 # Rounding adds up where a model is sensitive to it, such as a LayerNorm of values

@@ -36,15 +36,14 @@ def read_graph(file: Path) -> ir.Model:
     import onnx_ir as ir
 
     model = ir.load(file)
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if not isinstance(tensor, ir.ExternalTensor):
-                continue
-            with raised_as(ArtifactInvalid, f"{file}: weight {value.name!r} in a file beside it"):
-                array = tensor.numpy()  # onnx-ir maps it, and follows no path out of the folder
-            if tensor.nbytes <= 8 * LARGEST:  # which may be a shape, and is packed with the graph
-                value.const_value = ir.tensor(np.array(array), dtype=tensor.dtype, name=value.name)
+    for value in (v for graph in model.graphs() for v in graph.initializers.values()):
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        with raised_as(ArtifactInvalid, f"{file}: weight {value.name!r} in a file beside it"):
+            array = tensor.numpy()  # onnx-ir maps it, and follows no path out of the folder
+        if tensor.nbytes <= 8 * LARGEST:  # which may be a shape, and is packed with the graph
+            value.const_value = ir.tensor(np.array(array), dtype=tensor.dtype, name=value.name)
     return simplify(model, str(file))
 
 
