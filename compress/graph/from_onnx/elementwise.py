@@ -208,6 +208,9 @@ ACTIVATIONS: dict[str, Callable[[Node, torch.Tensor], torch.Tensor]] = {
     "Selu": lambda n, x: (
         n.get("gamma", 1.0507009873554805) * F.elu(x, n.get("alpha", 1.6732632423543772))
     ),
+    "Shrink": lambda n, x: torch.where(
+        x.abs() > n.get("lambd", 0.5), x - x.sign() * n.get("bias", 0.0), 0
+    ).to(x.dtype),
     "ThresholdedRelu": lambda n, x: F.threshold(x, n.get("alpha", 1.0), 0.0),
 }
 OPERATORS |= ACTIVATIONS
