@@ -334,10 +334,7 @@ def _is_named(dim: str | None) -> bool:
 
 
 def _axis_name(key: str | tuple[str, int], known: dict[object, str]) -> str:
-    """Return an axis' name in the signature: of that in the file, or of input and place.
-
-    `known` are those so far.
-    """
+    """Return the name of an axis that a file names, or of an input's; `known` are those so far."""
     if key not in known:
         word = re.sub(r"\W", "_", key if isinstance(key, str) else f"{key[0]}_{key[1]}")
         word = word if word.isidentifier() else f"axis_{word}"

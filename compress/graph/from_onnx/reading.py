@@ -164,11 +164,7 @@ def pack(model: ir.Model) -> str:
 
 
 def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
-    """Return the state dict of a module, read from the initializers of its graph.
-
-    Tensors of a file beside it are mapped, copied on write; where a layer has them transposed they
-    are views.
-    """
+    """Return a module's state dict from its graph: files beside it mapped, transposed as views."""
     state: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {k: v for g in model.graphs() for k, v in g.initializers.items()}
     own, made = module.state_dict(keep_vars=True), dict[int, torch.Tensor]()
