@@ -189,11 +189,9 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         # Such as scores before a softmax, of which a step of 8 bits is a tenth of a probability.
         for node in reversed(model.graph.nodes):
             annotation, layer = node.meta.get(Q_ANNOTATION_KEY), node
-            while layer.target in MOVES | CLAMPS:
+            while layer.target in MOVES:
                 layer = layer.args[0]
-            is_output = node is layer and any(reader.op == "output" for reader in node.users)
-            is_read = _is_read_as_integers(node) and not is_output
-            if annotation is None or layer.target is not LINEAR or is_read:
+            if annotation is None or layer.target is not LINEAR or _is_read_as_integers(node):
                 continue
             annotation.output_qspec = None
             if node.target in MOVES:
@@ -210,9 +208,14 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             return
         chain = _with_clamp(node)
         # onnxruntime fuses a convolution only with an integer output. It fuses a matrix product
-        # with a float one too, which is more exact at no cost: for what floats alone read, and for
+        # with a float one too, which is more exact at no cost: for the model's outputs, and for
         # products of sequences, whose wide ranges 8 bits ruin (MiniLM: cosine 0.93, not 0.99).
-        fuses_float = self.patterns.float_outputs and is_sequence_linear(node)
+        is_last = any(reader.op == "output" for reader in chain[-1].users)
+        fuses_float = (
+            self.patterns.float_outputs
+            and node.target is LINEAR
+            and (is_sequence_linear(node) or is_last)
+        )
         rounds_output = self.patterns.outputs and not fuses_float
         self._annotate_chain(chain, [source], self.activation if rounds_output else None)
         specs = node.meta[Q_ANNOTATION_KEY].input_qspec_map
