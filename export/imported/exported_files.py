@@ -37,8 +37,6 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys((".ts", ".torchscript", ".pt", ".pth"), "torchscript"),
 }
 """Kind of artifact that a file becomes, by the ending of its name."""
-MAX_ONNX_BYTES = 2**31 - 2**20
-"""Bytes of a model from which its weights are in a second file: protobuf ends at 2 GiB."""
 
 
 @contextmanager
@@ -201,7 +199,7 @@ def _import_onnx(
 
     from compress.data.infer_signature import described
     from compress.export.onnx.graph import class_names_in, remove_unread_
-    from compress.export.onnx.proto_io import WEIGHTS
+    from compress.export.onnx.proto_io import LARGEST, WEIGHTS
     from compress.export.onnx.session import counted_predictor
     from compress.export.onnx.stage import OnnxModel
 
@@ -218,7 +216,7 @@ def _import_onnx(
     outputs = tuple(OutputSpec(name=name) for name in wanted)
     signature = signature.model_copy(update={"outputs": outputs})
     model, folder = _read_onnx(file), file.parent
-    is_large = sum(part.stat().st_size for part in _with_weights(file)) >= MAX_ONNX_BYTES
+    is_large = sum(part.stat().st_size for part in _with_weights(file)) > LARGEST
     with raised_as(ArtifactInvalid, str(file)):
         if not is_large:
             onnx.load_external_data_for_model(model, str(folder))

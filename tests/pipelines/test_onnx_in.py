@@ -17,6 +17,7 @@ from torch import nn
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import ArtifactInvalid
 from compress.export.imported import exported_files
+from compress.export.onnx import proto_io
 from compress.graph.from_onnx import registry
 from compress.pipelines import Pipeline
 
@@ -126,7 +127,7 @@ def test_a_model_beyond_protobufs_limit_is_taken_in_two_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_weights_apart(tmp_path, 16, 3)
-    monkeypatch.setattr(exported_files, "MAX_ONNX_BYTES", 1000)
+    monkeypatch.setattr(proto_io, "LARGEST", 1000)
     file, x = tmp_path / "big.onnx", torch.randn(2, 16)
     signature = exported_files.signature_of("onnx", file)
     assert signature is not None

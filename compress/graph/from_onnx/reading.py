@@ -203,8 +203,7 @@ def module_of(model: ir.Model) -> OnnxModule:
     """Build the module of a graph, with the weights of :func:`weights_of`."""
     with torch.device("meta"):
         module = OnnxModule(model)
-    # Batch normalization counts batches, which files do not.
-    others = {k: v for k, v in module.state_dict().items() if k not in module.sources}
-    counts = {key: torch.zeros_like(buffer, device="cpu") for key, buffer in others.items()}
-    module.load_state_dict(counts | weights_of(module, model), assign=True)
+    unstored = {k: v for k, v in module.state_dict().items() if k not in module.sources}
+    batches_seen = {key: torch.zeros_like(count, device="cpu") for key, count in unstored.items()}
+    module.load_state_dict(batches_seen | weights_of(module, model), assign=True)
     return module.eval()

@@ -191,11 +191,10 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             annotation, layer = node.meta.get(Q_ANNOTATION_KEY), node
             while layer.target in MOVES:
                 layer = layer.args[0]
-            if annotation is None or layer.target is not LINEAR or _is_read_as_integers(node):
-                continue
-            annotation.output_qspec = None
-            if node.target in MOVES:
-                del node.meta[Q_ANNOTATION_KEY]
+            if annotation and layer.target is LINEAR and not _is_read_as_integers(node):
+                annotation.output_qspec = None
+                if node.target in MOVES:
+                    del node.meta[Q_ANNOTATION_KEY]
 
     def _annotate_weighted(self, node: Node) -> None:
         source, weight = node.args[:2]
