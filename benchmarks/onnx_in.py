@@ -63,7 +63,8 @@ espeak-ng, file types are those of this machine's files by their suffixes. Chara
 and file types are compared with what is known; pixels of text and chunks of speech with what the
 float file answers. All rows are run by the same ONNX Runtime on one thread, call by call in turn.
 Size and time, which is the CPU time of a call (median of 20), are shares of the original file's.
-Peers have an environment of their own and the recipe of their documentation.
+Peers have an environment of their own and the recipe of their documentation. What no table has was
+not measured; other load was on the machine.
 
 """
 TOOLS = ("onnxruntime", "nncf", "olive")

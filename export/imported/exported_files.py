@@ -39,7 +39,6 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys((".ts", ".torchscript", ".pt", ".pth"), "torchscript"),
 }
 """Kind of artifact that a file becomes, by the ending of its name."""
-MAX_ONNX_BYTES = 2 * 2**30  # bytes of one ONNX file: protobuf's limit
 
 
 @contextmanager
@@ -206,6 +205,7 @@ def _import_onnx(
 
     from compress.data.infer_signature import described
     from compress.export.onnx.graph import class_names_in, remove_unread_
+    from compress.export.onnx.proto_io import LARGEST, WEIGHTS
     from compress.export.onnx.session import counted_predictor
     from compress.export.onnx.stage import OnnxModel
 
@@ -221,12 +221,11 @@ def _import_onnx(
     wanted = wanted or given
     outputs = tuple(OutputSpec(name=name) for name in wanted)
     signature = signature.model_copy(update={"outputs": outputs})
-    try:
-        model = onnx.load(file)  # with the weights that it keeps in files beside it
-    except Exception as error:
-        raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
-    if model.ByteSize() >= MAX_ONNX_BYTES:
-        raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
+    model, folder = _read_onnx(file), file.parent
+    is_large = sum(part.stat().st_size for part in _with_weights(file)) > LARGEST
+    with raised_as(ArtifactInvalid, str(file)):
+        if not is_large:
+            onnx.load_external_data_for_model(model, str(folder))
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
     if renames:
         for value, name in zip(model.graph.output, wanted, strict=True):
@@ -246,8 +245,13 @@ def _import_onnx(
         facts["class_names"] = names
     with OnnxModel.atomic_write(path, signature, facts=facts, carried=carried) as partial:
         payload = partial / OnnxModel.payload
-        # The same model has the same bytes, and by them the same digest.
-        payload.write_bytes(model.SerializeToString(deterministic=True))
+        if is_large:
+            large = ir.from_proto(model)
+            ir.external_data.set_base_dir(large.graph, folder)
+            with raised_as(ArtifactInvalid, str(file)):
+                ir.save(large, payload, external_data=WEIGHTS, size_threshold_bytes=0)
+        else:  # the same model has the same bytes, and by them the same digest
+            payload.write_bytes(model.SerializeToString(deterministic=True))
         inputs = tuple(inputs or signature.example())
         what = f"model.inputs: {file} does not take {described(signature.inputs)}"
         with raised_as(ArtifactInvalid, what):
@@ -333,22 +337,22 @@ def _is_named(dim: str | None) -> bool:
     return re.search(r"\w", dim or "") is not None
 
 
-def _axis_name(name: str, known: dict[str, str]) -> str:
-    """Return an axis' name in the signature, of that in an ONNX file; `known` are those so far."""
-    if name not in known:
-        word = re.sub(r"\W", "_", name)
+def _axis_name(key: str | tuple[str, int], known: dict[object, str]) -> str:
+    """Return the name of an axis that a file names, or of an input's; `known` are those so far."""
+    if key not in known:
+        word = re.sub(r"\W", "_", key if isinstance(key, str) else f"{key[0]}_{key[1]}")
         word = word if word.isidentifier() else f"axis_{word}"
         while word in known.values():
             word += "_"
-        known[name] = word
-    return known[name]
+        known[key] = word
+    return known[key]
 
 
 def _onnx_signature(file: Path) -> Signature:
     import numpy as np
     import onnx
 
-    graph, inputs, axes = _graph(file), [], dict[str, str]()
+    graph, inputs, axes = _graph(file), [], dict[object, str]()
     constants = {tensor.name for tensor in graph.initializer}
     for value in graph.input:
         if value.name in constants:  # files of IR versions below 4 list weights as inputs, too
@@ -359,8 +363,8 @@ def _onnx_signature(file: Path) -> Signature:
             shape: list[int | str] = []
             for axis, dim in enumerate(tensor.shape.dim):
                 named = dim.dim_param if _is_named(dim.dim_param) else ""
-                named = named or ("batch" if axis == 0 else f"{value.name}_{axis}")
-                shape.append(dim.dim_value if dim.dim_value > 0 else _axis_name(named, axes))
+                key = named or ("batch" if axis == 0 else (value.name, axis))
+                shape.append(dim.dim_value if dim.dim_value > 0 else _axis_name(key, axes))
             content = {"name": value.name, "shape": shape, "dtype": dtype}
             inputs.append(TensorSpec.model_validate(content))
         except (KeyError, ValueError) as error:

@@ -146,6 +146,7 @@ def find_adversarial_mismatch(
     cases: Iterable[tuple[str, Tensors]],
     limit: float,
     reference: Float64Reference | None = None,
+    usual: Sequence[Tensors] = (),
 ) -> tuple[str, Tensors, float] | None:
     """Return the first kind on which two models differ, its inputs and the error, or None.
 
@@ -156,17 +157,19 @@ def find_adversarial_mismatch(
     """
     expected, exported = (accept_any_batch(p, signature) for p in (expected, exported))
     # A difference below the rounding of a usual output counts as none, as a sigmoid of -25 may be
-    # 0; but not for tiny inputs, whose outputs may be as tiny.
-    rounding = 0.0
+    # 0; but not for tiny inputs, whose outputs may be as tiny unless they are those of zeros.
+    rounding, at_zero = 0.0, tuple[torch.Tensor, ...]()
     with suppress(Exception):  # whatever the user's own code raises
-        outputs = expected(*signature.example())
-        rounding = ROUNDING * largest(largest_finite(t) for t in outputs if t.is_floating_point())
+        found = [t for inputs in (signature.example(), *usual) for t in expected(*inputs)]
+        rounding = ROUNDING * largest(largest_finite(t) for t in found if t.is_floating_point())
     for kind, inputs, outputs, answers, refusal, failure in outputs_for(expected, exported, cases):
         if refusal:
             continue
         if failure:
             return kind, inputs, math.inf
-        error = _error(outputs, answers, 0.0 if kind == TINY_KIND else rounding)
+        at_zero = outputs if kind == "zeros" else at_zero
+        is_tiny = kind == TINY_KIND and not (at_zero and _error(at_zero, outputs, 0.0) <= limit)
+        error = _error(outputs, answers, 0.0 if is_tiny else rounding)
         if error < math.inf and _misses_infinities(inputs, outputs, answers, reference):
             error = math.inf
         if error <= limit:
@@ -299,7 +302,7 @@ def compare_outputs(
     errors = check_on_samples(*predictors, val_batches, tolerance, noise)
     cases = adversarial_inputs(signature, val_batches, operators)
     mismatch = find_adversarial_mismatch(
-        expected, exported, signature, cases, tolerance.adversarial, reference
+        expected, exported, signature, cases, tolerance.adversarial, reference, val_batches[:1]
     )
     if mismatch:
         kind, inputs, error = mismatch

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper
 from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import ArtifactInvalid
+from compress.export.imported import exported_files
+from compress.export.onnx import proto_io
 from compress.graph.from_onnx import registry
 from compress.pipelines import Pipeline
 
@@ -76,3 +83,78 @@ def test_a_module_that_differs_from_its_file_is_refused(
     monkeypatch.setitem(registry.OPERATORS, "Relu", lambda node, x: x)
     with pytest.raises(ArtifactInvalid, match=r"first at Relu"):
         Pipeline.from_yaml(folder / "p.yaml").run(folder / "out")
+
+
+def _with_weights_apart(folder: Path, width: int, layers: int) -> int:
+    """Write `big.onnx`, products whose weights are in a file beside it; return their bytes."""
+    nodes, tensors, place = [], [], 0
+    generator = np.random.default_rng(0)
+    with (folder / "big.onnx.data").open("wb") as data:
+        for number in range(layers):
+            weight = generator.standard_normal((width, width), np.float32) * (2 / width) ** 0.5
+            data.write(weight.tobytes())
+            outside = {"data_location": TensorProto.EXTERNAL, "data_type": TensorProto.FLOAT}
+            tensor = TensorProto(name=f"w{number}", dims=weight.shape, **outside)
+            where = {"location": data.name.rpartition("/")[2], "offset": place}
+            for key, value in {**where, "length": weight.nbytes}.items():
+                tensor.external_data.add(key=key, value=str(value))
+            tensors.append(tensor)
+            place += weight.nbytes
+            nodes.append(helper.make_node("MatMul", [f"x{number}", f"w{number}"], [f"p{number}"]))
+            nodes.append(helper.make_node("Relu", [f"p{number}"], [f"x{number + 1}"]))
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
+        for name in ("x0", f"x{layers}")
+    ]
+    graph = helper.make_graph(nodes, "big", ends[:1], ends[1:], tensors)
+    opset = [helper.make_opsetid("", 17)]
+    (folder / "big.onnx").write_bytes(
+        helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+    )
+    return place
+
+
+IMPORT = """
+import sys
+from pathlib import Path
+from compress.export.imported.exported_files import import_file, signature_of
+file, path, to_module = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "module"
+import_file("onnx", file, signature_of("onnx", file), path, to_module=to_module)
+"""
+
+
+def test_a_model_beyond_protobufs_limit_is_taken_in_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_weights_apart(tmp_path, 16, 3)
+    monkeypatch.setattr(proto_io, "LARGEST", 1000)
+    file, x = tmp_path / "big.onnx", torch.randn(2, 16)
+    signature = exported_files.signature_of("onnx", file)
+    assert signature is not None
+    model = exported_files.import_file("onnx", file, signature, tmp_path / "model")
+    with exported_files.opened_artifact(file) as small, small.open() as expected:
+        wanted = expected(x)
+    (tmp_path / "big.onnx.data").unlink()
+    assert {"model.onnx", "model.onnx.data"} <= model.manifest.files.keys()
+    with model.open() as predict:
+        assert torch.equal(predict(x)[0], wanted[0])
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", ["module", "onnx"])
+def test_a_file_of_2_gigabytes_is_imported_in_little_more_memory(tmp_path: Path, kind: str) -> None:
+    size = _with_weights_apart(tmp_path, 4096, 33)
+    command = [sys.executable, "-c", IMPORT, tmp_path / "big.onnx", tmp_path / "out", kind]
+    largest = 0
+    with subprocess.Popen([str(part) for part in command]) as process:
+        while process.poll() is None:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            for number in [process.pid, *children.read_text().split()]:
+                status = Path(f"/proc/{number}/status").read_text()
+                _, found, after = status.partition("RssAnon:")
+                largest = max(largest, int(after.split()[0]) * 1024 if found else 0)
+            time.sleep(0.05)
+    assert process.returncode == 0
+    # Pages of the file itself, which the system takes back at any time, are not counted.
+    assert size > 2**31 and largest < 1.3 * size

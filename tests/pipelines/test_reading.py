@@ -266,8 +266,9 @@ def test_arrays_of_a_request_that_share_their_bytes_are_refused() -> None:
         from_npz(stream.getvalue())
 
 
-@pytest.mark.parametrize("location", ["../outside", "/etc/passwd", "link"])
-def test_an_onnx_file_keeps_its_weights_in_its_own_folder(tmp_path, location) -> None:
+@pytest.mark.parametrize("to_module", [False, True])
+@pytest.mark.parametrize("location", ["../outside", "/etc/passwd", "link", "missing"])
+def test_an_onnx_file_keeps_its_weights_in_its_own_folder(tmp_path, location, to_module) -> None:
     (tmp_path / "outside").write_bytes(b"0" * 4000)
     given = tmp_path / "given"
     given.mkdir()
@@ -281,8 +282,10 @@ def test_an_onnx_file_keeps_its_weights_in_its_own_folder(tmp_path, location) ->
     (given / "m.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
     signature = signature_of("onnx", given / "m.onnx")
     with pytest.raises(ArtifactInvalid) as refused:
-        import_file("onnx", given / "m.onnx", signature, tmp_path / "sealed")
+        path = tmp_path / "sealed"
+        import_file("onnx", given / "m.onnx", signature, path, to_module=to_module)
     assert "\n" not in str(refused.value)
+    assert "m.onnx: " in str(refused.value)
     before = digest_of(given / "m.onnx")
     (tmp_path / "outside").write_bytes(b"1" * 4000)
     assert digest_of(given / "m.onnx") == before, "nor is a link followed for the cache's key"

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from compress.core.context import Context
-    from compress.core.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class BaselineRuntime(NamedTuple):
     """As in tables and messages."""
     kinds: frozenset[str]
     """Kinds of artifacts that it executes as they are."""
-    exporter: Callable[[Artifact, Context], Stage[Any, Any]] | None = None
+    exporter: Callable[[Artifact, Context], Any] | None = None
     """Returns the stage that exports a model to be compared with a result; None where none can."""
     reads: frozenset[str] = frozenset()
     """Kinds of artifacts that it exports."""

@@ -197,8 +197,6 @@ def cast(x: Value, dtype: torch.dtype) -> Value:
 ACTIVATIONS: dict[str, Callable[[Node, torch.Tensor], torch.Tensor]] = {
     "LeakyRelu": lambda n, x: F.leaky_relu(x, n.get("alpha", 0.01)),
     "Elu": lambda n, x: F.elu(x, n.get("alpha", 1.0)),
-    "Celu": lambda n, x: F.celu(x, n.get("alpha", 1.0)),
-    "ThresholdedRelu": lambda n, x: F.threshold(x, n.get("alpha", 1.0), 0.0),
     "HardSigmoid": lambda n, x: _hard_sigmoid(x, n.get("alpha", 0.2), n.get("beta", 0.5)),
     "Gelu": lambda n, x: F.gelu(x, approximate=n.get("approximate", "none")),
     "Swish": lambda n, x: (
@@ -210,7 +208,10 @@ ACTIVATIONS: dict[str, Callable[[Node, torch.Tensor], torch.Tensor]] = {
     "Selu": lambda n, x: (
         n.get("gamma", 1.0507009873554805) * F.elu(x, n.get("alpha", 1.6732632423543772))
     ),
-    "Shrink": lambda n, x: _shrink(x, n.get("bias", 0.0), n.get("lambd", 0.5)),
+    "Shrink": lambda n, x: torch.where(
+        x.abs() > n.get("lambd", 0.5), x - x.sign() * n.get("bias", 0.0), 0
+    ).to(x.dtype),
+    "ThresholdedRelu": lambda n, x: F.threshold(x, n.get("alpha", 1.0), 0.0),
 }
 OPERATORS |= ACTIVATIONS
 
@@ -220,11 +221,6 @@ def _hard_sigmoid(x: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
         # An operator in every runtime, where others are a product, a sum and a clamp.
         return F.hardsigmoid(x if abs(alpha - 1 / 6) < 1e-6 else x * (6 * alpha))
     return torch.clamp(alpha * x + beta, 0, 1)
-
-
-def _shrink(x: torch.Tensor, bias: float, limit: float) -> torch.Tensor:
-    zero = torch.zeros_like(x)
-    return torch.where(x < -limit, x + bias, torch.where(x > limit, x - bias, zero))
 
 
 def _hardmax(x: torch.Tensor, axis: int) -> torch.Tensor:

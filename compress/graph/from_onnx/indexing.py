@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from compress.graph.from_onnx.elementwise import DTYPES
+from compress.graph.from_onnx.layers import both_sides
 from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported, operator
 from compress.graph.from_onnx.shape_tensor import (
     ShapeTensor,
@@ -285,15 +286,19 @@ def _pad(
         before[axis], after[axis] = sizes[i], sizes[len(dims) + i]
     mode = node.get("mode", "constant")
     if mode == "constant":
-        return F.pad(
-            x, [n for a in reversed(range(x.ndim)) for n in (before[a], after[a])], value=number
-        )
-    for axis in range(x.ndim):  # torch pads otherwise at most the last three axes
-        if (before[axis], after[axis]) != (0, 0):
-            size = x.shape[axis]
-            place = torch.arange(-before[axis], size + after[axis])
-            place = _OUTSIDE[mode](place, size)
-            x = x.index_select(axis, place)
+        return F.pad(x, both_sides(before, after), value=number)
+    padded = [axis for axis in range(x.ndim) if before[axis] or after[axis]]
+    count = x.ndim - min(padded, default=0)
+    sizes = [(x.shape[axis], max(before[axis], after[axis])) for axis in padded]
+    # In the forms that torch has it is one operator in every runtime.
+    fits = x.ndim - count in (1, 2) and all(isinstance(n, int) and n > most for n, most in sizes)
+    if count < 4 and fits and mode in ("reflect", "edge"):
+        kind = {"edge": "replicate"}.get(mode, mode)
+        return F.pad(x, both_sides(before[-count:], after[-count:]), kind)
+    for axis in padded:
+        size = x.shape[axis]
+        place = _OUTSIDE[mode](torch.arange(-before[axis], size + after[axis]), size)
+        x = x.index_select(axis, place)
     return x
 
 

@@ -16,13 +16,7 @@ TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def padding(node: Node, sizes: Any, kernel: list[int]) -> tuple[list[int], list[int]]:
-    """Return what is padded before and after each axis of space.
-
-    Args:
-        node: a convolution or pooling.
-        sizes: of the input's axes of space.
-        kernel: the kernel's sizes.
-    """
+    """Return what a convolution or pooling pads before and after each axis of space."""
     n = len(kernel)
     how, given = node.get("auto_pad", "NOTSET"), node.get("pads", [0] * 2 * n)
     if how == "VALID":
@@ -47,19 +41,14 @@ def both_sides(before: list[int], after: list[int]) -> list[int]:
     return [size for axis in axes for size in (before[axis], after[axis])]
 
 
-def pad_unequal(x: torch.Tensor, before: list[int], after: list[int]) -> Any:
-    """Return the input, padded where both sides differ, and the padding left to an operator."""
-    if before == after:
-        return x, before
-    return F.pad(x, both_sides(before, after)), [0] * len(before)
-
-
 @operator("Conv")
 def convolve(node: Node, x: torch.Tensor, weight: Value, bias: Value | None = None) -> torch.Tensor:
     """Compute ONNX's Conv, with any padding."""
     weight = to_tensor(weight)
     n = weight.ndim - 2
-    x, left = pad_unequal(x, *padding(node, x.shape[2:], list(weight.shape[2:])))
+    left, after = padding(node, x.shape[2:], list(weight.shape[2:]))
+    if left != after:  # as operators pad both sides alike
+        x, left = F.pad(x, both_sides(left, after)), [0] * n
     bias = None if bias is None else to_tensor(bias).reshape(-1)
     strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
     return CONVOLUTIONS[n - 1](x, weight, bias, strides, left, dilations, node.get("group", 1))
@@ -316,16 +305,12 @@ def _col2im(node: Node, x: torch.Tensor, image: Value, block: Value) -> torch.Te
     return F.fold(x, sizes, kernel, dilations, pads[:n], strides)
 
 
-def _space(x: torch.Tensor) -> list[int]:
-    return [*range(2, x.ndim)]
-
-
 OPERATORS |= {
     "GlobalAveragePool": lambda node, x: (
-        F.adaptive_avg_pool2d(x, 1) if x.ndim == 4 else x.mean(_space(x), keepdim=True)
+        F.adaptive_avg_pool2d(x, 1) if x.ndim == 4 else x.mean([*range(2, x.ndim)], keepdim=True)
     ),
-    "GlobalMaxPool": lambda node, x: x.amax(_space(x), keepdim=True),
+    "GlobalMaxPool": lambda node, x: x.amax([*range(2, x.ndim)], keepdim=True),
     "GlobalLpPool": lambda node, x: torch.linalg.vector_norm(
-        x, node.get("p", 2), _space(x), keepdim=True
+        x, node.get("p", 2), [*range(2, x.ndim)], keepdim=True
     ),
 }

@@ -106,12 +106,7 @@ class OnnxModule(nn.Module):
                 values.pop(name, None)
 
     def compute(self, step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the outputs of one node by name.
-
-        Args:
-            step: one of `steps`.
-            values: what the nodes before it computed, and the graph's inputs.
-        """
+        """Return a node's outputs by name; `values` are inputs and what nodes before computed."""
         arguments = [self._value(values, name) if name else None for name in step.inputs]
         node = step.node
         if node.graphs:
@@ -154,10 +149,7 @@ class _Builder:
     ) -> list[Step]:
         """Return the steps of a graph, and register its constants with the module.
 
-        Args:
-            graph: the model's, or that of a branch or loop.
-            outputs: names of its outputs.
-            outer: weights of the graphs around it.
+        `outer` are the weights of the graphs around that of a branch or loop.
         """
         weights = dict(outer or {})
         kept = weight_names(graph)
@@ -229,13 +221,7 @@ class _Builder:
         self.module._owners[name] = path
 
     def add_layer(self, node: Node, layer: nn.Module, sources: Mapping[str, _Source]) -> None:
-        """Add a layer under the name of its first weight, or of its node.
-
-        Args:
-            node: the node that it computes.
-            layer: the layer.
-            sources: parameter or buffer → its initializer.
-        """
+        """Add a layer under the name of its first weight, or of its node."""
         first = next(iter(sources.values())).initializer
         stem, _, key = first.rpartition(".")
         names = stem if stem and key == "weight" else node.name

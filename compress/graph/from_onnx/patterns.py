@@ -31,7 +31,7 @@ def fuse(model: ir.Model) -> None:
 
 @cache
 def _rules() -> RewriteRuleSet:
-    pairs = (*_activations(), *_norms(), *_attention(), *_biases())
+    pairs = (*_activations(), *_norms(), *_attention(), *_biases(), *_scales())
     return RewriteRuleSet([RewriteRule(pattern, replace) for pattern, replace in pairs])
 
 
@@ -149,18 +149,15 @@ def _norms() -> Iterator[Rule]:
     def centred(op: Any, x: Any) -> Any:
         return op.Sub(x, reduced(op, x, "mean"))
 
-    def layer_norm(op: Any, x: Any, epsilon: Any, mean: ir.Value, variance: ir.Value) -> Any:
-        axis, least = _first_axis(x, mean, variance), _number(epsilon)
-        return op.LayerNormalization(x, axis=axis, epsilon=least) if axis and least else None
+    def normed(op: Any, x: Any, epsilon: Any, **reductions: ir.Value) -> Any:
+        axis, least = _first_axis(x, *reductions.values()), _number(epsilon)
+        kind = op.LayerNormalization if "mean" in reductions else op.RMSNormalization
+        return kind(x, axis=axis, epsilon=least) if axis and least else None
 
-    def rms_norm(op: Any, x: Any, epsilon: Any, variance: ir.Value) -> Any:
-        axis, least = _first_axis(x, variance), _number(epsilon)
-        return op.RMSNormalization(x, axis=axis, epsilon=least) if axis and least else None
-
-    yield lambda op, x, epsilon: divided(op, centred(op, x), epsilon), layer_norm
-    yield lambda op, x, epsilon: multiplied(op, centred(op, x), epsilon), layer_norm
-    yield divided, rms_norm
-    yield multiplied, rms_norm
+    yield lambda op, x, epsilon: divided(op, centred(op, x), epsilon), normed
+    yield lambda op, x, epsilon: multiplied(op, centred(op, x), epsilon), normed
+    yield divided, normed
+    yield multiplied, normed
 
     def affine(op: Any, x: Any, y: ir.Value, given: ir.Value, weight: Any = None) -> Any:
         node: Any = y.producer()
@@ -302,3 +299,40 @@ def _biases() -> Iterator[Rule]:
 
     yield layer("Conv"), biased
     yield layer("MatMul"), biased
+
+
+def _scales() -> Iterator[Rule]:
+    """Fold numbers before and after a convolution into it, so that integers need no float steps."""
+
+    def conv(op: Any, x: Any) -> Any:
+        return op.Conv(x, _allow_other_inputs=True, _outputs=["y"])
+
+    def folded(op: Any, x: ir.Value, y: ir.Value, **found: ir.Value) -> Any:
+        """Return `gain * conv(scale * x + shift) + offset` as a convolution of x, or None."""
+        numbers = {"scale": 1, "shift": 0, "gain": 1, "offset": 0}
+        numbers |= {name: _number(value) for name, value in found.items()}
+        node: Any = y.producer()
+        held = [value for value in node.inputs[1:] if value is not None]
+        weights = [value.const_value for value in held if len(value.uses()) == 1]
+        if None in (*numbers.values(), *weights) or len(weights) < len(held):
+            return None
+        scale, shift, gain, offset = numbers.values()
+        is_padded = any(node.attributes.get_ints("pads", [])) or "auto_pad" in node.attributes
+        if (len(held) == 1 and (shift or offset)) or (shift and is_padded and scale in (0, 1)):
+            return None
+        if shift and is_padded:  # the cells around an image stay zero
+            moved = ir.tensor([shift / scale], dtype=held[0].dtype)
+            x, shift = op.Add(x, op.Constant(value=moved)), 0
+        kernel, *biases = (tensor.numpy().astype("float64") for tensor in weights)
+        sums = kernel.reshape(len(kernel), -1).sum(1)
+        contents = [kernel * scale * gain, *((b + shift * sums) * gain + offset for b in biases)]
+        for value, old, content in zip(held, weights, contents, strict=True):
+            new = content.astype(old.numpy().dtype)
+            value.const_value = ir.tensor(new, dtype=old.dtype, name=value.name)
+        return _changed(op, node, x, *held)
+
+    yield lambda op, x, gain: op.Mul(conv(op, x), gain), folded
+    yield lambda op, x, offset: op.Add(conv(op, x), offset), folded
+    yield lambda op, x, scale, shift: conv(op, op.Add(op.Mul(x, scale), shift)), folded
+    yield lambda op, x, scale: conv(op, op.Mul(x, scale)), folded
+    yield lambda op, x, shift: conv(op, op.Add(x, shift)), folded

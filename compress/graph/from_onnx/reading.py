@@ -8,14 +8,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import ArtifactInvalid
-from compress.graph.from_onnx.module import STANDARD, OnnxModule, weight_names
+import numpy as np
+import torch
+from torch import nn
+
+from compress.common.errors import ArtifactInvalid, raised_as
+from compress.graph.from_onnx.module import STANDARD, OnnxModule, torch_dtype, weight_names
 from compress.graph.from_onnx.registry import OPERATORS
 from compress.graph.from_onnx.shape_tensor import LARGEST, from_numpy
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
 
 EXPANDED = "expanded"  # domain of functions that ONNX defines, until they are inlined
 MOVES = {"Concat", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
@@ -27,11 +30,21 @@ NAMED = 5  # nodes whose names a refusal lists for each operator
 def read_graph(file: Path) -> ir.Model:
     """Read a graph, with functions inlined, constants folded and operators all known.
 
-    Raises ArtifactInvalid with all operators that have no equivalent.
+    Weights in a file beside it stay there. Raises ArtifactInvalid with all operators that have no
+    equivalent, or where such a file is missing, too short or outside of the folder.
     """
     import onnx_ir as ir
 
-    return simplify(ir.load(file), str(file))
+    model = ir.load(file)
+    for value in (v for graph in model.graphs() for v in graph.initializers.values()):
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        with raised_as(ArtifactInvalid, f"{file}: weight {value.name!r} in a file beside it"):
+            array = tensor.numpy()  # onnx-ir maps it, and follows no path out of the folder
+        if tensor.nbytes <= 8 * LARGEST:  # which may be a shape, and is packed with the graph
+            value.const_value = ir.tensor(np.array(array), dtype=tensor.dtype, name=value.name)
+    return simplify(model, str(file))
 
 
 def simplify(model: ir.Model, what: str) -> ir.Model:
@@ -162,36 +175,59 @@ def _takes_versions(function: ir.Function, versions: dict[str, int]) -> bool:
 
 def pack(model: ir.Model) -> str:
     """Return a graph without its weights as text, from which `build` makes the module again."""
+    import onnx
     import onnx_ir as ir
 
     proto = ir.to_proto(model)
     weights = weight_names(model.graph)
     for tensor in proto.graph.initializer:
         if tensor.name in weights:
-            for part in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
-                tensor.ClearField(part)
+            kept = {"name": tensor.name, "dims": tensor.dims, "data_type": tensor.data_type}
+            tensor.CopyFrom(onnx.TensorProto(**kept))
     return base64.b64encode(zlib.compress(proto.SerializeToString(), 9)).decode()
 
 
 def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
-    """Return the state dict of a module, read from the initializers of its graph."""
+    """Return a module's state dict from its graph: files beside it mapped, transposed as views."""
     state: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {k: v for g in model.graphs() for k, v in g.initializers.items()}
-    shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
+    own, made = module.state_dict(keep_vars=True), dict[int, torch.Tensor]()
     for key, source in module.sources.items():
-        tensor = from_numpy(values[source.initializer].const_value.numpy())
-        tensor = tensor if source.change is None else source.change(tensor).contiguous()
-        state[key] = tensor.reshape(shapes[key])  # a bias may have further axes of 1
+        if id(own[key]) not in made:  # not a weight that two layers share
+            tensor = _mapped(values[source.initializer].const_value)
+            tensor = tensor if source.change is None else source.change(tensor)
+            tensor = tensor.reshape(own[key].shape)  # a bias may have further axes of 1
+            is_weight = isinstance(own[key], nn.Parameter)
+            made[id(own[key])] = nn.Parameter(tensor) if is_weight else tensor
+        state[key] = made[id(own[key])]
     return state
 
 
+def _mapped(tensor: Any) -> torch.Tensor:
+    import onnx_ir as ir
+
+    array = tensor.numpy()
+    is_packed = array.nbytes != tensor.nbytes  # several numbers in a byte
+    if not isinstance(tensor, ir.ExternalTensor) or is_packed or not tensor.nbytes:
+        return from_numpy(array)
+    raw = np.memmap(tensor.path, np.uint8, "c", tensor.offset or 0, tensor.nbytes)
+    found = torch.from_numpy(raw).view(torch_dtype(tensor)).reshape(array.shape)
+    return found if found.data_ptr() % found.itemsize == 0 else found.clone()
+
+
 def load(file: Path) -> OnnxModule:
-    """Read an ONNX file as a module in eval mode."""
-    return module_of(read_graph(file))
+    """Read an ONNX file as a module in eval mode, with contiguous weights."""
+    module = module_of(read_graph(file))
+    for weight in module.parameters():
+        weight.data = weight.data.contiguous()
+    return module
 
 
 def module_of(model: ir.Model) -> OnnxModule:
-    """Build the module of a graph, with its weights."""
-    module = OnnxModule(model)
-    module.load_state_dict(weights_of(module, model), strict=False)
+    """Build the module of a graph, with the weights of :func:`weights_of`."""
+    with torch.device("meta"):
+        module = OnnxModule(model)
+    unstored = {k: v for k, v in module.state_dict().items() if k not in module.sources}
+    batches_seen = {key: torch.zeros_like(count, device="cpu") for key, count in unstored.items()}
+    module.load_state_dict(batches_seen | weights_of(module, model), assign=True)
     return module.eval()

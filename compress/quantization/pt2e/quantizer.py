@@ -163,6 +163,8 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
                     self._annotate_chain([node], [source], output)
             elif node.target is EMBEDDING:
                 self._annotate_embedding(node)
+        if self.patterns.float_outputs:
+            self._leave_unread_integers(model)
         if not self.patterns.lone_depthwise:
             for node in model.graph.nodes:
                 if Q_ANNOTATION_KEY in node.meta and _is_lone_depthwise(node):
@@ -181,6 +183,18 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
                 self.quantized[_kind(node)] -= 1
         self.quantized = +self.quantized
         self.float_modules = sorted({*self.float_modules, *layers})
+
+    def _leave_unread_integers(self, model: GraphModule) -> None:
+        """Leave outputs of linear layers in float where float operators alone read them."""
+        # Such as scores before a softmax, of which a step of 8 bits is a tenth of a probability.
+        for node in reversed(model.graph.nodes):
+            annotation, layer = node.meta.get(Q_ANNOTATION_KEY), node
+            while layer.target in MOVES:
+                layer = layer.args[0]
+            if annotation and layer.target is LINEAR and not _is_read_as_integers(node):
+                annotation.output_qspec = None
+                if node.target in MOVES:
+                    del node.meta[Q_ANNOTATION_KEY]
 
     def _annotate_weighted(self, node: Node) -> None:
         source, weight = node.args[:2]

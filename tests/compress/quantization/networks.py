@@ -18,6 +18,12 @@ class Scaled(nn.Linear):
         return super().forward(x * 1e-20)
 
 
+def probabilities() -> nn.Module:
+    """Return linear layers whose scores are moved, and read by a softmax."""
+    layers = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Unflatten(1, (2, 4)), nn.Softmax(-1)
+    return nn.Sequential(*layers)
+
+
 def vanishing() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Scaled(8, 8), nn.ReLU(), nn.Linear(8, 3))
 

@@ -309,6 +309,18 @@ def test_only_operators_that_fuse_are_annotated(tmp_path: Path) -> None:
     assert pool.args[0].args[1:3] == after.args[1:3], "a move keeps the scale and zero point"
 
 
+def test_scores_that_floats_alone_read_are_not_rounded(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:probabilities", ROWS)
+    graph = QuantizeStatic(calibration_samples=32)(
+        model, Context(root=tmp_path / "int8", data=splits((4,)))
+    )
+    nodes = list(graph.program().graph.nodes)
+    linears = [n for n in nodes if n.target is torch.ops.aten.linear.default]
+    rounded = ["quantize_per_tensor" in str(r.target) for n in linears for r in n.users]
+    assert rounded == [False, False]  # the first is read by a relu, whose output is
+    assert sum("quantize_per_tensor" in str(n.target) for n in nodes) == 2 * 2
+
+
 @pytest.mark.parametrize("factory", ["networks:own_module", "networks:own_module_flat"])
 def test_a_users_submodule_may_be_called_module(tmp_path: Path, factory: str) -> None:
     model = build_model(tmp_path / "source", factory, ROWS)

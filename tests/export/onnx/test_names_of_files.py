@@ -123,6 +123,19 @@ def test_axes_whose_names_have_one_python_name_stay_apart(tmp_path: Path) -> Non
         assert [dim.dim_param or dim.dim_value for dim in dims] == values[value.name]
 
 
+def test_an_axis_without_a_name_is_none_of_the_files_named_ones(tmp_path: Path) -> None:
+    values = {"x": ["rows", None], "w": ["x_1", 4], "y": ["rows", 4]}
+    x, w, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in values.items()
+    )
+    graph = helper.make_graph([helper.make_node("Gemm", ["x", "w"], ["y"])], "g", [x, w], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "f")
+    signature = signature_of("onnx", tmp_path / "f")
+    assert signature is not None
+    assert [spec.shape for spec in signature.inputs] == [("rows", "x_1"), ("x_1_", 4)]
+
+
 @pytest.mark.parametrize("names", [None, ["scores"]])
 def test_names_of_outputs_are_the_files_or_given_anew(
     names: list[str] | None, file: Path, tmp_path: Path

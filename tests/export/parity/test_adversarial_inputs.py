@@ -302,6 +302,15 @@ def test_less_than_the_rounding_of_a_usual_answer_is_nothing_but_for_tiny_inputs
         find_adversarial_mismatch(sigmoid, lambda x: (0 * x,), ROWS, iter(high), 1e-3) is not None
     )
 
+    def detector(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ((x - 17).sigmoid(),)
+
+    cases = [("zeros", (torch.zeros(2, 4),)), (TINY_KIND, (torch.full((2, 4), 1e-9),))]
+    nothing, found = (torch.full((2, 4), value) for value in (-20.0, 20.0))
+    compared = (detector, lambda x: (0 * x,), ROWS, cases, 1e-3, None)
+    assert find_adversarial_mismatch(*compared, [(nothing,)]) is not None
+    assert find_adversarial_mismatch(*compared, [(found,)]) is None
+
 
 def test_a_jump_to_infinity_excuses_nothing() -> None:
     class Nudged(Float64Reference):

@@ -185,3 +185,24 @@ def test_operators_that_onnx_defines_by_older_ones_are_expanded(tmp_path: Path) 
     onnx.save(model, tmp_path / "file.onnx")
     module = load(tmp_path / "file.onnx")
     assert prove(module, tmp_path / "file.onnx", [(torch.randn(3, 4),)]) < 1e-6
+
+
+def test_weights_in_a_file_beside_it_are_mapped_and_the_graph_lives_without_them(
+    file: Path, tmp_path: Path
+) -> None:
+    before = load(file).state_dict()
+    apart, data = tmp_path / "apart.onnx", tmp_path / "apart.onnx.data"
+    where = {"save_as_external_data": True, "location": data.name, "size_threshold": 0}
+    onnx.save(onnx.load(file), apart, **where)
+    content = data.read_bytes()
+    graph = read_graph(apart)
+    module, x = module_of(graph), torch.randn(2, 3, 6, 6)
+    expected = module(x)["y"]
+    assert all(torch.equal(module.state_dict()[k], v) for k, v in before.items())
+    with torch.no_grad():
+        module.get_parameter("body.conv.weight").zero_()
+    assert data.read_bytes() == content, "what is mapped is copied where it is written to"
+    data.unlink()
+    rebuilt = build(pack(graph))  # sizes that the graph computes with are in it
+    rebuilt.load_state_dict(before)
+    assert torch.equal(rebuilt.eval()(x)["y"], expected)

@@ -113,6 +113,9 @@ def _load(folder: Path, nodes: str, opset: int, output: str = "y") -> OnnxModule
     tensors |= {"last": np.array([-1]), "table": np.arange(8).reshape(4, 2)}
     tensors |= {
         "kernel": np.ones((4, 3, 1), np.float32),
+        "point": np.arange(9, dtype=np.float32).reshape(3, 3, 1),
+        "wide": np.arange(27, dtype=np.float32).reshape(3, 3, 3),
+        "shifts": np.array([0.5, -1.0, 2.0], np.float32),
         "column": np.arange(4, dtype=np.float32)[:, None],
     }
     tensors["doubles"] = np.array([0.5, 1.0, 2.0])
@@ -240,3 +243,35 @@ def test_products_of_integers_are_no_layers(tmp_path: Path) -> None:
 def test_a_value_that_is_also_an_output_is_still_computed(tmp_path: Path) -> None:
     operators = _operators(_load(tmp_path, SCALED_SCORES, 13, "w"))
     assert operators[-1] == "Softmax"
+
+
+AROUND = """
+    a = Mul (x, two)
+    b = Add (half, a)
+    c = Conv CONVOLUTION
+    d = Mul (half, c)
+    y = Add (d, one)
+"""
+
+
+@pytest.mark.parametrize(
+    ("convolution", "left"),
+    [
+        ("(b, point, shifts)", []),
+        ("<pads = [1, 1]> (b, wide, shifts)", ["Constant", "Add"]),  # the padding stays zero
+    ],
+)
+def test_numbers_around_a_convolution_become_part_of_it(
+    tmp_path: Path, convolution: str, left: list[str]
+) -> None:
+    module = _load(tmp_path, AROUND.replace("CONVOLUTION", convolution), 13)
+    assert _operators(module) == [*left, "Conv"]
+
+
+def test_a_convolution_without_bias_or_with_shared_weights_keeps_its_numbers(
+    tmp_path: Path,
+) -> None:
+    bare = _load(tmp_path, AROUND.replace("CONVOLUTION", "(b, point)"), 13)
+    assert _operators(bare) == ["Mul", "Add", "Conv", "Add"]  # what it is multiplied by is folded
+    twice = "a = Conv (x, point, shifts) b = Mul (a, two) y = Conv (b, point, shifts)"
+    assert _operators(_load(tmp_path, twice, 13)) == ["Conv", "Mul", "Conv"]
