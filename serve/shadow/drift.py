@@ -89,7 +89,7 @@ def opened_drift(
             else:
                 parts = [x.reshape(len(x), -1).double().norm(dim=1) for x in tensors]
                 scores = torch.stack(parts).norm(dim=0)
-            return scores.nan_to_num(torch.inf).numpy(), count(*arrays)[0] if count else ()
+            return scores.nan_to_num(torch.inf).numpy(), count(*arrays)[0].tolist() if count else ()
 
         judged = [judge(part, [*got]) for part, got in zip(parts, answers, strict=True)]
         scores = np.concatenate([each for each, _ in judged])

@@ -231,11 +231,11 @@ class Sampler:
         for name, text in METRICS.items():
             metric = Metric(f"compress_{name}", text, "gauge")
             value = found.get(name.removeprefix("shadow_"))
-            # A value for each tensor, or one.
-            for tensor, each in value.items() if isinstance(value, dict) else [("", value)]:
-                labels = self._labels | ({"tensor": tensor} if tensor else {})
+            # A value for each end of a tensor's range, or one.
+            for place, each in value.items() if isinstance(value, dict) else [("", value)]:
+                ends = dict(zip(("tensor", "end"), place.rsplit(", ", 1), strict=False))
                 if each is not None:
-                    metric.add_sample(metric.name, labels, float(each))
+                    metric.add_sample(metric.name, self._labels | (ends if place else {}), each)
             if metric.samples:
                 yield metric
 
