@@ -29,7 +29,7 @@ def monitor_command(file: Path, html: Path | None) -> None:
     console.print_result(content, state.lines())
     if state.broken_at:
         raise GateRefused(
-            f"{file}: {state.problem}; see what changed in the inputs, and once that is settled, "
+            f"{file}: {state.alarm}; see what changed in the inputs, and once that is settled, "
             "stop the server and delete the file to begin anew"
         )
 
@@ -45,9 +45,9 @@ def plot(state: ShadowState | DriftState) -> Plot | None:
     points.append((state.requests, state.compared, state.figure))
     drawn = []
     if isinstance(state, ShadowState):
-        limit, title, name = state.of.gate.percent, "Share of other answers", "% answered otherwise"
+        limit, title, name = state.limit, "Share of other answers", "% answered otherwise"
         for requests, compared, other in points:
-            low, share, high = state.percents(compared, int(other))
+            low, share, high = state.percents(compared, other)
             text = f"{requests} requests: {share:.3g} %, {low:.3g} to {high:.3g} %"
             drawn.append(Point("", text, requests, share, y_interval=(low, high)))
         note, shown_limit = f"{state.compared} compared; lines end at the bounds", f"{limit:g} %"

@@ -201,7 +201,7 @@ def opened(
         call = numpy_call(predict, own)
         call(*seeded_rows(own, own.smallest_batch))  # warms it up
         of = Subject(served=digest, uncompressed=opened_model.digest, gate=gate, task=task)
-        state = read_state(options.state, of) or ShadowState(of=of, since=now())
+        state = read_state(options.state, of) or ShadowState(of=of, since=now(), other=0)
         names = [output.name for output in own.outputs]
         context = Context(Path(), loss=loss, metric=metric)
 
@@ -210,7 +210,7 @@ def opened(
                 dict(zip(names, map(torch.from_numpy, each), strict=True))
                 for each in (call(*arrays), served)
             )
-            return of.gate.errors(expected, got, context), ()
+            return gate.errors(expected, got, context), ()
 
         yield Comparison(options.state, state, judge, own.most_rows)
 

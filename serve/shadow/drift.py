@@ -16,7 +16,7 @@ import torch
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.objectives.task import TASKS
 from compress.profiling.batch_dependence import numpy_call
-from compress.serve.shadow.state import DriftState, DriftSubject, now
+from compress.serve.shadow.state import DriftState, Subject, now
 from compress.serve.worker.wire import from_npz
 
 if TYPE_CHECKING:
@@ -96,18 +96,14 @@ def opened_drift(
         percentiles = np.quantile(scores[::2], np.linspace(0, 1, BINS + 1)[1:-1])
         edges = np.unique(percentiles[np.isfinite(percentiles)])
         bins = np.bincount(np.searchsorted(edges, scores[1::2], "right"), minlength=len(edges) + 1)
+        hashed = hashlib.sha256(reference.read_bytes()).hexdigest()
+        shares = np.mean([each for _, each in judged], axis=0) if names else ()
         state = DriftState(
-            of=DriftSubject(
-                served=served,
-                reference=hashlib.sha256(reference.read_bytes()).hexdigest(),
-                task=task,
-            ),
+            of=Subject(served=served, reference=hashed, task=task),
             since=now(),
             score="the margin of answers" if scorer else "the norm of answers",
             edges=tuple(edges.tolist()),
             bins=tuple(bins.tolist()),
-            tensors=names,
-            judged=tuple(np.mean([each for _, each in judged], axis=0).tolist()) if names else (),
-            seen=(0.0,) * len(names),
+            range_ends={n: (float(share), 0.0) for n, share in zip(names, shares, strict=True)},
         )
         yield state, judge

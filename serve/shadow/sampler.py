@@ -35,24 +35,15 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # time to import torch and to open the model
 STOP_SECONDS = 10.0  # time for the requests that wait, and to write the state
-QUEUE_BYTES = 16 * 2**20
-"""Bytes of requests that wait; while there are as many, others are dropped."""
-BATCH_ROWS = 64
-"""Most requests of one call: it takes a ninth of the time of as many alone (eager ResNet-20)."""
-BATCH_BYTES = 2**20
-"""The same in bytes, where one request has fewer: of larger rows, joining saves little time."""
-TICK_SECONDS = 0.05
-"""Between two looks at the server, which rests where no request was answered between them."""
-WRITE_SECONDS = 1.0
-"""Between two times that mere counts are sent to be written, while the server rests."""
-SEND_SECONDS = 10.0
-"""After which requests are sent although the server does not rest, and are too few for a call."""
-GAP_SECONDS = 1.0
-"""For which a call that is due waits for a moment without a request in progress."""
-LOADED_SHARE = 0.01
-"""Part of one core's time that is taken at most while the server does not rest."""
-DROP_SECONDS = 60.0
-"""After which a request is dropped: an alarm must not wait for a model that is too slow."""
+QUEUE_BYTES = 16 * 2**20  # of requests that wait; while there are as many, others are dropped
+BATCH_ROWS = 64  # of one call, which takes a ninth of the time of as many alone (eager ResNet-20)
+BATCH_BYTES = 2**20  # of one call, but for a single request; joining larger rows saves little
+TICK_SECONDS = 0.05  # without an answered request in which the server counts as resting
+WRITE_SECONDS = 1.0  # between two times that mere counts are written while the server rests
+SEND_SECONDS = 10.0  # after which requests are sent although the server does not rest
+GAP_SECONDS = 1.0  # for which a call that is due waits for a moment without requests in progress
+LOADED_SHARE = 0.01  # of one core's time, taken at most while the server does not rest
+DROP_SECONDS = 60.0  # after which a request is dropped: no alarm waits for a slow model
 METRICS = {
     "shadow_requests": "Requests answered since it began",
     "shadow_compared": "Requests that were looked at again",

@@ -7,9 +7,9 @@ from bisect import bisect
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
-from compress.common.config import Ratio, Settings
+from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import read_sealed
 from compress.core.anytime_bounds import (
@@ -24,56 +24,32 @@ from compress.core.gates.disagreement import MaxDisagreement
 
 KEPT_POINTS = 128
 """Most points of the history."""
+CONFIDENCE = 0.95
+"""Of the alarm that inputs differ."""
 WORST = 5
 """Tensors that are listed."""
 
 
 class Subject(Settings):
-    """What is compared, and what counts as another answer."""
+    """What is watched, and against what."""
 
     served: str
     """Digest of the artifact that answers the clients."""
-    uncompressed: str
-    """Digest of the artifact that it is compared with."""
-    gate: MaxDisagreement
+    uncompressed: str = ""
+    """Digest of the artifact that it is compared with; empty without one."""
+    reference: str = ""
+    """SHA-256 of the file of rows that it was judged on, where inputs are compared with those."""
+    gate: MaxDisagreement | None = None
     """The limit that is watched, and the error of an answer that counts as another."""
     task: str | None = None
     """Kind of the answers; None for the label of the largest score."""
-
-    @property
-    def confidence(self) -> float:
-        """Probability that there is no alarm as long as the limit holds."""
-        return self.gate.confidence
-
-    @property
-    def expected(self) -> float:
-        """Evidence of a change that a request brings by itself: the share that may differ."""
-        return self.gate.percent / 100
-
-
-class DriftSubject(Settings):
-    """What is watched where there is no uncompressed model, and against which rows."""
-
-    served: str
-    """Digest of the artifact that answers the clients."""
-    reference: str
-    """SHA-256 of the file of rows that it was judged on."""
-    task: str | None = None
-    """Kind of the answers; None for the label of the largest score."""
-    confidence: Ratio = 0.95
-    """Probability that there is no alarm as long as inputs are like those rows."""
-
-    @property
-    def expected(self) -> float:
-        """Evidence of a change that a request brings by itself: each has a score."""
-        return 1.0
 
 
 class WatchState(Settings):
     """What the drawn requests of a server have shown, over all its restarts."""
 
     version: Literal[1] = 1
-    of: Subject | DriftSubject
+    of: Subject
     since: str
     """When it began, UTC."""
     requests: int = 0
@@ -87,54 +63,81 @@ class WatchState(Settings):
     broken_at: str = ""
     """When the evidence sufficed for the alarm, UTC; empty before that."""
     history: tuple[tuple[int, int, float], ...] = ()
-    """Requests, compared ones and the figure at some moments, evenly spaced in compared ones."""
+    """Requests, compared ones, and of these the other ones (or the evidence, where there is no
+    uncompressed model) at some moments, evenly spaced in compared ones."""
 
     def counted(self, bets: Sequence[float], **changed: Any) -> Self:
         """Return the state with one more request, which changed this."""
-        compared, found = self.compared + 1, {**changed, "compared": self.compared + 1}
-        if not self.broken_at:  # afterwards they would only grow, beyond all numbers
-            found["bets"] = tuple(bets)
-        state = self.model_copy(update=found)
+        compared, history = self.compared + 1, self.history
+        if self.broken_at:  # they would only grow, beyond all numbers
+            bets = self.bets
+        changed |= {"compared": compared, "bets": tuple(bets)}
+        found = self.model_copy(update=changed)
+        if not self.broken_at and found.evidence >= self.needed_evidence:
+            found = found.model_copy(update={"broken_at": now()})
         every = 1 << max(0, compared.bit_length() - KEPT_POINTS.bit_length() + 1)
         if compared % every == 0:
-            thinned = (point for point in state.history if point[1] % every == 0)
-            state = state.model_copy(
-                update={"history": (*thinned, (self.requests, compared, state.figure))}
-            )
-        if not self.broken_at and state.evidence >= self.needed_evidence:
-            state = state.model_copy(update={"broken_at": now()})
-        return state
+            thinned = (point for point in history if point[1] % every == 0)
+            history = (*thinned, (self.requests, compared, found.figure))
+        return found.model_copy(update={"history": history})
+
+    @property
+    def confidence(self) -> float:
+        """Probability that there is no alarm as long as nothing has changed."""
+        return self.of.gate.confidence if self.of.gate else CONFIDENCE
+
+    @property
+    def limit(self) -> float:
+        """Percent of requests that may differ; of scores all may."""
+        return self.of.gate.percent if self.of.gate else 100.0
 
     @property
     def evidence(self) -> float:
         """Evidence for the alarm; it suffices from then on."""
-        found = sum(self.bets) + held_back(self.compared, self.of.expected)
+        found = sum(self.bets) + held_back(self.compared, self.limit / 100)
         return max(found, self.needed_evidence) if self.broken_at else found
 
     @property
     def needed_evidence(self) -> float:
         """Evidence that suffices."""
-        return 1 / (1 - self.of.confidence)
+        return 1 / (1 - self.confidence)
 
     @property
     def figure(self) -> float:
         """What the history keeps."""
         return self.evidence
 
+    def figures(self) -> dict[str, Any]:
+        """Return the counts and the evidence."""
+        shown = set(WatchState.model_fields) - {"of", "bets", "history", "version"}
+        return self.model_dump(include=shown) | {"evidence": self.evidence}
+
+    def verdict(self, watched: str, suspected: str) -> Iterator[str]:
+        """Yield whether what is watched holds, the counts, the evidence, and what is compared."""
+        yield f"{watched}: " + (
+            f"broken since {self.broken_at}" if self.broken_at else "not broken"
+        )
+        yield f"requests since {self.since}: {self.requests}"
+        yield f"compared: {self.compared}; dropped: {self.dropped}; failed: {self.failed}"
+        yield (
+            f"evidence that {suspected}: {self.evidence:.3g}; {self.needed_evidence:.3g} suffices"
+        )
+        yield f"served: {self.of.served}"
+        against = "uncompressed" if self.of.uncompressed else "judged rows"
+        yield f"{against}: {self.of.uncompressed or self.of.reference}"
+
 
 class ShadowState(WatchState):
     """The comparisons of a server with the same two models."""
 
-    of: Subject
-    other: int = 0
+    other: int
     """Compared requests that were answered otherwise."""
     bets: tuple[float, ...] = tuple(first_bets())
-    history: tuple[tuple[int, int, int], ...] = ()
 
     def after(self, error: float, range_ends: Sequence[float] = ()) -> ShadowState:
         """Return the state with one more answer, of this error."""
-        differs = error > (self.of.gate.error or 0)
-        bets = next_bets([*self.bets], self.compared, differs, self.of.expected)
+        differs = error > ((self.of.gate and self.of.gate.error) or 0)
+        bets = next_bets([*self.bets], self.compared, differs, self.limit / 100)
         return self.counted(bets, other=self.other + differs)
 
     @property
@@ -143,60 +146,41 @@ class ShadowState(WatchState):
         return self.other
 
     @property
-    def problem(self) -> str:
-        """What an alarm says."""
-        return (
-            f"more than {self.of.gate.percent:g} % of the requests are answered otherwise than by "
-            "the uncompressed model"
-        )
-
-    @property
     def alarm(self) -> str:
-        """The alarm in a line, with its figures; empty for none."""
+        """The alarm in a line; empty for none."""
         return self.broken_at and (
             f"certificate broken at {self.broken_at}: of {self.compared} compared requests "
             f"{self.other} are answered otherwise than by the uncompressed model, and the limit is "
-            f"{self.of.gate.percent:g} %"
+            f"{self.limit:g} %"
         )
 
-    def percents(self, compared: int, other: int) -> tuple[float, float, float]:
+    def percents(self, compared: int, other: float) -> tuple[float, float, float]:
         """Return lower bound, share and upper bound after so many comparisons, in percent."""
-        low, high = share_bounds(other, compared, self.of.gate.confidence)
+        low, high = share_bounds(int(other), compared, self.confidence)
         return 100 * low, 100 * other / max(1, compared), 100 * high
 
     def figures(self) -> dict[str, Any]:
         """Return the counts, the bounds, the limit and the evidence."""
         low, share, high = self.percents(self.compared, self.other)
-        left_out = {"of", "bets", "history", "version"}
-        ends = {"lower": low, "share": share, "upper": high, "limit": self.of.gate.percent}
-        ends |= {"evidence": self.evidence, "certificate_broken": bool(self.broken_at)}
-        return self.model_dump(exclude=left_out) | ends
+        ends = {"lower": low, "share": share, "upper": high, "limit": self.limit}
+        ends |= {"other": self.other, "certificate_broken": bool(self.broken_at)}
+        return super().figures() | ends
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict and the figures."""
-        found, sure = self.figures(), f"{100 * self.of.gate.confidence:g} %"
-        yield (
-            f"at most {found['limit']:g} % other answers: "
-            + (f"broken since {self.broken_at}" if self.broken_at else "not broken")
-        )
-        yield f"requests since {self.since}: {self.requests}"
-        yield f"compared: {self.compared}; dropped: {self.dropped}; failed: {self.failed}"
-        yield (
-            f"other answers: {self.other}, {found['share']:.3g} % (at all moments at once, with "
-            f"{sure} each: at least {found['lower']:.3g} %, at most {found['upper']:.3g} %)"
+        low, share, high = self.percents(self.compared, self.other)
+        yield from self.verdict(
+            f"at most {self.limit:g} % other answers", "the share was above the limit"
         )
         yield (
-            f"evidence that the share was above the limit: {self.evidence:.3g}; "
-            f"{self.needed_evidence:.3g} suffices"
+            f"other answers: {self.other}, {share:.3g} % (at all moments at once, with "
+            f"{100 * self.confidence:g} % each: at least {low:.3g} %, at most {high:.3g} %)"
         )
-        yield f"served: {self.of.served}"
-        yield f"uncompressed: {self.of.uncompressed}"
 
 
 class DriftState(WatchState):
     """How far a server's inputs are like the rows that its artifact was judged on."""
 
-    of: DriftSubject
     score: str
     """What each row was scored by."""
     edges: tuple[float, ...]
@@ -204,12 +188,9 @@ class DriftState(WatchState):
     bins: tuple[int, ...]
     """Rows in each bin: of the other half, and those of the requests."""
     bets: tuple[float, ...] = tuple(first_rank_bets())
-    tensors: tuple[str, ...] = ()
-    """Quantized tensors, each with an end of its range."""
-    judged: tuple[float, ...] = ()
-    """Share of each tensor's values at that end, of the judged rows."""
-    seen: tuple[float, ...] = ()
-    """Sums of the same shares over the requests."""
+    range_ends: dict[str, tuple[float, float]]
+    """Of each end of a quantized tensor's range the share of the judged rows' values that are
+    there, and the sum of the requests' shares."""
 
     def after(self, score: float, range_ends: Sequence[float] = ()) -> DriftState:
         """Return the state with one more row, and the shares of its call."""
@@ -217,53 +198,40 @@ class DriftState(WatchState):
         above = sum(bins[place + 1 :]) + random.random() * (bins[place] + 1)
         bets = next_rank_bets([*self.bets], self.compared, above / (sum(bins) + 1))
         bins[place] += 1
-        seen = tuple(a + b for a, b in zip(self.seen, range_ends, strict=True))
-        return self.counted(bets, bins=tuple(bins), seen=seen)
-
-    problem: ClassVar[str] = (
-        "inputs differ from those that the artifact was judged on; that answers differ is not shown"
-    )
+        known = zip(self.range_ends.items(), range_ends, strict=True)
+        ends = {name: (judged, total + share) for (name, (judged, total)), share in known}
+        return self.counted(bets, bins=tuple(bins), range_ends=ends)
 
     @property
     def alarm(self) -> str:
-        """The alarm in a line, with its figures; empty for none."""
+        """The alarm in a line; empty for none."""
         return self.broken_at and (
-            f"inputs differ from those that were judged, at {self.broken_at}: {self.score} is "
-            f"distributed otherwise, by {self.compared} requests; that answers differ is not shown"
+            f"inputs differ at {self.broken_at} from those that were judged: by {self.compared} "
+            f"requests {self.score} is distributed otherwise; that answers differ is not shown"
         )
 
     def figures(self) -> dict[str, Any]:
         """Return the counts, the evidence, and the share of values at the ends of ranges."""
-        left_out = {"of", "bets", "history", "version", "edges", "bins", "tensors", "judged"}
-        shares = [each / max(1, self.compared) for each in self.seen]
-        return self.model_dump(exclude=left_out | {"seen"}) | {
-            "evidence": self.evidence,
+        count = max(1, self.compared)
+        return super().figures() | {
             "inputs_differ": bool(self.broken_at),
-            "range_end": dict(zip(self.tensors, shares, strict=True)),
-            "range_end_judged": dict(zip(self.tensors, self.judged, strict=True)),
+            "range_end": {name: total / count for name, (_, total) in self.range_ends.items()},
+            "range_end_judged": {name: judged for name, (judged, _) in self.range_ends.items()},
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the verdict, the figures, and the tensors with the most values at an end."""
-        found = self.figures()
-        yield "inputs like those that were judged: " + (
-            f"they differ since {self.broken_at}" if self.broken_at else "no difference shown"
+        """Yield the verdict, the figures, and the ends with the most values more than judged."""
+        yield from self.verdict(
+            "inputs like those that were judged", f"{self.score} is distributed otherwise"
         )
-        yield f"requests since {self.since}: {self.requests}"
-        yield f"scored: {self.compared}; dropped: {self.dropped}; failed: {self.failed}"
-        yield (
-            f"evidence that {self.score} is distributed otherwise: {self.evidence:.3g}; "
-            f"{self.needed_evidence:.3g} suffices"
-        )
-        shares, judged = found["range_end"], found["range_end_judged"]
-        worst = sorted(shares, key=lambda name: judged[name] - shares[name])[:WORST]
-        for name in worst if self.compared else ():
-            yield (
-                f"{name}: {100 * shares[name]:.3g} % of the values, and {100 * judged[name]:.3g} % "
-                "of the judged rows'"
-            )
-        yield f"served: {self.of.served}"
-        yield f"judged rows: {self.of.reference}"
+        count, ends = max(1, self.compared), self.range_ends
+        worst = sorted(ends, key=lambda name: ends[name][0] - ends[name][1] / count)[:WORST]
+        for judged, total, name in ((*ends[name], name) for name in worst):
+            share = f"{100 * total / count:.3g} % of the values"
+            yield f"{name}: {share}, {100 * judged:.3g} % of the judged rows'"
+
+
+Watched: Any = ShadowState | DriftState
 
 
 def now() -> str:
@@ -271,19 +239,17 @@ def now() -> str:
     return datetime.now(UTC).isoformat(" ", "seconds")
 
 
-def read_state(
-    file: Path, subject: Subject | DriftSubject | None = None
-) -> ShadowState | DriftState | None:
+def read_state(file: Path, subject: Subject | None = None) -> ShadowState | DriftState | None:
     """Return the state in a file; None where there is no file.
 
     ArtifactInvalid where it was changed by hand, or is of another `subject`.
     """
     try:
-        state: ShadowState | DriftState = read_sealed(file, ShadowState | DriftState)  # type: ignore[arg-type]
+        state: ShadowState | DriftState = read_sealed(file, Watched)
     except FileNotFoundError:
         return None
     for name, expected in dict(subject or {}).items():
-        if (found := getattr(state.of, name, "none")) != expected:
+        if (found := getattr(state.of, name)) != expected:
             said, wanted = (getattr(each, "rule", each) for each in (found, expected))
             raise ArtifactInvalid(
                 f"{file}: is of {name} {said}, expected {wanted}; delete it to begin anew, or "
