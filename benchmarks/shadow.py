@@ -193,8 +193,10 @@ def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) ->
             stack.enter_context(served(artifact, artifact.path, name, *options))
             for name, options in (("without", ()), ("with", asked))
         )
+        (shadow,) = psutil.Process(shadowed.pid).children()
         for name, pause in CASES.items():
             ratios, before = defaultdict(list), counted(shadowed)
+            used = sum(shadow.cpu_times()[:2])
             for number in range(rounds + 1):
                 pair = (plain, shadowed) if number % 2 else (shadowed, plain)
                 found = {s.name: measured(s, seconds, pause) for s in pair}
@@ -209,6 +211,8 @@ def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) ->
                 cells.append(f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f})")
             drawn = counts["requests"] * SHARE
             cells.append(f"{100 * counts['compared'] / drawn:.0f} %")
+            used = (sum(shadow.cpu_times()[:2]) - used) / ((rounds + 1) * seconds)
+            cells.append(f"{100 * used:.1f} %")
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     return lines
@@ -264,8 +268,8 @@ def main() -> None:
     if artifact:
         head = (
             "| compared with | load | requests/s without | throughput | p50 | p99 | "
-            "server's CPU for a request | of the drawn, compared |",
-            "|---|---|---|---|---|---|---|---|",
+            "server's CPU for a request | of the drawn, compared | shadow's CPU, of a core |",
+            "|---|---|---|---|---|---|---|---|---|",
         )
         print(*head, sep="\n", flush=True)
         number = options.rounds or (8 if options.cost else 20)

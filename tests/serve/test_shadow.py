@@ -278,7 +278,8 @@ def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
     assert ended.value.code == 3
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("inputs like those that were judged: broken since ")
-    assert re.search(r"^x, (smallest|largest): .* % of the values, .* % of the judged rows'$", lines[-2])
+    worst = r"^x, (smallest|largest): .* % of the values, .* % of the judged rows'$"
+    assert re.search(worst, lines[-2])
     assert "Evidence that scores of requests" in page.read_text()
     np.savez(rows, x=normal_rows(1001))
     with pytest.raises(ArtifactInvalid, match="is of reference"):
