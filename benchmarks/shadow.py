@@ -16,6 +16,7 @@ import re
 import statistics
 import sys
 import tempfile
+import time
 import urllib.request
 from collections import defaultdict
 from contextlib import ExitStack
@@ -44,6 +45,7 @@ from compress.serve.shadow.drift import BINS  # noqa: E402
 
 STREAMS, REQUESTS, SHARE, CONFIDENCE = 1000, 100_000, 0.01, 0.95
 LIMITS = (0.002, 0.01, 0.05)
+REST = 0.5  # seconds in which what a server has collected is answered, so that it slows no other
 FIGURES = ("per_second", "p50_ms", "p99_ms", "cpu")
 CASES = {"8 connections, as fast as they can": None, "8 connections, 4 ms pauses": 4.0}
 
@@ -76,7 +78,8 @@ tenths need."""
 ABOUT_COST = """\
 What `--shadow 1%` costs a server of the quickstart's int8 model: ratios to the same server
 without it, loaded in turn in one run by eight connections of `wrk` on the same two cores. In
-parentheses is the middle half of the rounds. The uncompressed model is the eager PyTorch one of
+parentheses is the middle half of the rounds. CPU of the shadow is in parts of one core's time while
+its server was loaded, with what it does in the half second of rest behind that. The uncompressed model is the eager PyTorch one of
 the run, or its ONNX file by `--shadow-model`, which takes a fraction of the time."""
 
 
@@ -198,8 +201,10 @@ def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) ->
             ratios, before = defaultdict(list), counted(shadowed)
             used = sum(shadow.cpu_times()[:2])
             for number in range(rounds + 1):
-                pair = (plain, shadowed) if number % 2 else (shadowed, plain)
-                found = {s.name: measured(s, seconds, pause) for s in pair}
+                found = {}
+                for server in (plain, shadowed) if number % 2 else (shadowed, plain):
+                    found[server.name] = measured(server, seconds if number else 1.0, pause)
+                    time.sleep(REST)
                 for figure in FIGURES if number else ():
                     ratios[figure].append(found["with"][figure] / found["without"][figure])
             after = counted(shadowed)
@@ -211,7 +216,7 @@ def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) ->
                 cells.append(f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f})")
             drawn = counts["requests"] * SHARE
             cells.append(f"{100 * counts['compared'] / drawn:.0f} %")
-            used = (sum(shadow.cpu_times()[:2]) - used) / ((rounds + 1) * seconds)
+            used = (sum(shadow.cpu_times()[:2]) - used) / (1 + rounds * seconds)
             cells.append(f"{100 * used:.1f} %")
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
@@ -242,8 +247,8 @@ def main() -> None:
     parser.add_argument("artifact", type=Path, nargs="?")
     parser.add_argument("--float", type=Path, help="The uncompressed model as an ONNX file.")
     parser.add_argument("--cost", action="store_true", help="Cost alone, of fewer rounds.")
-    parser.add_argument("--rounds", type=int, help="20; 8 with --cost")
-    parser.add_argument("--seconds", type=float, help="of each measurement; 3, 2 with --cost")
+    parser.add_argument("--rounds", type=int, help="20; 4 with --cost")
+    parser.add_argument("--seconds", type=float, help="of each measurement; 3, 4 with --cost")
     parser.add_argument("--docs", type=Path)
     options = parser.parse_args()
     artifact = options.artifact and Artifact.from_directory(options.artifact)
@@ -272,8 +277,8 @@ def main() -> None:
             "|---|---|---|---|---|---|---|---|---|",
         )
         print(*head, sep="\n", flush=True)
-        number = options.rounds or (8 if options.cost else 20)
-        seconds = options.seconds or (2.0 if options.cost else 3.0)
+        number = options.rounds or (4 if options.cost else 20)
+        seconds = options.seconds or (4.0 if options.cost else 3.0)
         models = [None, *([options.float] if options.float else [])]
         rows = [r for m in models for r in cost(artifact, m, number, seconds)]
         rounds = f"Medians of {number} rounds of {seconds:g} s for each server."

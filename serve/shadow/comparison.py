@@ -108,6 +108,8 @@ class Comparison:
             found, shared = self.judge(arrays, served)
             if len(requests) == 1:  # a row of it, or the worst one
                 row = requests[0][2]
+                if row is None and self.state.of.reference:
+                    raise ValueError("axis 0 of its outputs does not count rows, as judged ones do")
                 found = [max(found) if row is None else found[row]]
             states = self.state
             for _, value in zip(requests, found, strict=True):

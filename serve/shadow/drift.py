@@ -17,11 +17,11 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.objectives.task import TASKS
 from compress.profiling.batch_dependence import numpy_call
 from compress.serve.shadow.state import DriftState, Subject, now
+from compress.serve.worker.tensors import check, in_signature_order
 from compress.serve.worker.wire import from_npz
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
-    from compress.common.signature import Signature
     from compress.serve.shadow.options import Judge
 
 FEWEST_ROWS = 100
@@ -30,42 +30,30 @@ BINS = 64
 CALL_ROWS = 32
 
 
-def read_reference(file: Path, signature: Signature) -> list[Any]:
-    """Return the judged rows in a file, an array for each input; PipelineInvalid for other ones."""
-    form = "expected an .npz with " + ", ".join(
-        f"{spec.name} {[*spec.shape]} {spec.dtype}" for spec in signature.inputs
-    )
-    try:
-        arrays = from_npz(file.read_bytes())
-        rows = [arrays[spec.name] for spec in signature.inputs]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise PipelineInvalid(f"--shadow-reference {file}: {error}; {form}") from None
-    found = [(str(x.dtype), x.ndim, len(x) if x.ndim else 0) for x in rows]
-    wanted = [(spec.dtype, len(spec.shape), found[0][2]) for spec in signature.inputs]
-    if found != wanted or found[0][2] < FEWEST_ROWS:
-        shapes = ", ".join(f"{[*x.shape]} {x.dtype}" for x in rows)
-        raise PipelineInvalid(
-            f"--shadow-reference {file}: found {shapes}; {form} and {FEWEST_ROWS} rows or more"
-        )
-    return rows
-
-
 @contextmanager
 def opened_drift(
     artifact: Artifact, served: str, reference: Path, task: str | None
 ) -> Iterator[tuple[DriftState, Judge]]:
     """Score the judged rows; yield the state before any request, and what scores requests.
 
-    A row's score is its margin where the answers are labels, else the norm of its outputs; one
-    that is less sure has the larger one.
+    A row's score is its margin, negated, where answers are labels, else the norm of its outputs.
+    PipelineInvalid for rows that the artifact does not take, or too few.
     """
     from compress.export.onnx.cascade_graph import RowScore
     from compress.export.onnx.range_ends import write_range_ends
     from compress.export.onnx.session import session_predictor
 
     signature, kind = artifact.signature, TASKS[task] if task else None
-    rows, names, count = read_reference(reference, signature), tuple[str, ...](), None
+    specs, names, count = signature.input_descriptions(), tuple[str, ...](), None
     size = next((n for n in signature.inputs[0].shape[:1] if isinstance(n, int)), CALL_ROWS)
+    try:
+        data = reference.read_bytes()
+        rows = in_signature_order(from_npz(data), specs)
+        check([x[:size] for x in rows], specs, size)
+        if (fewest := min(map(len, rows))) < max(FEWEST_ROWS, *map(len, rows)):
+            raise ValueError(f"has {fewest} rows, expected {FEWEST_ROWS} or more of each input")
+    except (OSError, ValueError, IndexError, zipfile.BadZipFile) as error:
+        raise PipelineInvalid(f"--shadow-reference {reference}: {error.args[-1]}") from None
     parts = [[x[i : i + size] for x in rows] for i in range(0, len(rows[0]) // size * size, size)]
     with artifact.open("cpu", 1) as predict:
         call = numpy_call(predict, signature)
@@ -96,7 +84,7 @@ def opened_drift(
         percentiles = np.quantile(scores[::2], np.linspace(0, 1, BINS + 1)[1:-1])
         edges = np.unique(percentiles[np.isfinite(percentiles)])
         bins = np.bincount(np.searchsorted(edges, scores[1::2], "right"), minlength=len(edges) + 1)
-        hashed = hashlib.sha256(reference.read_bytes()).hexdigest()
+        hashed = hashlib.sha256(data).hexdigest()
         shares = np.mean([each for _, each in judged], axis=0) if names else ()
         state = DriftState(
             of=Subject(served=served, reference=hashed, task=task),

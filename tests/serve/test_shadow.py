@@ -272,6 +272,8 @@ def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
         assert comparison.state.alarm.startswith("inputs differ at 2")
         assert "certificate" not in comparison.state.alarm
         assert comparison.state.figures()["range_end"]["x, largest"] > 0.05
+        comparison.compare([([x := normal_rows(2)], [x[:, :2]], None)], joins_rows=False)
+        assert comparison.state.failed == 1, "rows alone are like the judged ones"
         write_sealed(comparison.file, comparison.state)
     with pytest.raises(SystemExit) as ended:
         cli.app(["monitor", str(state), "--html", str(page)])
@@ -285,9 +287,9 @@ def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
     with pytest.raises(ArtifactInvalid, match="is of reference"):
         opening().__enter__()
     for given, match in (
-        ({"x": normal_rows(20)}, r"found \[20, 4\] float32; expected .* 100 rows or more"),
-        ({"x": normal_rows(200)[:, :, None]}, r"found \[200, 4, 1\]"),
-        ({"y": normal_rows(200)}, r"'x'; expected an .npz with x \['batch', 4\] float32"),
+        ({"x": normal_rows(20)}, "rows.npz: has 20 rows, expected 100 or more"),
+        ({"x": normal_rows(200)[:, :, None]}, r"x has shape .* expected \['batch', 4\]"),
+        ({"y": normal_rows(200)}, r"the inputs are .*'y'.*, expected \['x'\]"),
     ):
         np.savez(rows, **given)
         with pytest.raises(PipelineInvalid, match=match):
