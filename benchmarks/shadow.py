@@ -78,9 +78,10 @@ tenths need."""
 ABOUT_COST = """\
 What `--shadow 1%` costs a server of the quickstart's int8 model: ratios to the same server
 without it, loaded in turn in one run by eight connections of `wrk` on the same two cores. In
-parentheses is the middle half of the rounds. CPU of the shadow is in parts of one core's time while
-its server was loaded, with what it does in the half second of rest behind that. The uncompressed model is the eager PyTorch one of
-the run, or its ONNX file by `--shadow-model`, which takes a fraction of the time."""
+parentheses is the middle half of the rounds. CPU of the shadow is in parts of one core's time
+while its server was loaded, with what it does in the half second of rest behind that. The
+uncompressed model is the eager PyTorch one of the run, or its ONNX file by `--shadow-model`, which
+takes a fraction of the time."""
 
 
 def alarms(shares: np.ndarray, limit: float) -> np.ndarray:
