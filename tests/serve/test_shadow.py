@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import time
@@ -22,7 +23,7 @@ from compress.common.sealed_json import write_sealed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.serve.shadow.comparison import Comparison, opened
 from compress.serve.shadow.options import ShadowOptions
-from compress.serve.shadow.state import read_state
+from compress.serve.shadow.state import DriftState, Subject, read_state
 from tests.serve.served_here import Served, serving
 
 PATIENCE = 60
@@ -271,6 +272,7 @@ def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
         ask(comparison, 200, 4.0)
         assert comparison.state.alarm.startswith("inputs differ at 2")
         assert "certificate" not in comparison.state.alarm
+        assert json.loads(json.dumps(comparison.state.figures()))["inputs_differ"]
         assert comparison.state.figures()["range_end"]["x, largest"] > 0.05
         comparison.compare([([x := normal_rows(2)], [x[:, :2]], None)], joins_rows=False)
         assert comparison.state.failed == 1, "rows alone are like the judged ones"
@@ -294,6 +296,27 @@ def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
         np.savez(rows, **given)
         with pytest.raises(PipelineInvalid, match=match):
             opening().__enter__()
+
+
+def test_few_judged_rows_raise_no_false_alarms() -> None:
+    rng, alarms = np.random.default_rng(0), 0
+    random.seed(0)
+    for _ in range(40):
+        judged = rng.standard_normal(100)
+        edges = np.quantile(judged[::2], np.linspace(0, 1, 17)[1:-1])
+        bins = np.bincount(np.searchsorted(edges, judged[1::2]), minlength=17)
+        state = DriftState(
+            of=Subject(served="1", reference="2"),
+            since="now",
+            score="margin",
+            edges=tuple(edges),
+            bins=tuple(bins.tolist()),
+            range_ends={},
+        )
+        for score in rng.standard_normal(400):
+            state = state.after(score)
+        alarms += bool(state.alarm)
+    assert alarms <= 4
 
 
 def test_a_state_is_shown_as_text_json_and_a_page(
