@@ -42,9 +42,9 @@ def plot(state: ShadowState | DriftState) -> Plot | None:
     if not state.compared:
         return None
     points = [*state.history[:: 1 + len(state.history) // DRAWN]]
-    points.append((state.requests, state.compared, state.figure))
     drawn = []
     if isinstance(state, ShadowState):
+        points.append((state.requests, state.compared, state.other))
         limit, title, name = state.limit, "Share of other answers", "% answered otherwise"
         for requests, compared, other in points:
             low, share, high = state.percents(compared, other)
@@ -52,6 +52,7 @@ def plot(state: ShadowState | DriftState) -> Plot | None:
             drawn.append(Point("", text, requests, share, y_interval=(low, high)))
         note, shown_limit = f"{state.compared} compared; lines end at the bounds", f"{limit:g} %"
     else:
+        points.append((state.requests, state.compared, state.evidence))
         limit, title, name = state.needed_evidence, "Evidence that inputs differ", "evidence"
         for requests, _, evidence in points:
             drawn.append(Point("", f"{requests} requests: {evidence:.3g}", requests, evidence))

@@ -78,7 +78,8 @@ class WatchState(Settings):
         every = 1 << max(0, compared.bit_length() - KEPT_POINTS.bit_length() + 1)
         if compared % every == 0:
             thinned = (point for point in history if point[1] % every == 0)
-            history = (*thinned, (self.requests, compared, found.figure))
+            point = self.requests, compared, changed.get("other", found.evidence)
+            history = (*thinned, point)
         return found.model_copy(update={"history": history})
 
     @property
@@ -101,11 +102,6 @@ class WatchState(Settings):
     def needed_evidence(self) -> float:
         """Evidence that suffices."""
         return 1 / (1 - self.confidence)
-
-    @property
-    def figure(self) -> float:
-        """What the history keeps."""
-        return self.evidence
 
     def figures(self) -> dict[str, Any]:
         """Return the counts and the evidence."""
@@ -139,11 +135,6 @@ class ShadowState(WatchState):
         differs = error > ((self.of.gate and self.of.gate.error) or 0)
         bets = next_bets([*self.bets], self.compared, differs, self.limit / 100)
         return self.counted(bets, other=self.other + differs)
-
-    @property
-    def figure(self) -> int:
-        """What the history keeps."""
-        return self.other
 
     @property
     def alarm(self) -> str:
