@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--float", type=Path, help="The uncompressed model as an ONNX file.")
     parser.add_argument("--cost", action="store_true", help="Cost alone, of fewer rounds.")
     parser.add_argument("--rounds", type=int, help="20; 4 with --cost")
-    parser.add_argument("--seconds", type=float, help="of each measurement; 3, 4 with --cost")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--docs", type=Path)
     options = parser.parse_args()
     artifact = options.artifact and Artifact.from_directory(options.artifact)
@@ -279,10 +279,9 @@ def main() -> None:
         )
         print(*head, sep="\n", flush=True)
         number = options.rounds or (4 if options.cost else 20)
-        seconds = options.seconds or (4.0 if options.cost else 3.0)
         models = [None, *([options.float] if options.float else [])]
-        rows = [r for m in models for r in cost(artifact, m, number, seconds)]
-        rounds = f"Medians of {number} rounds of {seconds:g} s for each server."
+        rows = [r for m in models for r in cost(artifact, m, number, options.seconds)]
+        rounds = f"Medians of {number} rounds of {options.seconds:g} s for each server."
         parts += [f"{ABOUT_COST} {rounds}", "\n".join([*head, *rows])]
     if options.docs:
         write_part("Alarms after shipping", "\n\n".join(parts), options.docs.resolve())
