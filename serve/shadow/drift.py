@@ -45,7 +45,7 @@ def opened_drift(
 
     signature, kind = artifact.signature, TASKS[task] if task else None
     specs, names, count = signature.input_descriptions(), tuple[str, ...](), None
-    size = next((n for n in signature.inputs[0].shape[:1] if isinstance(n, int)), CALL_ROWS)
+    size = max(min(signature.most_rows or CALL_ROWS, CALL_ROWS), signature.smallest_batch)
     try:
         data = reference.read_bytes()
         rows = in_signature_order(from_npz(data), specs)

@@ -164,7 +164,7 @@ class Sampler:
         """Wait for the server to rest, or until enough requests wait, or some for long."""
         began, answered, requests = time.monotonic(), self.requests, self.requests
         due_since = None
-        while not self._closing.wait(TICK_SECONDS):
+        while not self._closing.wait(TICK_SECONDS if self._waiting else WRITE_SECONDS):
             if self._process.poll() is not None:
                 raise OSError("it has ended")
             now, is_busy = time.monotonic(), self._is_busy()
