@@ -53,7 +53,10 @@ def opened_drift(
         if (fewest := min(map(len, rows))) < max(FEWEST_ROWS, *map(len, rows)):
             raise ValueError(f"has {fewest} rows, expected {FEWEST_ROWS} or more of each input")
     except (OSError, ValueError, IndexError, zipfile.BadZipFile) as error:
-        raise PipelineInvalid(f"--shadow-reference {reference}: {error.args[-1]}") from None
+        raise PipelineInvalid(
+            f"--shadow-reference {reference}: {error.args[-1]}; expected an .npz of "
+            f"{', '.join(spec.name for spec in signature.inputs)}, as numpy.savez writes it"
+        ) from None
     parts = [[x[i : i + size] for x in rows] for i in range(0, len(rows[0]) // size * size, size)]
     with artifact.open("cpu", 1) as predict:
         call = numpy_call(predict, signature)

@@ -153,12 +153,12 @@ class Sampler:
             self.dropped += len(batch) + len(self._waiting)
             self._send([])
         except (OSError, ValueError):  # the process has ended
-            self._is_up = False
             if not self._closing.is_set():
                 logger.error(
                     "shadow: the process that compares answers has ended; requests are answered, "
                     "and no longer compared until the server is started again"
                 )
+            self._is_up = False
 
     def _wait_until_due(self, paused_until: float) -> None:
         """Wait for the server to rest, or until enough requests wait, or some for long."""
@@ -217,8 +217,8 @@ class Sampler:
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is known, for Prometheus."""
-        is_up = self._is_up and self._process.poll() is None
-        found = self._found | {"requests": self.requests, "dropped": self.dropped, "up": is_up}
+        live = {"requests": self.requests, "dropped": self.dropped, "up": self._is_up}
+        found = self._found | live
         for name, text in METRICS.items():
             metric = Metric(f"compress_{name}", text, "gauge")
             value = found.get(name.removeprefix("shadow_"))
