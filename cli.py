@@ -446,9 +446,12 @@ def serve(
     shadow: Annotated[str | None, typer.Option(help="1%: share of answers to compare.")] = None,
     shadow_limit: Annotated[str | None, typer.Option(help="1%: other answers allowed.")] = None,
     shadow_model: Annotated[Path | None, typer.Option(help="The uncompressed model.")] = None,
+    shadow_reference: Annotated[
+        Path | None, typer.Option(help="Judged rows, .npz, without an uncompressed model.")
+    ] = None,
     shadow_state: Annotated[Path | None, typer.Option(help="Keeps what was found.")] = None,
     shadow_readiness: Annotated[
-        bool, typer.Option("--shadow-readiness", help="Not ready once too many differ.")
+        bool, typer.Option("--shadow-readiness", help="Not ready once it alarms.")
     ] = False,
 ) -> None:
     """Serve models over HTTP."""
@@ -456,7 +459,7 @@ def serve(
         from compress.serve.http.options import Limits, Options
         from compress.serve.serve_command import canary_shares, serve_artifacts, shadow_options
     watched: Any = {"model": shadow_model, "state": shadow_state}
-    watched |= {"decides_readiness": shadow_readiness}
+    watched |= {"reference": shadow_reference, "decides_readiness": shadow_readiness}
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
     sizes |= {"sha256": sha256, "watch": watch, "canaries": canary_shares(canary or [])}
     sizes |= {"repository_api": repository_api, "grpc_port": grpc_port, "traces": traces}

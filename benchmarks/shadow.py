@@ -1,10 +1,12 @@
 """How fast `compress serve --shadow` alarms, how often wrongly, and what it costs a server.
 
     python benchmarks/shadow.py runs/quickstart/artifacts/onnx [--docs docs/certificate.md]
+    python benchmarks/shadow.py runs/quickstart/artifacts/onnx --cost --float float.onnx
 
-Streams are simulated: each compared request is answered otherwise with a fixed probability. Cost
-is measured on two servers of the same artifact, with and without `--shadow 1%`, loaded in turn; the
-client, `wrk`, runs on the same cores. Without an artifact the cost is left out.
+Streams are simulated: each compared request is answered otherwise with a fixed probability, or has
+the margin of one of scikit-learn's digits. Cost is measured on two servers of the same artifact,
+with and without `--shadow 1%`, loaded in turn; the client, `wrk`, runs on the same cores. Without
+an artifact margins and cost are left out; `--cost` measures cost alone, in under three minutes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import statistics
 import sys
 import tempfile
+import time
 import urllib.request
 from collections import defaultdict
 from contextlib import ExitStack
@@ -21,7 +24,9 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import torch
 from scipy.stats import binom
+from sklearn.datasets import load_digits
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -29,10 +34,18 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.page import write_part  # noqa: E402
 from benchmarks.server.contenders import TOKEN, Case, Server, served  # noqa: E402
 from compress import Artifact  # noqa: E402
-from compress.core.anytime_bounds import first_bets, held_back, next_bets  # noqa: E402
+from compress.core.anytime_bounds import (  # noqa: E402
+    first_bets,
+    first_rank_bets,
+    held_back,
+    next_bets,
+    next_rank_bets,
+)
+from compress.serve.shadow.drift import BINS  # noqa: E402
 
 STREAMS, REQUESTS, SHARE, CONFIDENCE = 1000, 100_000, 0.01, 0.95
 LIMITS = (0.002, 0.01, 0.05)
+REST = 0.5  # seconds in which what a server has collected is answered, so that it slows no other
 FIGURES = ("per_second", "p50_ms", "p99_ms", "cpu")
 CASES = {"8 connections, as fast as they can": None, "8 connections, 4 ms pauses": 4.0}
 
@@ -53,11 +66,22 @@ all are compared), and twice the limit in those behind them.
 - **ratio**: the median by the fixed number; in parentheses by the number for a power of 80 %.
   That test is told when the share doubles, and the server is not: a change late in a stream
   takes more evidence, as it could have been anywhere."""
+NOISES = (0.3, 0.6, 0.9)
+JUDGED = (200, 1000)
+ABOUT_DRIFT = """\
+Without an uncompressed model (`--shadow-reference`): margins of the quickstart's int8 model for
+scikit-learn's digits, of which each of 1,000 streams draws the judged rows and the requests, with
+replacement. In the columns of alarms both are alike, so that alarms are false; in those behind them
+the requests' digits have noise of this standard deviation (a digit's values are from -1 to 1), from
+the first request on. Requests until the alarm, at 1 %: the median, and those that a tenth and nine
+tenths need."""
 ABOUT_COST = """\
 What `--shadow 1%` costs a server of the quickstart's int8 model: ratios to the same server
 without it, loaded in turn in one run by eight connections of `wrk` on the same two cores. In
-parentheses is the middle half of the rounds. The uncompressed model is the eager PyTorch one of
-the run, or its ONNX file by `--shadow-model`, which takes a fraction of the time."""
+parentheses is the middle half of the rounds. CPU of the shadow is in parts of one core's time
+while its server was loaded, with what it does in the half second of rest behind that. The
+uncompressed model is the eager PyTorch one of the run, or its ONNX file by `--shadow-model`, which
+takes a fraction of the time."""
 
 
 def alarms(shares: np.ndarray, limit: float) -> np.ndarray:
@@ -104,6 +128,60 @@ def row(limit: float) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def drifts(judged: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """Return after how many requests each stream alarms, 0 for never.
+
+    `judged` are scores of each stream's judged rows, `(streams, rows)`, `asked` of its requests.
+    """
+    rng, streams, bets = np.random.default_rng(0), np.arange(len(judged)), first_rank_bets()
+    found, places = np.zeros(len(judged), int), np.empty(asked.shape, int)
+    counts = np.zeros((len(judged), BINS + 1))
+    for i in streams:
+        edges = np.unique(np.quantile(judged[i, ::2], np.linspace(0, 1, BINS + 1)[1:-1]))
+        own = np.searchsorted(edges, judged[i, 1::2], "right")
+        counts[i] = np.bincount(own, minlength=BINS + 1)
+        places[i] = np.searchsorted(edges, asked[i], "right")
+    for number, place in enumerate(places.T):
+        above = (counts * (np.arange(BINS + 1) > place[:, None])).sum(1)
+        ties, total = counts[streams, place] + 1, counts.sum(1) + 1
+        bets = next_rank_bets(bets, number, (above + rng.random(len(judged)) * ties) / total)
+        counts[streams, place] += 1
+        reached = sum(bets) + held_back(number + 1, 1) >= 1 / (1 - CONFIDENCE)
+        found[reached & (found == 0)] = number + 1
+    return found
+
+
+def drift_rows(artifact: Artifact) -> list[str]:
+    """Return rows of the table of inputs that differ."""
+    images, rng = (
+        (load_digits().images / 8 - 1).astype(np.float32)[:, None],
+        np.random.default_rng(0),
+    )
+    pools = {}
+    with artifact.open("cpu", 1) as predict:
+        for noise in (0.0, *NOISES):
+            noisy = np.repeat(images, 4, 0) if noise else images
+            noisy = noisy + noise * rng.standard_normal(noisy.shape).astype(np.float32)
+            (scores,) = predict(torch.from_numpy(noisy))
+            first, second = scores.topk(2, 1).values.unbind(1)
+            pools[noise] = (second - first).numpy()
+    lines = []
+    for count in JUDGED:
+        judged = rng.choice(pools[0.0], (STREAMS, count))
+        cells = [f"{count:,}"]
+        for rows in (round(SHARE * REQUESTS), round(10 * SHARE * REQUESTS)):
+            found = drifts(judged, rng.choice(pools[0.0], (STREAMS, rows)))
+            cells.append(f"{100 * (found > 0).mean():.1f} %")
+        for noise in NOISES:
+            found = drifts(judged, rng.choice(pools[noise], (STREAMS, 1000)))
+            ends = np.quantile(np.where(found, found, 10**9), (0.5, 0.1, 0.9)) / SHARE
+            middle, low, high = (f"{e:,.0f}" if e < 10**9 else "never" for e in ends)
+            cells.append(f"{middle} ({low} to {high})")
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
 def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) -> list[str]:
     """Return rows of the table of cost: medians of rounds, and the middle half of them.
 
@@ -119,11 +197,15 @@ def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) ->
             stack.enter_context(served(artifact, artifact.path, name, *options))
             for name, options in (("without", ()), ("with", asked))
         )
+        (shadow,) = psutil.Process(shadowed.pid).children()
         for name, pause in CASES.items():
             ratios, before = defaultdict(list), counted(shadowed)
+            used = sum(shadow.cpu_times()[:2])
             for number in range(rounds + 1):
-                pair = (plain, shadowed) if number % 2 else (shadowed, plain)
-                found = {s.name: measured(s, seconds, pause) for s in pair}
+                found = {}
+                for server in (plain, shadowed) if number % 2 else (shadowed, plain):
+                    found[server.name] = measured(server, seconds if number else 1.0, pause)
+                    time.sleep(REST)
                 for figure in FIGURES if number else ():
                     ratios[figure].append(found["with"][figure] / found["without"][figure])
             after = counted(shadowed)
@@ -135,6 +217,8 @@ def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) ->
                 cells.append(f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f})")
             drawn = counts["requests"] * SHARE
             cells.append(f"{100 * counts['compared'] / drawn:.0f} %")
+            used = (sum(shadow.cpu_times()[:2]) - used) / (1 + rounds * seconds)
+            cells.append(f"{100 * used:.1f} %")
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     return lines
@@ -163,29 +247,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("artifact", type=Path, nargs="?")
     parser.add_argument("--float", type=Path, help="The uncompressed model as an ONNX file.")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--cost", action="store_true", help="Cost alone, of fewer rounds.")
+    parser.add_argument("--rounds", type=int, help="20; 4 with --cost")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--docs", type=Path)
     options = parser.parse_args()
-    table = [
-        "| limit | alarms, 1,000 compared | alarms, 100,000 compared | fixed number | "
-        "until alarm | ratio | until alarm, doubled later | ratio |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for limit in LIMITS:
-        table.append(row(limit))
-        print(table[-1], flush=True)
-    parts = [ABOUT_ALARMS, "\n".join(table)]
-    if options.artifact:
+    artifact = options.artifact and Artifact.from_directory(options.artifact)
+    parts = []
+    if not options.cost:
+        table = [
+            "| limit | alarms, 1,000 compared | alarms, 100,000 compared | fixed number | "
+            "until alarm | ratio | until alarm, doubled later | ratio |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for limit in LIMITS:
+            table.append(row(limit))
+            print(table[-1], flush=True)
+        parts += [ABOUT_ALARMS, "\n".join(table)]
+    if artifact and not options.cost:
+        noised = " | ".join(f"until alarm, noise {noise:g}" for noise in NOISES)
+        table = [
+            f"| judged rows | alarms, 1,000 scored | alarms, 10,000 scored | {noised} |",
+            "|---|---|---|---|---|---|",
+        ]
+        parts += [ABOUT_DRIFT, "\n".join([*table, *drift_rows(artifact)])]
+    if artifact:
         head = (
             "| compared with | load | requests/s without | throughput | p50 | p99 | "
-            "server's CPU for a request | of the drawn, compared |",
-            "|---|---|---|---|---|---|---|---|",
+            "server's CPU for a request | of the drawn, compared | shadow's CPU, of a core |",
+            "|---|---|---|---|---|---|---|---|---|",
         )
-        artifact = Artifact.from_directory(options.artifact)
+        print(*head, sep="\n", flush=True)
+        number = options.rounds or (4 if options.cost else 20)
         models = [None, *([options.float] if options.float else [])]
-        rows = [r for m in models for r in cost(artifact, m, options.rounds, options.seconds)]
-        rounds = f"Medians of {options.rounds} rounds of {options.seconds:g} s for each server."
+        rows = [r for m in models for r in cost(artifact, m, number, options.seconds)]
+        rounds = f"Medians of {number} rounds of {options.seconds:g} s for each server."
         parts += [f"{ABOUT_COST} {rounds}", "\n".join([*head, *rows])]
     if options.docs:
         write_part("Alarms after shipping", "\n\n".join(parts), options.docs.resolve())

@@ -201,6 +201,11 @@ def shadow_options(
         if not found or not 0 < float(found[1]) <= 100:
             raise PipelineInvalid(f"{name} {text}: expected a percentage above 0, as in 1%")
         percents.append(float(found[1]))
+    if others["reference"] and (others["model"] or limit):
+        raise PipelineInvalid(
+            "--shadow-reference: in place of an uncompressed model, whose answers --shadow-model "
+            "and --shadow-limit are of; leave them out"
+        )
     path = next(iter(named_paths(given).values()), Path())
     if (path.parent / MANIFEST).is_file():
         path = path.parent

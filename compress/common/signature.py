@@ -235,6 +235,12 @@ class Signature(Settings):
         return next((size for size in self.inputs[0].shape[:1] if isinstance(size, int)), 1)
 
     @property
+    def most_rows(self) -> int | None:
+        """Most rows of a call; None for any number."""
+        first = next(iter(self.inputs[0].shape), 1)
+        return first if isinstance(first, int) else self.bounds(first).max
+
+    @property
     def dynamic_axes(self) -> tuple[str, ...]:
         """Names of all dynamic axes, each once, in order of appearance."""
         axes = (d for spec in self.inputs for d in spec.shape if isinstance(d, str))

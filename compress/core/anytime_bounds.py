@@ -1,4 +1,4 @@
-"""A test and bounds of a share that hold at every moment, for one that is watched without end.
+"""Tests and bounds that hold at every moment, for what is watched without end.
 
 Bets against a supposed share are placed before each sample is seen: one that supposes `ratio` times
 its odds multiplies its money by ``ratio ** differs / (1 + share * (ratio - 1))``, on average by 1
@@ -20,6 +20,9 @@ WEIGHTS = tuple(0.5 if ratio == math.log(2) else 0.5 / 8 for ratio in LOG_RATIOS
 AT_ONCE = 0.5
 """Part of the money that is bet from the first sample on. The rest is held back and placed little
 by little: what was bet before is lost where the share was small, and could not show a change."""
+SLOPES = (-1.9, -1.0, -0.25, 0.25, 1.0, 1.9)
+"""Slopes of the bets that ranks are no uniform numbers: on low and high ones, and on ones near the
+middle and the ends."""
 
 
 def first_bets() -> list[float]:
@@ -46,6 +49,27 @@ def next_bets(bets: list[float], samples: int, differs: bool, limit: float) -> l
     return [
         (bet + placed * weight) * math.exp(ratio) ** differs / (1 + limit * math.expm1(ratio))
         for bet, ratio, weight in zip(bets, LOG_RATIOS, WEIGHTS, strict=True)
+    ]
+
+
+def first_rank_bets() -> list[float]:
+    """Return the money of each bet against ranks before the first one."""
+    return [AT_ONCE / 2 / len(SLOPES)] * 2 * len(SLOPES)
+
+
+def next_rank_bets(bets: list[float], samples: int, rank: float) -> list[float]:
+    """Return the bets against uniform ranks after one more, of which there were `samples` before.
+
+    `rank` is that of a new sample among it and all samples before, from 0 to 1, ties broken by
+    chance: such ranks are uniform and independent where the samples are exchangeable. ``sum(bets) +
+    held_back(samples, 1)`` is the evidence that they are not (Vovk, "Testing randomness online",
+    2021). `rank` may be an array, of as many streams.
+    """
+    placed = (held_back(samples, 1) - held_back(samples + 1, 1)) / len(bets)
+    seen = [rank - 0.5] * len(SLOPES) + [abs(2 * rank - 1) - 0.5] * len(SLOPES)
+    return [
+        (bet + placed) * (1 + slope * x)
+        for bet, slope, x in zip(bets, SLOPES * 2, seen, strict=True)
     ]
 
 

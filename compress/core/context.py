@@ -292,6 +292,8 @@ class Context:
     """The stages that led to the input, for a stage that records them; None outside of a run."""
     served_batch_size: int = 1
     """Rows of a deployed call, at which models whose outputs depend on the batch are evaluated."""
+    val_chose_nothing: bool = False
+    """Whether no artifact's settings were chosen on samples of `val`, as they are new."""
     is_quick: bool = False
     """Whether little is measured: comparisons see 16 samples of `val`."""
     dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
@@ -405,7 +407,8 @@ class Context:
 
     def without_choosing_samples(self, artifact: Artifact) -> Context:
         """Return the context whose `val` has no samples that chose something of an artifact."""
-        if not artifact.is_cascade or self.data is None or "val" not in self.data.datasets:
+        is_new = self.val_chose_nothing or not artifact.is_cascade
+        if is_new or self.data is None or "val" not in self.data.datasets:
             return self
         # Scores are known by the data's identity, which those of the next call may have again.
         return replace(self, data=self.data.interleaved_parts("val", 2)[1], scores={})

@@ -78,7 +78,7 @@ class RowScore:
             found.append(x.reshape(-1))
         return torch.stack(found).amin(0)
 
-    def build(self, graph: _Builder, answers: Sequence[ir.Value]) -> ir.Value:
+    def build(self, graph: GraphBuilder, answers: Sequence[ir.Value]) -> ir.Value:
         """Return the scores, `(rows,)`, computed by operators of a graph."""
         found: list[ir.Value] = []
         for place, kind in self.of_outputs:
@@ -93,25 +93,27 @@ class RowScore:
         return graph.add("Min", found)[0] if len(found) > 1 else found[0]
 
 
-class _Builder:
-    """Adds operators to a graph, or keeps them for a branch."""
+class GraphBuilder:
+    """Makes operators, which the caller adds to a graph or a branch, and constants of the graph."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph, self.nodes, self.count = graph, list[ir.Node](), 0
 
-    def name(self) -> str:
+    def _name(self) -> str:
         self.count += 1
         return f"{PREFIX}{self.count}"
 
     def constant(self, numbers: Any, dtype: type = np.int64) -> ir.Value:
-        return add_tensor(self.graph, self.name(), np.array(numbers, dtype))
+        """Store numbers in the graph; return their value."""
+        return add_tensor(self.graph, self._name(), np.array(numbers, dtype))
 
     def add(
         self, operator: str, inputs: Sequence[ir.Value], outputs: int = 1, **attributes: Any
     ) -> Sequence[ir.Value]:
+        """Make an operator; return the values that it writes."""
         node = ir.node(operator, inputs, attributes, num_outputs=outputs, name="")
         for value in node.outputs:
-            value.name = self.name()
+            value.name = self._name()
         self.nodes.append(node)
         return node.outputs
 
@@ -142,7 +144,7 @@ def joined(
     public = [str(value.name) for value in graph.outputs]
     _prefix_(small, "small_", {*public})
     _prefix_(large, "large_", {str(value.name) for value in values_in_order(large)})
-    add = _Builder(graph)
+    add = GraphBuilder(graph)
     answers = list(graph.outputs)
     sure = add.add("Greater", [score.build(add, answers), add.constant(threshold, np.float32)])
     # Not "less or equal": what is not a number falls back.

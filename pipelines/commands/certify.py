@@ -126,6 +126,7 @@ def certify(
             artifacts={**made, run.name: judged},
             baseline=plan.baseline,
             served_batch_size=pipeline.served_batch_size,
+            val_chose_nothing=judging.fingerprint() != run.lock.get("data"),
         )
 
         def evaluate(gate: Gate, before: Artifact, after: Artifact, context: Context) -> Verdict:

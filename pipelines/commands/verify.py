@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.atomic_files import sha256_of, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
@@ -306,7 +308,13 @@ def verify_command(
         lineage = artifact.manifest.lineage if artifact else ()
         if run and (own := run.verdicts.get(run.name)):
             own_certificate = {"data": run.lock.get("data") or "", "verdicts": own}
-            certificates = (Certificate.model_validate(own_certificate), *certificates)
+            try:
+                certificates = (Certificate.model_validate(own_certificate), *certificates)
+            except ValidationError as error:
+                raise ArtifactInvalid(
+                    f"{run.folder / REPORT}: verdicts of {run.name} are of another version; attest "
+                    "with the one that wrote them, or run the pipeline again"
+                ) from error
         lock = run.lock if run else None
         statement = statement_of(subjects, lineage, proof, lock, certificates)
         contents[attest] = (signed(statement, sign_key) if sign_key else statement) + b"\n"

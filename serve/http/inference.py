@@ -125,6 +125,7 @@ class Inference(Served):
                 shared.metrics.registry,
                 has_rows=model.interface.rows_stay_first,
                 joins_rows=not model.not_joined and model.signature.smallest_batch == 1,
+                is_busy=lambda: self.in_progress > 0,
             )
         self.tasks = set[asyncio.Task[Response]]()
 

@@ -1,4 +1,4 @@
-"""The process that answers requests again with the uncompressed model, and compares the answers.
+"""The process that looks at requests again: it compares the uncompressed model's answers to them.
 
 It runs at the lowest priority, on one thread: what it takes of the machine, no request could use.
 """
@@ -32,13 +32,12 @@ from compress.core.objectives.task import TASKS
 from compress.export.imported.exported_files import opened_artifact
 from compress.profiling.batch_dependence import numpy_call, seeded_rows
 from compress.serve.packaging.model_interface import REPORT
-from compress.serve.shadow.options import WRITE_SECONDS
-from compress.serve.shadow.state import ShadowState, Subject, now, read_state
+from compress.serve.shadow.drift import opened_drift
+from compress.serve.shadow.state import DriftState, ShadowState, Subject, now, read_state
 
 if TYPE_CHECKING:
     from compress.common.signature import Signature
-    from compress.profiling.batch_dependence import Call
-    from compress.serve.shadow.options import ShadowOptions
+    from compress.serve.shadow.options import Drawn, Judge, ShadowOptions
 
 LOCK_SECONDS = 10.0  # time for the process of a server that was stopped to let go of the state
 
@@ -75,59 +74,75 @@ def recorded_in(
 
 @dataclass
 class Comparison:
-    """Answers requests again, and keeps what comparing the answers has shown."""
+    """Looks at requests again, and keeps what that has shown."""
 
     file: Path
-    state: ShadowState
-    call: Call
-    names: Sequence[str]
-    """Of the outputs."""
-    context: Context
-    """The task and the metric, which say what is compared."""
+    state: ShadowState | DriftState
+    judge: Judge
+    most_rows: int | None = None
+    """Of a call; None for any number."""
     error: str = ""
     """The first failure of this process."""
 
-    def compare(self, arrays: Sequence[Any], served: Sequence[Any], row: int | None) -> None:
-        """Answer a request again, and compare a row of the answers, or the worst one."""
-        gate = self.state.of.gate
+    def compare(self, drawn: Sequence[Drawn], *, joins_rows: bool) -> None:
+        """Judge requests: with `joins_rows` each has one row, and those of one shape are joined."""
+        groups: dict[Any, list[Drawn]] = {}
+        for number, each in enumerate(drawn):
+            shapes = tuple(np.shape(array) for some in each[:2] for array in some)
+            groups.setdefault(shapes if joins_rows else number, []).append(each)
+        for group in groups.values():
+            size = self.most_rows or len(group)
+            for start in range(0, len(group), size):
+                self._judge(group[start : start + size])
+
+    def _judge(self, requests: Sequence[Drawn]) -> None:
         try:
             # What was sent is read-only, which torch warns of.
-            expected, got = (
-                dict(zip(self.names, map(torch.from_numpy, map(np.array, each)), strict=True))
-                for each in (self.call(*map(np.array, arrays)), served)
+            arrays, served = (
+                [
+                    np.concatenate(x) if len(x) > 1 else np.array(x[0])
+                    for x in zip(*side, strict=True)
+                ]
+                for side in ([r[0] for r in requests], [r[1] for r in requests])
             )
-            errors = gate.errors(expected, got, self.context)
-            worst = float(errors.max() if row is None else errors[row])
+            found, shared = self.judge(arrays, served)
+            if len(requests) == 1:  # a row of it, or the worst one
+                row = requests[0][2]
+                if row is None and self.state.of.reference:
+                    raise ValueError("axis 0 of its outputs does not count rows, as judged ones do")
+                found = [max(found) if row is None else found[row]]
+            states = self.state
+            for _, value in zip(requests, found, strict=True):
+                states = states.after(float(value), shared)
+            self.state = states
         except Exception as error:  # noqa: BLE001 - whatever a model raises for an input
+            if len(requests) > 1:  # perhaps for one of them alone
+                for request in requests:
+                    self._judge([request])
+                return
             self.error = self.error or f"{type(error).__name__}: {first_line(error)}"
             self.state = self.state.model_copy(update={"failed": self.state.failed + 1})
-        else:
-            self.state = self.state.after(worst > (gate.error or 0))
 
-    def publish(self, connection: Connection[Any, Any]) -> None:
-        """Write the state, and send what the server shows of it."""
+    def publish(self, connection: Connection[Any, Any], since: float) -> None:
+        """Write the state, and send what the server shows of it, and CPU seconds since a moment."""
         write_sealed(self.file, self.state)
-        content = self.state.figures() | {"error": self.error}
+        content = self.state.figures() | {"error": self.error, "alarm": self.state.alarm}
+        content["seconds"] = time.process_time() - since
         os.write(connection.fileno(), json.dumps(content).encode() + b"\n")
 
     def run(self, connection: Connection[Any, Any]) -> None:
-        """Compare what a server sends, until its end."""
-        written = time.monotonic()
+        """Look at what a server sends, until its end."""
         while True:
             try:
-                requests, dropped, request = connection.recv()
+                requests, dropped, joins_rows, count = connection.recv()
+                since = time.process_time()
+                drawn = [connection.recv() for _ in range(count)]
             except EOFError:
-                write_sealed(self.file, self.state)
                 return
-            was_broken = self.state.broken_at
             counts = {"requests": requests, "dropped": dropped}
             self.state = self.state.model_copy(update=counts)
-            if request is not None:
-                self.compare(*request)
-            is_late = time.monotonic() - written >= WRITE_SECONDS
-            if request is None or is_late or self.state.broken_at != was_broken:
-                self.publish(connection)
-                written = time.monotonic()
+            self.compare(drawn, joins_rows=joins_rows)
+            self.publish(connection, since)
 
 
 @contextmanager
@@ -136,16 +151,27 @@ def opened(
 ) -> Iterator[Comparison]:
     """Open the uncompressed model, and the state of what an artifact of this digest answers.
 
-    ArtifactInvalid, PipelineInvalid where one is missing, or does not fit.
+    With judged rows, open those in its place. ArtifactInvalid, PipelineInvalid where something is
+    missing, or does not fit.
     """
     where = options.artifact
     report = report or where.resolve().parent.parent / REPORT
     model, gate, task, metric = recorded_in(report, digest)
+    if options.reference is not None:
+        with (
+            _locked(options.state),
+            opened_artifact(where) as artifact,
+            opened_drift(artifact, digest, options.reference, task) as (fresh, judge),
+        ):
+            watched = read_state(options.state, fresh.of) or fresh
+            yield Comparison(options.state, watched, judge, artifact.signature.most_rows)
+        return
     if (path := options.model or model) is None or not path.exists():
         raise PipelineInvalid(
             f"{where}: the uncompressed model is needed to compare with, and "
             + (f"{path} is not there" if path else f"no report of a run ({report}) names one")
-            + "; name it with --shadow-model"
+            + "; name it with --shadow-model. Without one, --shadow-reference rows.npz, which the "
+            "artifact was judged on, lets inputs unlike them be found"
         )
     if options.percent is not None:
         gate = gate or MaxDisagreement(percent=1)
@@ -177,10 +203,18 @@ def opened(
         call = numpy_call(predict, own)
         call(*seeded_rows(own, own.smallest_batch))  # warms it up
         of = Subject(served=digest, uncompressed=opened_model.digest, gate=gate, task=task)
-        state = read_state(options.state, of) or ShadowState(of=of, since=now())
+        state = read_state(options.state, of) or ShadowState(of=of, since=now(), other=0)
         names = [output.name for output in own.outputs]
         context = Context(Path(), loss=loss, metric=metric)
-        yield Comparison(options.state, state, call, names, context)
+
+        def judge(arrays: list[Any], served: list[Any]) -> tuple[Any, tuple[()]]:
+            expected, got = (
+                dict(zip(names, map(torch.from_numpy, each), strict=True))
+                for each in (call(*arrays), served)
+            )
+            return gate.errors(expected, got, context), ()
+
+        yield Comparison(options.state, state, judge, own.most_rows)
 
 
 @contextmanager
@@ -212,7 +246,9 @@ def main() -> None:
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
         with opened(*connection.recv()) as comparison:
-            comparison.publish(connection)  # where that fails, no request was answered yet
+            comparison.publish(
+                connection, time.process_time()
+            )  # where that fails, no request was answered yet
             # Not before, as the server waits for what is above.
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             comparison.run(connection)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
-WRITE_SECONDS = 1.0
-"""Between two times that what was found is written, and shown in `/metrics`."""
+Drawn: TypeAlias = tuple[Sequence[Any], Sequence[Any], int | None]
+"""Inputs of a request, what was answered, and the row that counts; None for the worst."""
+Judge: TypeAlias = Callable[[list[Any], list[Any]], tuple[Any, Sequence[float]]]
+"""Returns a figure of each row of inputs and of what was answered, the largest of the worst, and
+figures of the whole call."""
 
 
 @dataclass(frozen=True)
@@ -23,5 +28,8 @@ class ShadowOptions:
     """The uncompressed model; by default what the run compared the artifact with."""
     percent: float | None = None
     """Limit of other answers; by default what the run's gate `max_disagreement` certified."""
+    reference: Path | None = None
+    """Rows that the artifact was judged on, which requests are compared with in place of answers
+    of an uncompressed model."""
     decides_readiness: bool = False
-    """Whether the server is not ready once the limit is broken."""
+    """Whether the server is not ready once there is an alarm."""

@@ -1,118 +1,228 @@
-"""What a server's comparisons have shown so far: counts, bounds and the verdict, kept in a file."""
+"""What a server's shadow has shown so far: counts, bounds and the verdict, kept in a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from bisect import bisect
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import read_sealed
-from compress.core.anytime_bounds import first_bets, held_back, next_bets, share_bounds
+from compress.core.anytime_bounds import (
+    first_bets,
+    first_rank_bets,
+    held_back,
+    next_bets,
+    next_rank_bets,
+    share_bounds,
+)
 from compress.core.gates.disagreement import MaxDisagreement
 
 KEPT_POINTS = 128
 """Most points of the history."""
+CONFIDENCE = 0.95
+"""Of the alarm that inputs differ."""
+WORST = 5
+"""Tensors that are listed."""
 
 
 class Subject(Settings):
-    """What is compared, and what counts as another answer."""
+    """What is watched, and against what."""
 
     served: str
     """Digest of the artifact that answers the clients."""
-    uncompressed: str
-    """Digest of the artifact that it is compared with."""
-    gate: MaxDisagreement
+    uncompressed: str = ""
+    """Digest of the artifact that it is compared with; empty without one."""
+    reference: str = ""
+    """SHA-256 of the file of rows that it was judged on, where inputs are compared with those."""
+    gate: MaxDisagreement | None = None
     """The limit that is watched, and the error of an answer that counts as another."""
     task: str | None = None
     """Kind of the answers; None for the label of the largest score."""
 
 
-class ShadowState(Settings):
-    """The comparisons of a server with the same two models, over all its restarts."""
+class WatchState(Settings):
+    """What the drawn requests of a server have shown, over all its restarts."""
 
     version: Literal[1] = 1
     of: Subject
     since: str
-    """When the comparison began, UTC."""
+    """When it began, UTC."""
     requests: int = 0
     """Requests that were answered."""
     dropped: int = 0
-    """Requests that were drawn and not compared: too many others waited."""
+    """Requests that were drawn and not looked at: too many others waited, or for too long."""
     failed: int = 0
-    """Requests that the uncompressed model could not answer, or not alike."""
+    """Requests that a model could not answer again, or not alike."""
     compared: int = 0
-    other: int = 0
-    """Compared requests that were answered otherwise."""
-    bets: tuple[float, ...] = tuple(first_bets())
+    bets: tuple[float, ...]
     broken_at: str = ""
-    """When the evidence sufficed that the share was above the limit, UTC; empty before that."""
-    history: tuple[tuple[int, int, int], ...] = ()
-    """Requests, compared and other ones at some moments, evenly spaced in compared ones."""
+    """When the evidence sufficed for the alarm, UTC; empty before that."""
+    history: tuple[tuple[int, int, float], ...] = ()
+    """Requests, compared ones, and of these the other ones (or the evidence, where there is no
+    uncompressed model) at some moments, evenly spaced in compared ones."""
 
-    def after(self, differs: bool) -> ShadowState:
-        """Return the state with one more comparison."""
-        bets, limit, broken_at = self.bets, self.of.gate.percent / 100, self.broken_at
-        if not broken_at:  # afterwards they would only grow, beyond all numbers
-            bets = tuple(next_bets([*bets], self.compared, differs, limit))
-        compared, other = self.compared + 1, self.other + differs
-        every = 1 << max(0, compared.bit_length() - KEPT_POINTS.bit_length() + 1)
-        history = self.history
-        if compared % every == 0:
-            history = (
-                *(point for point in history if point[1] % every == 0),
-                (self.requests, compared, other),
-            )
-        changed = {"compared": compared, "other": other, "bets": bets, "history": history}
+    def counted(self, bets: Sequence[float], **changed: Any) -> Self:
+        """Return the state with one more request, which changed this."""
+        compared, history = self.compared + 1, self.history
+        if self.broken_at:  # they would only grow, beyond all numbers
+            bets = self.bets
+        changed |= {"compared": compared, "bets": tuple(bets)}
         found = self.model_copy(update=changed)
-        if not broken_at and found.evidence >= found.needed_evidence:
+        if not self.broken_at and found.evidence >= self.needed_evidence:
             found = found.model_copy(update={"broken_at": now()})
-        return found
+        every = 1 << max(0, compared.bit_length() - KEPT_POINTS.bit_length() + 1)
+        if compared % every == 0:
+            thinned = (point for point in history if point[1] % every == 0)
+            point = self.requests, compared, changed.get("other", found.evidence)
+            history = (*thinned, point)
+        return found.model_copy(update={"history": history})
+
+    @property
+    def confidence(self) -> float:
+        """Probability that there is no alarm as long as nothing has changed."""
+        return self.of.gate.confidence if self.of.gate else CONFIDENCE
+
+    @property
+    def limit(self) -> float:
+        """Percent of requests that may differ; of scores all may."""
+        return self.of.gate.percent if self.of.gate else 100.0
 
     @property
     def evidence(self) -> float:
-        """Evidence that the share was above the limit; it suffices from then on."""
-        found = sum(self.bets) + held_back(self.compared, self.of.gate.percent / 100)
+        """Evidence for the alarm; it suffices from then on."""
+        found = sum(self.bets) + held_back(self.compared, self.limit / 100)
         return max(found, self.needed_evidence) if self.broken_at else found
 
     @property
     def needed_evidence(self) -> float:
         """Evidence that suffices."""
-        return 1 / (1 - self.of.gate.confidence)
+        return 1 / (1 - self.confidence)
 
-    def percents(self, compared: int, other: int) -> tuple[float, float, float]:
+    def figures(self) -> dict[str, Any]:
+        """Return the counts and the evidence."""
+        shown = set(WatchState.model_fields) - {"of", "bets", "history", "version"}
+        return self.model_dump(include=shown) | {"evidence": self.evidence}
+
+    def verdict(self, watched: str, suspected: str) -> Iterator[str]:
+        """Yield whether what is watched holds, the counts, the evidence, and what is compared."""
+        yield f"{watched}: " + (
+            f"broken since {self.broken_at}" if self.broken_at else "not broken"
+        )
+        yield f"requests since {self.since}: {self.requests}"
+        yield f"compared: {self.compared}; dropped: {self.dropped}; failed: {self.failed}"
+        yield (
+            f"evidence that {suspected}: {self.evidence:.3g}; {self.needed_evidence:.3g} suffices"
+        )
+        yield f"served: {self.of.served}"
+        against = "uncompressed" if self.of.uncompressed else "judged rows"
+        yield f"{against}: {self.of.uncompressed or self.of.reference}"
+
+
+class ShadowState(WatchState):
+    """The comparisons of a server with the same two models."""
+
+    other: int
+    """Compared requests that were answered otherwise."""
+    bets: tuple[float, ...] = tuple(first_bets())
+
+    def after(self, error: float, range_ends: Sequence[float] = ()) -> ShadowState:
+        """Return the state with one more answer, of this error."""
+        differs = error > ((self.of.gate and self.of.gate.error) or 0)
+        bets = next_bets([*self.bets], self.compared, differs, self.limit / 100)
+        return self.counted(bets, other=self.other + differs)
+
+    @property
+    def alarm(self) -> str:
+        """The alarm in a line; empty for none."""
+        return self.broken_at and (
+            f"certificate broken at {self.broken_at}: of {self.compared} compared requests "
+            f"{self.other} are answered otherwise than by the uncompressed model, and the limit is "
+            f"{self.limit:g} %"
+        )
+
+    def percents(self, compared: int, other: float) -> tuple[float, float, float]:
         """Return lower bound, share and upper bound after so many comparisons, in percent."""
-        low, high = share_bounds(other, compared, self.of.gate.confidence)
+        low, high = share_bounds(int(other), compared, self.confidence)
         return 100 * low, 100 * other / max(1, compared), 100 * high
 
     def figures(self) -> dict[str, Any]:
         """Return the counts, the bounds, the limit and the evidence."""
         low, share, high = self.percents(self.compared, self.other)
-        left_out = {"of", "bets", "history", "version"}
-        ends = {"lower": low, "share": share, "upper": high, "limit": self.of.gate.percent}
-        return self.model_dump(exclude=left_out) | ends | {"evidence": self.evidence}
+        ends = {"lower": low, "share": share, "upper": high, "limit": self.limit}
+        ends |= {"other": self.other, "certificate_broken": bool(self.broken_at)}
+        return super().figures() | ends
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict and the figures."""
-        found, sure = self.figures(), f"{100 * self.of.gate.confidence:g} %"
-        yield (
-            f"at most {found['limit']:g} % other answers: "
-            + (f"broken since {self.broken_at}" if self.broken_at else "not broken")
-        )
-        yield f"requests since {self.since}: {self.requests}"
-        yield f"compared: {self.compared}; dropped: {self.dropped}; failed: {self.failed}"
-        yield (
-            f"other answers: {self.other}, {found['share']:.3g} % (at all moments at once, with "
-            f"{sure} each: at least {found['lower']:.3g} %, at most {found['upper']:.3g} %)"
+        low, share, high = self.percents(self.compared, self.other)
+        yield from self.verdict(
+            f"at most {self.limit:g} % other answers", "the share was above the limit"
         )
         yield (
-            f"evidence that the share was above the limit: {self.evidence:.3g}; "
-            f"{self.needed_evidence:.3g} suffices"
+            f"other answers: {self.other}, {share:.3g} % (at all moments at once, with "
+            f"{100 * self.confidence:g} % each: at least {low:.3g} %, at most {high:.3g} %)"
         )
-        yield f"served: {self.of.served}"
-        yield f"uncompressed: {self.of.uncompressed}"
+
+
+class DriftState(WatchState):
+    """How far a server's inputs are like the rows that its artifact was judged on."""
+
+    score: str
+    """What each row was scored by."""
+    edges: tuple[float, ...]
+    """Between the bins of scores: percentiles of one half of the judged rows."""
+    bins: tuple[int, ...]
+    """Rows in each bin: of the other half, and those of the requests."""
+    bets: tuple[float, ...] = tuple(first_rank_bets())
+    range_ends: dict[str, tuple[float, float]]
+    """Of each end of a quantized tensor's range the share of the judged rows' values that are
+    there, and the sum of the requests' shares."""
+
+    def after(self, score: float, range_ends: Sequence[float] = ()) -> DriftState:
+        """Return the state with one more row, and the shares of its call."""
+        bins, place = [*self.bins], bisect(self.edges, score)
+        above = sum(bins[place + 1 :]) + random.random() * (bins[place] + 1)
+        bets = next_rank_bets([*self.bets], self.compared, above / (sum(bins) + 1))
+        bins[place] += 1
+        known = zip(self.range_ends.items(), range_ends, strict=True)
+        ends = {name: (judged, total + share) for (name, (judged, total)), share in known}
+        return self.counted(bets, bins=tuple(bins), range_ends=ends)
+
+    @property
+    def alarm(self) -> str:
+        """The alarm in a line; empty for none."""
+        return self.broken_at and (
+            f"inputs differ at {self.broken_at} from those that were judged: by {self.compared} "
+            f"requests {self.score} is distributed otherwise; that answers differ is not shown"
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counts, the evidence, and the share of values at the ends of ranges."""
+        count = max(1, self.compared)
+        return super().figures() | {
+            "inputs_differ": bool(self.broken_at),
+            "range_end": {name: total / count for name, (_, total) in self.range_ends.items()},
+            "range_end_judged": {name: judged for name, (judged, _) in self.range_ends.items()},
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict, the figures, and the ends with the most values more than judged."""
+        yield from self.verdict(
+            "inputs like those that were judged", f"{self.score} is distributed otherwise"
+        )
+        count, ends = max(1, self.compared), self.range_ends
+        worst = sorted(ends, key=lambda name: ends[name][0] - ends[name][1] / count)[:WORST]
+        for judged, total, name in ((*ends[name], name) for name in worst):
+            share = f"{100 * total / count:.3g} % of the values"
+            yield f"{name}: {share}, {100 * judged:.3g} % of the judged rows'"
+
+
+Watched: Any = ShadowState | DriftState
 
 
 def now() -> str:
@@ -120,13 +230,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(" ", "seconds")
 
 
-def read_state(file: Path, subject: Subject | None = None) -> ShadowState | None:
+def read_state(file: Path, subject: Subject | None = None) -> ShadowState | DriftState | None:
     """Return the state in a file; None where there is no file.
 
     ArtifactInvalid where it was changed by hand, or is of another `subject`.
     """
     try:
-        state = read_sealed(file, ShadowState)
+        state: ShadowState | DriftState = read_sealed(file, Watched)
     except FileNotFoundError:
         return None
     for name, expected in dict(subject or {}).items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import time
@@ -22,11 +23,14 @@ from compress.common.sealed_json import write_sealed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.serve.shadow.comparison import Comparison, opened
 from compress.serve.shadow.options import ShadowOptions
-from compress.serve.shadow.state import read_state
+from compress.serve.shadow.state import DriftState, Subject, read_state
 from tests.serve.served_here import Served, serving
 
 PATIENCE = 60
 """Seconds until what a server does beside its requests is done, however busy the machine is."""
+SIGNATURE = Signature(
+    inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="scores"),)
+)
 ALIKE, OTHERWISE = [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 2.0, 0.0]
 
 
@@ -93,11 +97,11 @@ def test_another_answer_alarms_and_stays_until_the_state_is_deleted(
         wait_until(lambda: shown(server)["shadow_compared"] == 40)
         assert shown(server) | {"shadow_other": 0, "certificate_broken": 0} == shown(server)
         assert readiness(server) == 200
-        while not shown(server)["certificate_broken"]:
+        for _ in range(20):
             status, answer = server.rows(OTHERWISE)
             assert status == 200
             assert answer["outputs"][0]["data"] == [1.0, 0.0], "the client gets the served answer"
-            assert shown(server)["shadow_requests"] < 400
+        wait_until(lambda: shown(server)["certificate_broken"])
         assert readiness(server) == 503
         found = shown(server)
         assert found["shadow_evidence"] >= 20
@@ -108,7 +112,11 @@ def test_another_answer_alarms_and_stays_until_the_state_is_deleted(
     with serving(small, *asked) as server:
         assert readiness(server) == 503
         assert shown(server)["shadow_requests"] > 40
+        before = shown(server)["shadow_compared"]
+        for _ in range(30):
+            assert server.rows(ALIKE)[0] == 200
         end(server)
+    assert read_state(state).compared == before + 30, "what waits at a stop is compared"
     page = small.with_name("page.html")
     with pytest.raises(SystemExit) as ended:
         cli.app(["monitor", str(state), "--json", "--html", str(page)])
@@ -150,16 +158,13 @@ def opened_for(
     """Open what a server's process would."""
     state = small.with_name("state.json")
     options = ShadowOptions(artifact=small, share=1.0, state=state, model=other, percent=percent)
-    signature = Signature(
-        inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="scores"),)
-    )
-    return opened(options, None, digest, signature)
+    return opened(options, None, digest, SIGNATURE)
 
 
 def compare(comparison: Comparison, *rows: list[float], row: int | None = None) -> None:
     """Compare the served net's answer to some rows."""
     x = np.array(rows, np.float32)
-    comparison.compare([x], [x[:, :2]], row)
+    comparison.compare([([x], [x[:, :2]], row)], joins_rows=False)
 
 
 def test_the_drawn_row_is_compared_or_the_worst_and_failures_are_counted(nets) -> None:
@@ -170,8 +175,9 @@ def test_the_drawn_row_is_compared_or_the_worst_and_failures_are_counted(nets) -
         compare(comparison, OTHERWISE, ALIKE)
         compare(comparison, ALIKE, ALIKE)
         assert (comparison.state.compared, comparison.state.other) == (4, 2)
-        comparison.compare([np.zeros((1, 5), np.float32)], [np.zeros((1, 2), np.float32)], 0)
-        comparison.compare([np.zeros((1, 4), np.float32)], [np.zeros((1, 3, 2), np.float32)], 0)
+        for inputs, outputs in (((1, 5), (1, 2)), ((1, 4), (1, 3, 2))):
+            arrays = [np.zeros(inputs, np.float32)], [np.zeros(outputs, np.float32)]
+            comparison.compare([(*arrays, 0)], joins_rows=False)
         assert (comparison.state.compared, comparison.state.failed) == (4, 2)
         assert comparison.error
         write_sealed(comparison.file, comparison.state)
@@ -179,6 +185,138 @@ def test_the_drawn_row_is_compared_or_the_worst_and_failures_are_counted(nets) -
             ExitStack().enter_context(opened_for(*nets))
     with opened_for(*nets) as comparison:
         assert (comparison.state.compared, comparison.state.other) == (4, 2), "it goes on"
+
+
+def test_rows_of_one_shape_are_answered_in_one_call(nets) -> None:
+    with opened_for(*nets) as comparison:
+        calls, judge = [], comparison.judge
+
+        def counting(arrays: list, served: list) -> Any:
+            calls.append(len(arrays[0]))
+            return judge(arrays, served)
+
+        comparison.judge = counting
+        rows = [ALIKE] * 7 + [OTHERWISE] * 3
+        drawn: list = [([x], [x[:, :2]], 0) for x in np.array(rows, np.float32)[:, None]]
+        comparison.compare(drawn, joins_rows=True)
+        assert calls == [10]
+        assert (comparison.state.compared, comparison.state.other) == (10, 3)
+        # One that fails takes no other with it, and one of another shape is asked by itself.
+        wrong = [np.zeros((1, 4), np.float32)], [np.zeros((1, 2, 2), np.float32)], 0
+        comparison.judge = lambda arrays, served: (
+            1 / 0 if len(served[0]) > 1 else judge(arrays, served)
+        )
+        comparison.compare([*drawn, wrong], joins_rows=True)
+        assert (comparison.state.compared, comparison.state.other) == (20, 6)
+        assert comparison.state.failed == 1
+        comparison.judge, comparison.most_rows = counting, 4
+        calls.clear()
+        comparison.compare(drawn, joins_rows=True)
+        comparison.compare(drawn[:2], joins_rows=False)
+        assert calls == [4, 4, 2, 1, 1]
+
+
+def quantized(file: Path) -> Path:
+    """Write a file that rounds x to steps of .02 from -2.56 to 2.54, and scores x0 and x1."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["integers"]),
+            helper.make_node("DequantizeLinear", ["integers", "scale", "zero"], ["rounded"]),
+            helper.make_node("MatMul", ["rounded", "matrix"], ["scores"]),
+        ],
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", 2])],
+        [
+            onnx.numpy_helper.from_array(np.float32(0.02), "scale"),
+            onnx.numpy_helper.from_array(np.int8(0), "zero"),
+            onnx.numpy_helper.from_array(np.eye(4, 2, dtype=np.float32), "matrix"),
+        ],
+    )
+    opset = [helper.make_opsetid("", 18)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), file)
+    return file
+
+
+def normal_rows(count: int, spread: float = 1.0) -> np.ndarray:
+    return (spread * np.random.default_rng(count).standard_normal((count, 4))).astype(np.float32)
+
+
+def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small, rows = quantized(tmp_path / "small.onnx"), tmp_path / "rows.npz"
+    np.savez(rows, x=normal_rows(1000))
+    state, page = tmp_path / "state.json", tmp_path / "page.html"
+
+    def opening() -> AbstractContextManager[Comparison]:
+        options = ShadowOptions(artifact=small, share=1.0, state=state, reference=rows)
+        return opened(options, None, "0" * 64, SIGNATURE)
+
+    def ask(comparison: Comparison, count: int, spread: float) -> None:
+        counts = {"requests": comparison.state.requests + 100 * count}
+        comparison.state = comparison.state.model_copy(update=counts)
+        drawn = [([x], [x[:, :2]], 0) for x in normal_rows(count, spread)[:, None]]
+        comparison.compare(drawn, joins_rows=True)
+
+    with opening() as comparison:
+        judged = comparison.state.figures()["range_end_judged"]
+        assert 0 < judged["x, largest"] < 0.02
+        assert 0 < judged["x, smallest"] < 0.02
+        ask(comparison, 300, 1.0)
+        assert not comparison.state.alarm
+        assert comparison.state.figures()["range_end"]["x, largest"] < 0.02
+        write_sealed(comparison.file, comparison.state)
+    with opening() as comparison:
+        assert comparison.state.compared == 300, "it goes on"
+        ask(comparison, 200, 4.0)
+        assert comparison.state.alarm.startswith("inputs differ at 2")
+        assert "certificate" not in comparison.state.alarm
+        assert json.loads(json.dumps(comparison.state.figures()))["inputs_differ"]
+        assert comparison.state.figures()["range_end"]["x, largest"] > 0.05
+        comparison.compare([([x := normal_rows(2)], [x[:, :2]], None)], joins_rows=False)
+        assert comparison.state.failed == 1, "rows alone are like the judged ones"
+        write_sealed(comparison.file, comparison.state)
+    with pytest.raises(SystemExit) as ended:
+        cli.app(["monitor", str(state), "--html", str(page)])
+    assert ended.value.code == 3
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].startswith("inputs like those that were judged: broken since ")
+    worst = r"^x, (smallest|largest): .* % of the values, .* % of the judged rows'$"
+    assert re.search(worst, lines[-2])
+    assert "Evidence that scores of requests" in page.read_text()
+    np.savez(rows, x=normal_rows(1001))
+    with pytest.raises(ArtifactInvalid, match="is of reference"):
+        opening().__enter__()
+    for given, match in (
+        ({"x": normal_rows(20)}, "rows.npz: has 20 rows, expected 100 or more"),
+        ({"x": normal_rows(200)[:, :, None]}, r"x has shape .* expected \['batch', 4\]"),
+        ({"y": normal_rows(200)}, r"the inputs are .*'y'.*, expected \['x'\]"),
+    ):
+        np.savez(rows, **given)
+        with pytest.raises(PipelineInvalid, match=match):
+            opening().__enter__()
+
+
+def test_few_judged_rows_raise_no_false_alarms() -> None:
+    rng, alarms = np.random.default_rng(0), 0
+    random.seed(0)
+    for _ in range(40):
+        judged = rng.standard_normal(100)
+        edges = np.quantile(judged[::2], np.linspace(0, 1, 17)[1:-1])
+        bins = np.bincount(np.searchsorted(edges, judged[1::2]), minlength=17)
+        state = DriftState(
+            of=Subject(served="1", reference="2"),
+            since="now",
+            score="margin",
+            edges=tuple(edges),
+            bins=tuple(bins.tolist()),
+            range_ends={},
+        )
+        for score in rng.standard_normal(400):
+            state = state.after(score)
+        alarms += bool(state.alarm)
+    assert alarms <= 4
 
 
 def test_a_state_is_shown_as_text_json_and_a_page(
@@ -204,7 +342,7 @@ def test_the_history_is_thinned_evenly(nets) -> None:
     with opened_for(*nets) as comparison:
         for number in range(1, 3001):
             counts = {"requests": 100 * number}
-            comparison.state = comparison.state.model_copy(update=counts).after(False)
+            comparison.state = comparison.state.model_copy(update=counts).after(0.0)
         history = comparison.state.history
         assert 64 <= len(history) <= 128
         assert {b[1] - a[1] for a, b in pairwise(history)} == {32}
@@ -243,7 +381,7 @@ def test_what_cannot_be_compared_is_refused(nets) -> None:
     small, other = nets
     integers = net(small.with_name("integers.onnx"), 1.0, TensorProto.INT64)
     for opening, match in (
-        (opened_for(small, None), "no report of a run .* names one; name it with --shadow-model"),
+        (opened_for(small, None), "no report of a run .* names one; .* --shadow-reference"),
         (opened_for(small, small.with_name("absent.onnx")), "absent.onnx is not there"),
         (opened_for(small, other, None), "give --shadow-limit 1%"),
         (opened_for(small, integers), "takes .*float32.* and the model to compare it with"),
@@ -258,6 +396,7 @@ def test_what_cannot_be_compared_is_refused(nets) -> None:
         (["--shadow", "1"], "--shadow 1: expected a percentage above 0, as in 1%"),
         (["--shadow", "0%"], "--shadow 0%: expected"),
         (["--shadow", "1%", "--shadow-limit", "5"], "--shadow-limit 5: expected"),
+        (["--shadow", "1%", "--shadow-reference", "x", "--shadow-limit", "1%"], "leave them out"),
         (["--shadow-readiness"], "needs the share of requests: --shadow 1%"),
         (["--shadow", "1%", "--processes", "2"], "serve it alone"),
         (["--shadow", "1%", "two=absent"], "serve it alone"),

@@ -101,7 +101,8 @@ class MaxDisagreement(Gate):
     def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound:
         """Compare both models' answers to each sample of `val`."""
         # All of them where a run judges quickly, too: 16 show nothing.
-        context = replace(context.without_choosing_samples(after), is_quick=False)
+        judging = context.without_choosing_samples(after)
+        is_half, context = judging is not context, replace(judging, is_quick=False)
         kind, names = _errors_of(context.task), [spec.name for spec in before.signature.outputs]
         errors, classes, count = list[torch.Tensor](), list[torch.Tensor](), 0
         for pair in paired_outputs(before, after, context):
@@ -132,7 +133,7 @@ class MaxDisagreement(Gate):
             measured=100 * changed / samples,
             samples=samples,
             changed=changed,
-            is_half=after.is_cascade,
+            is_half=is_half,
             confidence=self.confidence,
             method=CLOPPER_PEARSON,
             classes=of_class,

@@ -383,10 +383,10 @@ class MaxDrop(_MetricGate):
         """Return the upper bound of the loss in points; None without `confidence`."""
         if self.confidence is None:
             return None
-        context = context.without_choosing_samples(after)
-        scores = (context.score_by_sample(model) for model in (before, after))
+        judging = context.without_choosing_samples(after)
+        scores = (judging.score_by_sample(model) for model in (before, after))
         bound = next(scores).drop_bound(next(scores), self.confidence)
-        return bound.model_copy(update={"is_half": after.is_cascade})
+        return bound.model_copy(update={"is_half": judging is not context})
 
     def unmet_by(self, context: Context) -> Iterator[Unmet]:
         """Yield that `val` is too small to show the limit, even if no sample changes."""

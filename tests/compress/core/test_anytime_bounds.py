@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from compress.core.anytime_bounds import first_bets, held_back, next_bets, share_bounds
+from compress.core.anytime_bounds import (
+    first_bets,
+    first_rank_bets,
+    held_back,
+    next_bets,
+    next_rank_bets,
+    share_bounds,
+)
 
 
 def evidence(answers, limit: float) -> list[float]:
@@ -79,3 +86,25 @@ def test_a_lower_bound_above_the_limit_is_an_alarm() -> None:
             assert max(found[: n + 1]) >= 20
             return
     raise AssertionError("no bound was above the limit")
+
+
+def test_bets_on_ranks_gain_nothing_where_these_are_uniform_and_find_what_moves() -> None:
+    rng, streams = np.random.default_rng(0), 400
+    found, alarms = {}, {}
+    for name in ("uniform", "low", "middle"):
+        bets, reached = first_rank_bets(), np.zeros(streams, bool)
+        for number in range(400):
+            rank = rng.random(streams)
+            if name == "low" and number >= 100:
+                rank = rank**1.5
+            if name == "middle" and number >= 100:
+                rank = 0.5 + (rank - 0.5) * 0.6
+            bets = next_rank_bets(bets, number, rank)
+            evidence = sum(bets) + held_back(number + 1, 1)
+            reached |= evidence >= 20
+            if number == 20:
+                found[name] = evidence.mean()
+        alarms[name] = reached.mean()
+    assert found["uniform"] == pytest.approx(1, abs=0.15), "the mean stays what it was"
+    assert alarms["uniform"] <= 0.05
+    assert min(alarms["low"], alarms["middle"]) > 0.9

@@ -223,6 +223,9 @@ def test_gates_judge_the_half_that_chose_nothing(tmp_path: Path, exported, casca
     assert verdict.bound.samples == SAMPLES // 2
     assert verdict.bound.changed == model.manifest.facts["cascade"]["confirmed_on"]["changed"]
     assert "the half of val that chose nothing" in verdict.basis()
+    new = gates[0].evaluate(large, model, replace(made, val_chose_nothing=True))
+    assert new.bound.samples == SAMPLES
+    assert "half" not in new.basis()
     assert (
         MaxDrop(points=9, confidence=0.95).evaluate(large, model, made).bound.samples
         == SAMPLES // 2

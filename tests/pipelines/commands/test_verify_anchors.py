@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
+from compress.common.sealed_json import read_report, write_report
 from compress.pipelines.commands.verify import VerifierInputs, check_file_anchors, verify_command
 from compress.serve import attestation
 from compress.serve.attestation import MODEL_SIGNATURE, Attestation, read_attestation, statement_of
@@ -244,6 +245,18 @@ def test_a_renamed_file_is_known_by_its_digest_but_not_as_another_one(tmp_path: 
             check_file_anchors(Path("model.mar"), own, VerifierInputs(attestation=named))
     with pytest.raises(ArtifactInvalid, match=r"the attestation does not name model\.mar"):
         check_file_anchors(Path("model.mar"), own, VerifierInputs(attestation=statement(x=other)))
+
+
+def test_verdicts_of_a_newer_report_are_one_clear_line(project, tmp_path: Path) -> None:
+    report, lock = read_report(project.out / "report.json")
+    (stage,) = (s for s in report["stages"] if s["name"] == "export_onnx")
+    stage["verdicts"][0]["of_a_newer_version"] = 1
+    write_report(project.out / "report.json", report, lock)
+    with pytest.raises(
+        ArtifactInvalid, match=r"report\.json: verdicts of export_onnx are of anoth"
+    ):
+        verify_command(project.out / "artifacts" / "export_onnx", attest=tmp_path / "made.json")
+    assert not (tmp_path / "made.json").exists()
 
 
 def test_no_attestation_holds_a_local_path(project, tmp_path: Path, keys) -> None:
