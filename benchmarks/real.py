@@ -339,7 +339,7 @@ def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespa
     lines += [_line(["", "equal labels", "multiply-accumulates", "CPU s"]), "|---|---|---|---|"]
     pipeline, out = work / "pruned.yaml", work / "pruned"
     stage = f"stage: prune_channels, target: {{macs: {given.prune}}}, scope: global"
-    stage += f", importance: obs, refit: true, calibration_samples: {model.sizes[0]}"
+    stage += f", importance: obs, refit: true, calibration_samples: {model.sizes[0]}{model.pruning}"
     pipeline.write_text(f"{head}stages:\n  - {{name: smaller, {stage}}}\n")
     command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
     made = out / "artifacts" / "smaller"
@@ -354,7 +354,8 @@ def pruned(model: RealModel, packages: Path, work: Path, given: argparse.Namespa
         equal = float((labels == data["test.target.0"]).double().mean())
         share = smaller.macs() / source.macs()
         seconds = f"{cost.cpu_seconds:.0f}" if isinstance(cost, Cost) else ""
-        name = "**compress**, `obs` and `refit`, judged"
+        name = f"**compress**, `obs` and `refit`{model.pruning.replace(', ', ', `', 1)}"
+        name += f"{'`' * bool(model.pruning)}, judged"
         lines.append(_line([name, _number(equal, "percent"), f"{share:.2f}", seconds]))
     return "\n".join([*lines, *torch_pruning(model, packages, work, given, data)])
 
