@@ -82,7 +82,8 @@ The row of EfficientNet-Lite1 with `corrections: auto` is from before `rounding:
 
 Where channels are removed without training, the 256 crops are of eight photographs, and those
 that are scored of seven others, so that a photograph more or less is up to 14 points;
-another draw of crops gave 41.6 %. In the row of EfficientNet-Lite0 `include` leaves the channels of residual sums
+another draw of crops gave 41.6 %. In the row of EfficientNet-Lite0 `include` leaves the channels
+of residual sums
 alone, which Torch-Pruning's documented recipe does not. Without it 27.3 % of the labels are
 equal, and 22.1 % were when `obs` took errors relative to each layer's own output. How errors are
 weighted, and `include`, were chosen among some fifteen variants by labels of these same scored
