@@ -59,6 +59,8 @@ class RealModel:
     ours: dict[str, str]
     """Name of a row → the settings of our stage."""
     arguments: dict[str, str]
+    pruning: str = ""
+    """Further settings of `prune_channels`, in YAML."""
     checkpoint: str | None = None
     """File of the weights in the packages; the factory's own, seeded, without."""
     labels: bool = False
@@ -119,6 +121,7 @@ def _lite(number: int) -> RealModel:
         recipe="static",
         ours=STATIC,
         arguments={"name": name},
+        pruning=", include: ['*_expand_conv']",
         checkpoint=f"{package}/models/{name}-{weights}.pth",
         labels=True,
     )

@@ -91,8 +91,8 @@ class ChannelSelection(Settings):
     importance: Criterion = "l2"
     """How channels are ranked. By weights: `l1` or `l2` norm, `fpgm` (distance to the others),
     `lamp`, `bn_scale`, `random`. By calibration samples: `taylor` and `hessian` (change of the
-    loss, or of the outputs without labels), `wanda` (weight times activation), `obs` (error that
-    the next layers cannot compensate)."""
+    loss, or of the outputs without labels), `wanda` (weight times activation), `obs` (change
+    of the outputs that the next layers cannot compensate)."""
     scope: Literal["uniform", "global", "isomorphic"] = "uniform"
     """Among which channels the least important are selected: within each group of coupled channels
     (`uniform`), among all (`global`), or among groups of the same structure (`isomorphic`). With a

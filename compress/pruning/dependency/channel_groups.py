@@ -235,14 +235,14 @@ class AxisGraph:
 
     def kept(self, removed: Iterable[int]) -> Kept:
         """Compute the indices that stay when classes are removed, for every tensor that shrinks."""
-        removed_classes = torch.tensor(sorted(removed), dtype=torch.int64)
+        stays = torch.ones(self.class_count, dtype=torch.bool)
+        stays[torch.tensor([*removed], dtype=torch.int64)] = False
         kept: Kept = {}
         for (tensor, axis), classes in self.classes.items():
-            is_removed = torch.isin(classes, removed_classes)
-            if is_removed.any():
-                stays = tuple((~is_removed).nonzero().flatten().tolist())
+            if not (left := stays[classes]).all():
+                indices = tuple(left.nonzero().flatten().tolist())
                 for name in self.names[tensor]:
-                    kept.setdefault(name, {})[axis] = stays
+                    kept.setdefault(name, {})[axis] = indices
         return kept
 
 

@@ -283,7 +283,41 @@ def test_wanda_adds_up_what_several_layers_read() -> None:
 
 
 def regression_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    return float((x @ torch.linalg.lstsq(x, y).solution - y).square().sum() / y.square().sum())
+    return float((x @ torch.linalg.lstsq(x, y).solution - y).square().sum() / len(y))
+
+
+def slope_roots(net: nn.Module, weight: str, batch: Batch) -> torch.Tensor:
+    """Return what an error of each output channel of a layer is multiplied by."""
+    found = scores_module.mean_square_slopes(net, [weight], ScoringSamples([batch]))
+    return found[weight].sqrt()
+
+
+def test_slopes_are_the_mean_square_change_of_the_outputs() -> None:
+    net, batch = line(4, 6, 3), samples(4000, 4)
+    root = slope_roots(net, "0.weight", batch)
+    with torch.no_grad():
+        hidden = torch.tanh(net[0](batch.inputs[0][: scores_module.SLOPE_SAMPLES]))
+        jacobian = net[2].weight * (1 - hidden.square())[:, None]  # [samples, outputs, channels]
+    expected = jacobian.square().sum((0, 1))
+    # Each sample has one random direction, whose square is the mean over all alone.
+    torch.testing.assert_close(root.square(), expected, rtol=0.8, atol=0)
+    assert root.argmax() == expected.argmax()
+
+
+def test_obs_takes_errors_relative_to_a_layers_own_outputs_where_nothing_is_differentiated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scores_module, "RIDGE", 1e-12)
+
+    class Labels(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).argmax(1)
+
+    batch = samples(40, 4)
+    net = Labels(*line(4, 6, 3)).eval()
+    found = scores(net, "obs", 4, batches=[batch])
+    net[2].weight.data *= 10
+    torch.testing.assert_close(scores(net, "obs", 4, batches=[batch]), found)
 
 
 def test_obs_is_the_rise_of_the_squared_error_by_brute_force(
@@ -293,7 +327,7 @@ def test_obs_is_the_rise_of_the_squared_error_by_brute_force(
     net, batch = line(4, 6, 3), samples(40, 4)
     with torch.no_grad():
         x = torch.tanh(net[0](*batch.inputs))
-        y = F.linear(x, net[2].weight)
+        y = F.linear(x, net[2].weight) * slope_roots(net, "2.weight", batch)
     left, errors = list(range(6)), []
     found = scores(net, "obs", 4, batches=[batch])
     while len(left) > 1:  # the cheapest leaves, the others adapt
@@ -303,9 +337,10 @@ def test_obs_is_the_rise_of_the_squared_error_by_brute_force(
         left.remove(cheapest)
     assert found.argsort().tolist()[:5] == [channel for channel, _ in errors]
     first, error = errors[0]
-    assert float(found[first]) == pytest.approx(error, rel=1e-6)
+    unseen = 1 / (1 - 6 / 40) ** 2  # of 6 columns by 40 positions
+    assert float(found[first]) == pytest.approx(unseen * error, rel=1e-6)
     totals = [0.0, *(error for _, error in errors)]
-    rises = [after - before for before, after in pairwise(totals)]
+    rises = [unseen * (after - before) for before, after in pairwise(totals)]
     rises = list(accumulate(rises, max))[1:]  # so that the order is that of leaving
     assert found[[c for c, _ in errors[1:]]].tolist() == pytest.approx(rises, rel=1e-6)
 
@@ -339,17 +374,21 @@ def test_obs_of_a_convolution_takes_its_whole_window(groups: int) -> None:
     with torch.no_grad():
         hidden = net[1](net[0](*batch.inputs))
         y = F.conv2d(hidden, net[2].weight, groups=groups)
+    root = slope_roots(net, "2.weight", batch)
     first = int(found.argmin())
+    unseen = 1 / (1 - 72 / groups / 240) ** 2  # of 72 columns by four positions of 60 samples
     error = 0.0
     per_group = 8 // groups
     for group in range(groups):
         own = [c for c in range(per_group) if c != first]
         x = F.unfold(hidden[:, [group * per_group + c for c in own]], 3)
         x = x.transpose(1, 2).reshape(-1, len(own) * 9)
-        wanted = y[:, group * 6 // groups : (group + 1) * 6 // groups].permute(0, 2, 3, 1)
+        wanted = (y * root[:, None, None])[
+            :, group * 6 // groups : (group + 1) * 6 // groups
+        ].permute(0, 2, 3, 1)
         wanted = wanted.reshape(len(x), -1)
         error += float((x @ torch.linalg.lstsq(x, wanted).solution - wanted).square().sum())
-    assert float(found[first]) == pytest.approx(error / float(y.square().sum()), rel=0.02)
+    assert float(found[first]) == pytest.approx(unseen * error / y[:, 0].numel(), rel=0.02)
 
 
 def test_obs_keeps_one_of_two_equal_channels() -> None:
