@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import logging
+import math
 import re
 import sys
 import traceback
@@ -58,6 +59,7 @@ SAME_NUMBERS = {
 # torch.export's error where a graph is valid for some sizes of an axis only, and the bound that it
 # suggests: both exist as text alone.
 SOME_SIZES = re.compile(r"in the specified range (\S.* )?satisfy the generated guard")
+INNER_SIZE = re.compile(r"generated guard .* // \d+\)+ != 1")
 LONGER = 8  # times an axis is in a second example
 LARGEST = re.compile(r"^ *(\w+) = Dim\('\1', (?:min=\d+, )?max=(\d+)\)$", re.MULTILINE)
 
@@ -123,10 +125,13 @@ def trace(
             if not SOME_SIZES.search(str(error)):
                 raise
             limits = {axis: int(most) for axis, most in LARGEST.findall(str(error))}
+            has_inner_sizes = INNER_SIZE.search(str(error)) is not None
         limits.pop(signature.batch_axis or "", None)  # no model means a bound of its batch
-        if limits and max(limits.values()) <= LONGER * EXAMPLE_LENGTH:
+        largest = max(limits.values(), default=math.inf)
+        if largest <= LONGER * EXAMPLE_LENGTH and (has_inner_sizes or largest < 2 * EXAMPLE_LENGTH):
             # An inner size that is 1 in the example is taken for 1: (width - 1) // 8 + 1 == 1 up to
-            # 8. Where the model takes more, a larger example has no such sizes.
+            # 8. Where the model takes more, a larger example has no such sizes. Larger limits are
+            # more likely those of the model's own code, such as a branch on the length.
             sizes = {axis: signature.bounds(axis).nearest(LONGER * n) for axis, n in limits.items()}
             longer = signature.example(sizes=sizes)
             with contextlib.suppress(Exception):
