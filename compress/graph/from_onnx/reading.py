@@ -158,7 +158,10 @@ def _takes_versions(function: ir.Function, versions: dict[str, int]) -> bool:
     # ONNX keeps a body at the version that introduced its operator, and onnx-ir inlines equal ones.
     # Later versions of most operators take more types, inputs or attributes, the rest as before.
     own = function.opset_imports
+    both = own.keys() & versions.keys()
     for node in function:
+        if node.domain not in both:
+            continue
         old, new = (
             onnx.defs.get_schema(node.op_type, known[node.domain], node.domain)
             for known in (own, versions)
@@ -169,7 +172,7 @@ def _takes_versions(function: ir.Function, versions: dict[str, int]) -> bool:
                 return False
         if [x.name for x in old.inputs] != [x.name for x in new.inputs][: len(old.inputs)]:
             return False
-    own.update({domain: versions[domain] for domain in own})
+    own.update({domain: versions[domain] for domain in both})
     return True
 
 
