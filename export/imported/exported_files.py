@@ -26,7 +26,7 @@ from compress.common.signature import (
     TensorSpec,
     refuse_double_names,
 )
-from compress.export.imported.taken_sizes import with_taken_sizes
+from compress.export.imported.taken_sizes import LARGEST_CALLED, with_taken_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +111,11 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
         return None
     if kind == "onnx":
         declared = read_in_child(str(file), lambda: _onnx_signature(file), file)
-        if not {*declared.dynamic_axes} - {declared.batch_axis}:
+        parts = _with_weights(file)
+        is_large = sum(part.stat().st_size for part in parts) > LARGEST_CALLED
+        if is_large or not {*declared.dynamic_axes} - {declared.batch_axis}:
             return declared
-        taken = partial(with_taken_sizes, file, declared)
-        return read_in_child(str(file), taken, *_with_weights(file))
+        return read_in_child(str(file), partial(with_taken_sizes, file, declared), *parts)
     from compress.export.imported.pt2_files import signature_of_program
 
     return read_in_child(str(file), lambda: signature_of_program(file), file)

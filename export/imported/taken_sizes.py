@@ -13,12 +13,14 @@ SIZES = (8, 16, 32, 64, 128, 256, 512)
 """Sizes that are tried, of all axes but the batch at once: networks halve their inputs up to nine
 times, and join halves that must fit."""
 
+LARGEST_CALLED = 2**30  # bytes of a model that is called to find sizes: it is in memory twice
+
 
 def with_taken_sizes(file: Path, signature: Signature) -> Signature:
     """Return the signature with what the file says of no axis: its smallest size, its multiple.
 
-    An axis of which it takes one size alone gets the number in place of the name. The signature is
-    unchanged where the file answers at sizes of any kind, or at none that is tried.
+    A batch of which it takes one sample alone gets the number in place of the name. An axis is left
+    as it is where the file takes no other size of it alone, as it may have to equal another one.
     """
     import onnxruntime
     import torch
@@ -55,25 +57,25 @@ def with_taken_sizes(file: Path, signature: Signature) -> Signature:
     if usual is None:
         return signature
     found = {axis: bounds_of(axis, usual, takes) for axis in others}
-    fixed = {axis: usual[axis] for axis, bounds in found.items() if bounds is None}
-    if batch and usual[batch] == 1:
-        fixed[batch] = 1
-    bounded = {axis: bounds for axis, bounds in found.items() if bounds not in (None, AxisBounds())}
+    bounded = {axis: bounds for axis, bounds in found.items() if bounds != AxisBounds()}
+    one_alone = batch and usual[batch] == 1
     inputs = tuple(
-        spec.model_copy(update={"shape": tuple(fixed.get(str(a), a) for a in spec.shape)})
+        spec.model_copy(update={"shape": tuple(1 if a == batch else a for a in spec.shape)})
         for spec in signature.inputs
     )
-    return signature.model_copy(update={"inputs": inputs, "axes": bounded})
+    return signature.model_copy(
+        update={"inputs": inputs if one_alone else signature.inputs, "axes": bounded}
+    )
 
 
 def bounds_of(
     axis: str, usual: Mapping[str, int], takes: Callable[[Mapping[str, int]], bool]
-) -> AxisBounds | None:
-    """Return the sizes that an axis may have, the others at sizes that fit; None for one alone."""
+) -> AxisBounds:
+    """Return the sizes that an axis may have, the others at sizes that fit."""
     size, step = usual[axis], 1
     while not takes({**usual, axis: size + step}):
         if step == size:
-            return None
+            return AxisBounds()
         step *= 2
     # At the smallest size an inner one is 1, which torch.export takes for a constant.
     if step > 1:
