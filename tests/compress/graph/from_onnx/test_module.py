@@ -78,7 +78,8 @@ def test_layers_have_the_names_of_their_weights(file: Path) -> None:
 def test_a_file_and_its_module_answer_alike_at_any_size(file: Path) -> None:
     module = load(file)
     sizes = [(1, 3, 8, 8), (3, 3, 5, 9)]
-    assert prove(module, file, [(torch.randn(size),) for size in sizes]) < 1e-6
+    # Sums in another order; a wrong operator would differ by tenths.
+    assert prove(module, file, [(torch.randn(size),) for size in sizes]) < 1e-5
 
 
 def test_a_module_is_rebuilt_from_its_packed_graph(file: Path) -> None:
@@ -184,7 +185,8 @@ def test_operators_that_onnx_defines_by_older_ones_are_expanded(tmp_path: Path) 
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 12)])
     onnx.save(model, tmp_path / "file.onnx")
     module = load(tmp_path / "file.onnx")
-    assert prove(module, tmp_path / "file.onnx", [(torch.randn(3, 4),)]) < 1e-6
+    rows = torch.linspace(-1, 2, 12).reshape(3, 4)
+    assert prove(module, tmp_path / "file.onnx", [(rows,)]) < 1e-6
 
 
 def test_weights_in_a_file_beside_it_are_mapped_and_the_graph_lives_without_them(
