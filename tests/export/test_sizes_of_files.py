@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import nn
 
 import compress
+from compress.common.forward import accept_any_batch
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.export.imported.exported_files import import_file, signature_of
 from compress.graph.torch_export import export_program
@@ -106,6 +107,13 @@ def test_the_smallest_size_and_a_fixed_batch_are_found(tmp_path: Path) -> None:
     assert signature.inputs[0].shape == (1, 2, "length")
     # Twice the 5 that it takes, where one number is left to pool.
     assert signature.axes == {"length": AxisBounds(min=10)}
+
+
+def test_a_state_beside_one_sample_is_passed_whole() -> None:
+    specs = [("sound", (1, 3)), ("state", (4, 1, 2))]
+    signature = Signature(inputs=tuple(TensorSpec(name=n, shape=s) for n, s in specs))
+    predict = accept_any_batch(lambda sound, state: (sound.sum() + state.sum(),), signature)
+    assert predict(torch.ones(1, 3), torch.ones(4, 1, 2))[0] == 11
 
 
 def test_what_is_one_in_the_example_is_no_constant() -> None:
