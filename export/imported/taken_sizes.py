@@ -13,14 +13,16 @@ SIZES = (8, 16, 32, 64, 128, 256, 512)
 """Sizes that are tried, of all axes but the batch at once: networks halve their inputs up to nine
 times, and join halves that must fit."""
 
-LARGEST_CALLED = 2**30  # bytes of a model that is called to find sizes: it is in memory twice
+LARGEST_CALLED = 2**28
+"""Bytes of a model that is called to find sizes, whenever it is named: larger ones take seconds."""
 
 
 def with_taken_sizes(file: Path, signature: Signature) -> Signature:
     """Return the signature with what the file says of no axis: its smallest size, its multiple.
 
     A batch of which it takes one sample alone gets the number in place of the name. An axis is left
-    as it is where the file takes no other size of it alone, as it may have to equal another one.
+    as it is where the file takes no other size of it alone, as it may have to equal another one,
+    and all are where the file cannot be opened, which its import explains.
     """
     import onnxruntime
     import torch
@@ -29,7 +31,10 @@ def with_taken_sizes(file: Path, signature: Signature) -> Signature:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4  # a refusal is no error here
-    session = onnxruntime.InferenceSession(str(file), options, ["CPUExecutionProvider"])
+    try:
+        session = onnxruntime.InferenceSession(str(file), options, ["CPUExecutionProvider"])
+    except Exception:  # noqa: BLE001 - onnxruntime's own types derive from it alone
+        return signature
     module = None
     with suppress(ArtifactInvalid):  # operators that PyTorch lacks
         module = load(file)
@@ -40,8 +45,9 @@ def with_taken_sizes(file: Path, signature: Signature) -> Signature:
         try:
             session.run(None, feed)
             # ONNX Runtime goes on where a convolution or a pool has nothing left of its input.
-            with torch.no_grad():
-                _ = module and module(*inputs)
+            if module is not None:
+                with torch.no_grad():
+                    module(*inputs)
         except Exception:  # noqa: BLE001 - onnxruntime's own types derive from it alone
             return False
         return True
@@ -50,7 +56,7 @@ def with_taken_sizes(file: Path, signature: Signature) -> Signature:
     others = [axis for axis in signature.dynamic_axes if axis != batch]
     tried = (
         {**dict.fromkeys(others, size), **({batch: rows} if batch else {})}
-        for size in (SIZES if others else SIZES[:1])
+        for size in SIZES
         for rows in ((2, 1) if batch else (1,))
     )
     usual = next(filter(takes, tried), None)
@@ -58,14 +64,12 @@ def with_taken_sizes(file: Path, signature: Signature) -> Signature:
         return signature
     found = {axis: bounds_of(axis, usual, takes) for axis in others}
     bounded = {axis: bounds for axis, bounds in found.items() if bounds != AxisBounds()}
-    one_alone = batch and usual[batch] == 1
+    one_alone: dict[int | str, int] = {batch: 1} if batch and usual[batch] == 1 else {}
     inputs = tuple(
-        spec.model_copy(update={"shape": tuple(1 if a == batch else a for a in spec.shape)})
+        spec.model_copy(update={"shape": tuple(one_alone.get(axis, axis) for axis in spec.shape)})
         for spec in signature.inputs
     )
-    return signature.model_copy(
-        update={"inputs": inputs if one_alone else signature.inputs, "axes": bounded}
-    )
+    return signature.model_copy(update={"inputs": inputs, "axes": bounded})
 
 
 def bounds_of(

@@ -109,6 +109,19 @@ def test_the_smallest_size_and_a_fixed_batch_are_found(tmp_path: Path) -> None:
     assert signature.axes == {"length": AxisBounds(min=10)}
 
 
+def test_a_file_that_cannot_be_opened_has_the_sizes_that_it_tells(tmp_path: Path) -> None:
+    value, file = helper.make_tensor_value_info, tmp_path / "unknown.onnx"
+    x, y = (value(name, TensorProto.FLOAT, ["n", "length", 3]) for name in "xy")
+    graph = helper.make_graph(
+        [helper.make_node("Unknown", ["x"], ["y"], domain="own")], "g", [x], [y]
+    )
+    versions = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=versions), file)
+    signature = signature_of("onnx", file)
+    assert signature is not None
+    assert (signature.inputs[0].shape, signature.axes) == (("n", "length", 3), {})
+
+
 def test_a_state_beside_one_sample_is_passed_whole() -> None:
     specs = [("sound", (1, 3)), ("state", (4, 1, 2))]
     signature = Signature(inputs=tuple(TensorSpec(name=n, shape=s) for n, s in specs))
