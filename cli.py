@@ -447,7 +447,7 @@ def serve(
     shadow_limit: Annotated[str | None, typer.Option(help="1%: other answers allowed.")] = None,
     shadow_model: Annotated[Path | None, typer.Option(help="The uncompressed model.")] = None,
     shadow_reference: Annotated[
-        Path | None, typer.Option(help="Judged rows, .npz, without an uncompressed model.")
+        Path | None, typer.Option(help="Rows of val, .npz, in place of an uncompressed model.")
     ] = None,
     shadow_state: Annotated[Path | None, typer.Option(help="Keeps what was found.")] = None,
     shadow_readiness: Annotated[

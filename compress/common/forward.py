@@ -188,8 +188,8 @@ def batched_experts() -> Iterator[None]:
 def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:
     """Let a predictor of a fixed batch size take any number of samples; others are unchanged."""
     # Inputs of different first sizes, such as the state of four layers, hold no samples in rows.
-    sizes = {spec.shape[:1] for spec in signature.inputs}
-    (size,) = sizes.pop() or (None,) if len(sizes) == 1 else (None,)
+    sizes = {next(iter(spec.shape), None) for spec in signature.inputs}
+    size = sizes.pop() if len(sizes) == 1 else None
     return split_batches(predict, size) if isinstance(size, int) else predict
 
 

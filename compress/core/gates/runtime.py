@@ -122,9 +122,10 @@ class BaselineArtifact(Artifact):
     def __init__(
         self, runtime: BaselineRuntime, model: Artifact, result: Artifact, context: Context
     ) -> None:
-        exports = runtime.exporter is not None and model.kind in runtime.reads - runtime.kinds
-        self.stage = runtime.exporter(result, context) if runtime.exporter and exports else None
-        own = self.stage.model_dump(mode="json", exclude_defaults=True) if self.stage else {}
+        self.stage, own = None, dict[str, Any]()
+        if runtime.exporter is not None and model.kind in runtime.reads - runtime.kinds:
+            self.stage = runtime.exporter(result, context)
+            own = self.stage.model_dump(mode="json", exclude_defaults=True)
         how = "".join(f", {name} {own[name]}" for name in sorted(own.keys() - {"stage"}))
         digest = f"{model.digest} in {runtime.name} on {context.device}{how}"
         super().__init__(model.path, model.manifest, digest)
