@@ -72,9 +72,9 @@ their own, in floats between two conversions, they made its int8 file 1.5 times 
 and 1.9 times at eight (0.78 and 0.80 of the float file's time in place of 0.53 and 0.42, files in
 turn in one process); the outputs of the two files are equal to the last bit.
 
-Resemblyzer's run fails, as it should: the integer LSTM rounds its state in each of 160 steps, and
-on `val` the file's answers differ from the graph's by 0.58 and 0.69 of their norm. The peers write
-the same operator and compare nothing; the refused file's cosine would be 0.8194, as ONNX Runtime's.
+Of Resemblyzer's three LSTMs our export computes the first one in float, with weights of 8 bits: its
+input is a spectrogram of powers, of which ONNX Runtime's integer kernel, with one scale for a whole
+call, loses most. The peers compute it in integers all the same, and compare nothing.
 PNet, whose layers have 10 to 32 channels, is slower in integers by every tool; our run warns of it.
 
 The row of EfficientNet-Lite1 with `corrections: auto` is from before `rounding: gptq` and

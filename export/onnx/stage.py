@@ -42,6 +42,10 @@ NOT_EXACT = (
     "%s: this processor has no VNNI, and onnxruntime's answers are off by %.2g of their norm "
     "unless a session sets session.x64quantprecision to 1, as this toolkit and its servers do"
 )
+COARSE_LSTM = (
+    "%s: %s is computed in float, with its weights of 8 bits: onnxruntime's integer kernel rounds "
+    "all numbers of a call with one scale, and on val its output is off by %.2g %% of the norm"
+)
 ONNX_TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", "tensorrt")
 """Quantization targets whose graphs become ONNX files."""
 RUNTIME = Runtime(
@@ -148,7 +152,9 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
             restore_file_,
             strip_,
         )
+        from compress.export.onnx.passes.dynamic_quant import compute_coarse_lstms_in_float_
         from compress.export.onnx.proto_io import free_weights_, write, write_mapped
+        from compress.export.parity.sample_parity import val_inputs
         from compress.profiling.rss import release_memory
 
         graph, translation = self.translated(model)
@@ -158,6 +164,9 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
                 "smaller file, not a faster answer; float16 kernels are for GPUs",
                 self.title,
             )
+        parts = graph, model.signature, val_inputs(context, model), context.threads
+        for name, error in compute_coarse_lstms_in_float_(*parts):
+            logger.warning(COARSE_LSTM, self.title, name, 100 * error)
         strip_(graph, names_of_weights(model))
         restore_file_(graph, model)
         class_names = add_metadata_(graph, model, self.class_names)

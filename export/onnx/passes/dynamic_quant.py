@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,6 +13,8 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
 from onnxscript import opset18 as op
 
+from compress.common.forward import accept_any_batch
+from compress.common.tensor_difference import relative_error
 from compress.export.onnx.graph import (
     INTEGER_LSTM,
     RECURRENT,
@@ -21,7 +25,12 @@ from compress.export.onnx.graph import (
     remove_unread_,
     stored,
 )
-from compress.export.onnx.session import onnxruntime, session_options
+from compress.export.onnx.proto_io import write
+from compress.export.onnx.session import onnxruntime, session_options, session_predictor
+
+if TYPE_CHECKING:
+    from compress.common.forward import Tensors
+    from compress.common.signature import Signature
 
 quantized = torch.ops.quantized_decomposed
 ROW_ZERO_POINT = np.array(128, np.uint8)
@@ -176,6 +185,9 @@ def _quantized_weight(product: ir.Node) -> dict[str, np.ndarray[Any, Any]] | Non
 
 
 MICROSOFT = "com.microsoft"
+COARSE = 0.05
+"""Error of an integer LSTM, as a share of its outputs' norm, from which it is computed in float:
+others have 0.01 to 0.02, and a whole file may have 0.1."""
 LARGEST = 127  # largest integer of a row of a symmetric 8-bit weight
 
 
@@ -218,6 +230,68 @@ def lower_quantized_rnns_(model: ir.Model) -> None:
             cast = ir.node("Cast", part.inputs[:1], {"to": ir.DataType.FLOAT}, outputs=[floats])
             part.prepend(cast)
             become_(part, "Mul", [floats, scale_G1])
+
+
+def compute_coarse_lstms_in_float_(
+    model: ir.Model, signature: Signature, batches: Iterator[Tensors], threads: int
+) -> list[tuple[str, float]]:
+    """Have onnxruntime compute LSTMs in float, in place, whose inputs its integers are too few for.
+
+    A call has one scale for all features and steps, which loses what is small: of a spectrogram's
+    powers, most. The weights stay integers, and become floats while the file is loaded. Return the
+    layers' names, and their integer kernel's error on the first batch of inputs, as a share of the
+    outputs' norm.
+    """
+    lstms = [node for node in model.graph if node.op_type == INTEGER_LSTM]
+    inputs = next(batches, None) if lstms else None
+    if inputs is None:
+        return []
+    # Both kernels read the same numbers, those of the float ones before them.
+    trial, outputs = model.clone(), list[ir.Value]()
+    for node in [node for node in trial.graph if node.op_type == INTEGER_LSTM]:
+        integer = ir.node(INTEGER_LSTM, node.inputs, node.attributes, domain=node.domain)
+        _use_float_kernel_(trial.graph, node)
+        single = ir.node("LSTM", node.inputs, node.attributes)
+        node.append([integer, single])
+        outputs += [*integer.outputs, *single.outputs]
+    trial.graph.outputs[:] = outputs
+    for value in outputs:
+        value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape([None] * 4)
+    remove_unread_(trial)
+    with tempfile.TemporaryDirectory(prefix="compress-lstm-") as folder:
+        write(trial, file := Path(folder) / "lstms.onnx")
+        predict = session_predictor(file, threads)
+
+        def errors_of(*batch: torch.Tensor) -> Tensors:
+            answers = predict(*batch)
+            return (torch.tensor([[*map(relative_error, answers[1::2], answers[::2])]]),)
+
+        (errors,) = accept_any_batch(errors_of, signature)(*inputs)
+    largest = errors.max(0).values.tolist()
+    coarse = [(i, error) for i, error in enumerate(largest) if not error <= COARSE]
+    for i, _ in coarse:
+        _use_float_kernel_(model.graph, lstms[i])
+    remove_unread_(model)  # scales of another shape
+    return [(f"LSTM {i + 1} of {len(lstms)}", error) for i, error in coarse]
+
+
+def _use_float_kernel_(graph: ir.Graph, lstm: ir.Node) -> None:
+    """Turn a DynamicQuantizeLSTM into an LSTM of the same integer weights."""
+    inputs = [*lstm.inputs[:8]]
+    for place in (1, 2):
+        scale_DG = stored(lstm.inputs[6 + 2 * place])
+        assert scale_DG is not None
+        name = f"{lstm.outputs[0].name}_{place}"
+        scale_D1G = add_tensor(graph, f"{name}_scale_D1G", scale_DG.numpy()[:, None])
+        # onnxruntime folds these while it loads the file.
+        cast = ir.node("Cast", inputs[place : place + 1], {"to": ir.DataType.FLOAT})
+        scaled = ir.node("Mul", [cast.outputs[0], scale_D1G])
+        turned = ir.node("Transpose", scaled.outputs, {"perm": [0, 2, 1]})
+        lstm.prepend([cast, scaled, turned])
+        inputs[place] = turned.outputs[0]
+        for part, node in zip(("float", "scaled", "DGI"), (cast, scaled, turned), strict=True):
+            node.outputs[0].name = f"{name}_{part}"
+    become_(lstm, "LSTM", inputs, {**lstm.attributes})
 
 
 def _producing(value: ir.Value) -> Iterator[ir.Node]:

@@ -1,9 +1,12 @@
+import logging
 from pathlib import Path
 
 import onnx
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import compress
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.signature import Signature, TensorSpec
@@ -83,3 +86,38 @@ def test_excluded_layers_stay_float(tmp_path: Path) -> None:
     small = QuantizeDynamic(exclude=("rnn",))(model, Context(root=tmp_path / "int8"))
     assert small.manifest.facts["float_modules"] == ["rnn"]
     assert "lstm" not in small.manifest.facts["quantized_operators"]
+
+
+class Sensors(torch.nn.Module):
+    """Two LSTMs on eight signals, the first of which is large and counts for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = torch.nn.LSTM(8, 16, 2, batch_first=True)
+        self.head = torch.nn.Linear(16, 4)
+        with torch.no_grad():
+            self.lstm.weight_ih_l0[:, 0] = 0
+
+    def forward(self, signals: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(signals)[0][:, -1])
+
+
+@needs_32_bit_sums
+def test_an_lstm_whose_inputs_need_more_than_8_bits_is_computed_in_float(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    signals = torch.randn(16, LENGTH, 8, generator=torch.Generator().manual_seed(1))
+    signals[..., 0] *= 1000
+    net = Sensors().eval()
+    small = compress.quantize_dynamic(net, example_inputs=(signals[:2],))
+    caplog.set_level(logging.WARNING)
+    val = DataLoader(TensorDataset(signals), 8)
+    exported = compress.export_onnx(small, tmp_path / "sensors.onnx", val=val)
+    operators = exported.manifest.facts["operators"]
+    assert (operators["LSTM"], operators["DynamicQuantizeLSTM"]) == (1, 1)
+    assert "LSTM 1 of 2 is computed in float" in caplog.text
+    assert exported.parameters() == sum(weight.numel() for weight in net.parameters())
+    assert (tmp_path / "sensors.onnx").stat().st_size < 2.5 * exported.parameters()
+    with torch.no_grad():
+        assert relative_error(net(signals), answer(exported, signals)) < 0.03
