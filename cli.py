@@ -447,7 +447,8 @@ def serve(
     shadow_limit: Annotated[str | None, typer.Option(help="1%: other answers allowed.")] = None,
     shadow_model: Annotated[Path | None, typer.Option(help="The uncompressed model.")] = None,
     shadow_reference: Annotated[
-        Path | None, typer.Option(help="Rows of val, .npz, in place of an uncompressed model.")
+        Path | None,
+        typer.Option(help="Rows of val, .npz or pipeline file, in place of an uncompressed model."),
     ] = None,
     shadow_state: Annotated[Path | None, typer.Option(help="Keeps what was found.")] = None,
     shadow_readiness: Annotated[
@@ -458,19 +459,23 @@ def serve(
     with console.fast_imports():
         from compress.serve.http.options import Limits, Options
         from compress.serve.serve_command import canary_shares, serve_artifacts, shadow_options
+    from compress.pipelines.commands.judged_rows import judged_rows
+
     watched: Any = {"model": shadow_model, "state": shadow_state}
-    watched |= {"reference": shadow_reference, "decides_readiness": shadow_readiness}
+    watched |= {"decides_readiness": shadow_readiness}
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
     sizes |= {"sha256": sha256, "watch": watch, "canaries": canary_shares(canary or [])}
     sizes |= {"repository_api": repository_api, "grpc_port": grpc_port, "traces": traces}
-    sizes |= {"shadow": shadow_options(artifacts or [], shadow, shadow_limit, **watched)}
-    options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
-    serve_artifacts(
-        artifacts or [],
-        options,
-        token_file,
-        lambda p: console.print_result(asdict(p), p.lines(), indent=None),
-    )
+    limits = Limits(max_mib * 2**20, max_rows, queue, seconds)
+    with judged_rows(shadow_reference) as rows:
+        watched |= {"reference": rows}
+        sizes |= {"shadow": shadow_options(artifacts or [], shadow, shadow_limit, **watched)}
+        serve_artifacts(
+            artifacts or [],
+            Options(host, port, limits=limits, **sizes),
+            token_file,
+            lambda p: console.print_result(asdict(p), p.lines(), indent=None),
+        )
 
 
 @command("compress monitor runs/pipeline/artifacts/export_onnx.shadow.json --html monitor.html")

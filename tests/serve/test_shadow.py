@@ -21,6 +21,7 @@ from compress import cli
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import write_sealed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.pipelines.commands.judged_rows import judged_rows
 from compress.serve.shadow.comparison import Comparison, opened
 from compress.serve.shadow.options import ShadowOptions
 from compress.serve.shadow.state import DriftState, Subject, read_state
@@ -336,6 +337,27 @@ def test_a_state_is_shown_as_text_json_and_a_page(
     assert lines.startswith("at most 5 % other answers: not broken\nrequests since ")
     assert [json.loads("{" + part)["compared"] for part in found[0].split("\n{")] == [1, 2]
     assert "2 compared; lines end at the bounds" in page.read_text()
+
+
+def test_judged_rows_are_those_of_a_pipelines_val(tmp_path: Path) -> None:
+    net(tmp_path / "net.onnx", 0.0)
+    val = normal_rows(2500)
+    np.savez(tmp_path / "data.npz", x_train=normal_rows(64), x_val=val)
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text(
+        "version: 1\nmodel: {file: net.onnx}\ndata: {arrays: data.npz}\n"
+        "stages: [{stage: package_triton}]\n"
+    )
+    with judged_rows(pipeline) as file, np.load(file) as rows:
+        assert rows.files == ["x"]
+        assert rows["x"].shape == (2000, 4)
+        assert {*map(bytes, rows["x"])} <= {*map(bytes, val)}
+    assert not file.exists()
+    with judged_rows(file) as same:
+        assert same == file, "others are as they were"
+    pipeline.write_text(pipeline.read_text().replace("data: {arrays: data.npz}\n", ""))
+    with pytest.raises(PipelineInvalid, match="yaml: there is no `val` in `data:`"):
+        judged_rows(pipeline).__enter__()
 
 
 def test_the_history_is_thinned_evenly(nets) -> None:
