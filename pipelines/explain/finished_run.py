@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.sealed_json import read_sealed
-from compress.core.diagnosis.cause import EXPLAINED_GATES, is_explained
+from compress.core.diagnosis.cause import AGREEMENT_GATES, EXPLAINED_GATES, is_explained
 from compress.core.metrics import Metric
 from compress.core.verdict import Verdict
 from compress.export.parity.report import FOLDER, REPORT
@@ -81,7 +81,13 @@ class FinishedRun:
             raise PipelineInvalid(
                 f"{self.out}: {problem}; name one that passed by --stage and --gate ({known})"
             )
-        explained = [j for j in found if is_explained(j.verdict)]
+        task = self.state.plan.loss.task
+        has_labels = task is None or task.has_labels
+        explained = [
+            j
+            for j in found
+            if is_explained(j.verdict) and (has_labels or j.verdict.gate not in AGREEMENT_GATES)
+        ]
         if not explained:
             names = ", ".join(sorted({j.verdict.gate + j.verdict.located for j in found}))
             raise PipelineInvalid(
@@ -139,18 +145,22 @@ class FinishedRun:
                 f"file, the data or the code have changed since the run; run it again"
             )
         context = self.state.context(name, root)
-        if judged.verdict.gate != "label_agreement":
+        if judged.verdict.gate not in AGREEMENT_GATES:
             return context
         # How many labels are equal is the metric `fidelity`, of the model that is compared with.
-        artifacts = {**context.artifacts, SOURCE: self.state.artifacts[planned.input]}
+        artifacts = {**context.artifacts, SOURCE: self.state.artifacts[self.chain(judged)[0]]}
         return replace(context, metric=Metric("fidelity"), artifacts=artifacts)
 
     def split(self, judged: JudgedStage) -> tuple[StageShare, ...]:
         """Return by how many points each stage of the chain changes the metric on `val`."""
         chain, metric = self.chain(judged), self.state.plan.metric
-        if judged.verdict.gate == "label_agreement" and judged.verdict.value is not None:
-            return (StageShare(stage=chain[-1], points=100 * (1 - judged.verdict.value)),)
-        values = [self._score(name) for name in chain]
+        if judged.verdict.gate in AGREEMENT_GATES:
+            metric, values = Metric("fidelity"), [1.0]
+            for name in chain[1:]:
+                context = self.context(name, judged, self.out / "work")
+                values.append(context.score(self.state.artifacts[name]))
+        else:
+            values = [self._score(name) for name in chain]
         return tuple(
             StageShare(stage=name, points=round(metric.drop_points(before, after), 6))
             for name, before, after in zip(chain[1:], values, values[1:], strict=False)
@@ -158,15 +168,16 @@ class FinishedRun:
 
     def max_points(self, judged: JudgedStage) -> float:
         """Return how many points the gate allows between the ends of the chain."""
-        verdict, metric = judged.verdict, self.state.plan.metric
-        before = self._score(self.chain(judged)[0])
+        verdict, metric, first = judged.verdict, self.state.plan.metric, self.chain(judged)[0]
         match verdict.gate:
-            case "max_relative_drop":
-                return verdict.limit * abs(before)
-            case "min_metric":
-                return metric.drop_points(before, verdict.limit)
             case "label_agreement":
                 return 100 * (1 - verdict.limit)
+            case "max_disagreement" if verdict.bound:  # which is above what was measured
+                return max(0.0, verdict.limit - (verdict.bound.value - verdict.bound.measured))
+            case "max_relative_drop":
+                return verdict.limit * abs(self._score(first))
+            case "min_metric":
+                return metric.drop_points(self._score(first), verdict.limit)
         return verdict.limit
 
     def _score(self, name: str) -> float:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "compress.causes"
 """Where packages announce a :class:`Cause`, or a tuple of them."""
-ACCURACY_GATES = ("max_drop", "max_relative_drop", "min_metric", "label_agreement")
+AGREEMENT_GATES = ("label_agreement", "max_disagreement")
+"""Gates that compare labels with another model's, which the metric `fidelity` counts."""
+ACCURACY_GATES = ("max_drop", "max_relative_drop", "min_metric", *AGREEMENT_GATES)
 """Gates whose value is points of a metric, or follows from them."""
 SPEED_GATES = ("min_speedup", "max_latency")
 SIZE_GATES = ("max_size", "max_file_size")

@@ -123,6 +123,24 @@ def test_the_stage_the_layer_and_the_cause_are_named(folder: Path, capfd) -> Non
 
 
 @pytest.mark.slow
+def test_other_answers_than_the_uncompressed_models_are_explained(folder: Path) -> None:
+    disagreement = "gates: [{gate: max_disagreement, percent: 5}]"
+    (folder / "net.yaml").write_text(
+        FILE.replace("gates: [{gate: max_drop, points: 1.0}]", disagreement)
+    )
+    out = folder / "out"
+    with measured_briefly():
+        assert compress("run", folder / "net.yaml", "--out", out) == 3
+    assert compress("explain", out, "--gate", "max_disagreement") == 0
+    report = Report.read(out)
+    (found,) = Explanations.read(out, report).explanations
+    (verdict,) = next(s for s in report.stages if s.name == "int8").verdicts
+    assert found.culprit == "int8"
+    assert found.split[0].points == pytest.approx(verdict.bound.measured)
+    assert found.causes[0].cause == "unlike_channels" and found.repairs[0] == {"equalize": True}
+
+
+@pytest.mark.slow
 def test_a_repair_is_run_judged_by_all_gates_and_applied(folder: Path, capfd) -> None:
     out = folder / "out"
     assert compress("repair", out, "--apply") == 0
