@@ -18,15 +18,18 @@ from tritonclient.grpc import model_config_pb2
 from tritonclient.utils import InferenceServerException
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.stage import Stage
 from compress.data.splits import Splits
+from compress.export.onnx.cascade import Cascade
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.quantization.stages.static import QuantizeStatic
 from compress.serve.repository import (
     REPOSITORY,
     PackageKServe,
@@ -80,11 +83,20 @@ def served(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> Iterator
         model = import_checkpoint(path / "eager", recipe, signature, checkpoint=None, folder=folder)
         return exporter.run(model, Context(root=path / "exported"))
 
+    net = made(DIGITS, "models:resnet20", IMAGES, ExportOnnx(class_names=CLASSES))
+    context = Context(root=root / "int8", data=digits, artifacts={"net": net})
+    source = EagerModel.from_directory(root / "models-resnet20-export_onnx" / "eager")
+    int8 = ExportOnnx().run(
+        QuantizeStatic(calibration_samples=64).run(source, context),
+        context.with_root(root / "int8_onnx"),
+    )
+    cascade = Cascade(fallback="net", percent=3).run(int8, context.with_root(root / "cascade"))
+    assert 0 < cascade.manifest.facts["cascade"]["fallback_share"] < 1  # both kinds of rows
     pooled = (root, "triton_served_nets:Averaged", AVERAGED)
     stacked = (root, "triton_served_nets:Stacked", STACKED)
     made_by: list[tuple[Artifact, dict[str, Any], Splits | None]] = [
         (
-            made(DIGITS, "models:resnet20", IMAGES, ExportOnnx(class_names=CLASSES)),
+            net,
             {"model_name": "digits", "max_batch_size": 16, "max_batch_delay_ms": 100},
             digits,
         ),
@@ -95,6 +107,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> Iterator
             texts,
         ),
         (made(*stacked, ExportTorchScript()), {"model_name": "stacked", "instances": 2}, None),
+        (cascade, {"model_name": "cascade", "max_batch_size": 16}, digits),
     ]
     repository, packaged = root / "repository", {}
     for model, settings, data in made_by:
@@ -167,7 +180,7 @@ def val_of(
     served: Served, digits: Splits, name: str, rows: int = 1
 ) -> list[tuple[torch.Tensor, ...]]:
     """Return the inputs of requests with so many rows each: all of `val`, for the digits."""
-    if name == "digits":
+    if name in ("digits", "cascade"):
         tensors = [torch.stack([image for image, _ in digits.datasets["val"]])]  # type: ignore[attr-defined]
     else:
         tensors = served.packaged[name].signature.example(batch=6)
@@ -196,7 +209,7 @@ def test_triton_reads_each_configuration_as_it_was_written(served: Served) -> No
     assert not configuration(served, "pooled").HasField("dynamic_batching")
 
 
-@pytest.mark.parametrize("name", ["digits", "pooled", "intel", "stacked"])
+@pytest.mark.parametrize("name", ["digits", "pooled", "intel", "stacked", "cascade"])
 def test_answers_are_those_that_the_gates_judged(
     name: str, served: Served, digits: Splits, ask: Ask
 ) -> None:
