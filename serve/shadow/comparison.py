@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import signal
 import sys
@@ -242,6 +243,7 @@ def main() -> None:
     """Open what the first message asks for, then compare requests until the server has ended."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all of a terminal
         signal.signal(each, signal.SIG_IGN)
+    logging.disable()  # the server has noted what it opens
     os.nice(19)
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
