@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,17 @@ metric: {{name: "onnx_files.scores:{metric}", higher_is_better: true}}
 OPSET = 17
 """Peers get files of older operator sets in this one: their integers by channel need 13."""
 STATIC = "stage: quantize_static, calibration_samples: {calibration}"
-OURS = {"`quantize_static`": STATIC}
-DYNAMIC = {"`quantize_dynamic`": "stage: quantize_dynamic"}
-CORRECTED = {**OURS, "with `corrections: auto`": f"{STATIC}, corrections: auto"}
+OURS = {"`quantize_static`": (STATIC,)}
+DYNAMIC = {"`quantize_dynamic`": ("stage: quantize_dynamic",)}
+CORRECTED = {**OURS, "with `corrections: auto`": (f"{STATIC}, corrections: auto",)}
+SMALLER = (
+    "stage: prune_channels, target: {{{{macs: {}}}}}, scope: global, importance: obs, round_to: 8, "
+    "calibration_samples: 64"
+)
+TAUGHT = (
+    "stage: distill, teacher: source, loss: mse, epochs: 4, batch_size: 16, optimizer: adamw, "
+    "learning_rate: 0.001"
+)
 RAPID = "rapidocr_onnxruntime/models"
 SILERO = "silero_vad/data"
 
@@ -49,10 +57,12 @@ class OnnxFile:
     metric: str
     """A function of `onnx_files.scores`."""
     score_title: str
-    ours: dict[str, str]
-    """Name of a row → the settings of our stage."""
+    ours: dict[str, tuple[str, ...]]
+    """Name of a row → the settings of each of our stages."""
     sizes: tuple[int, int, int] = (128, 128, 512)
     """Rows of `train`, which calibrates, of `val`, which judges, and of `test`."""
+    about: str = "{} rows calibrate, {} judge, {} others are scored."
+    """What these rows are for."""
     large_batch: int = 8
     fixed: tuple[str, ...] = ()
     """Inputs that become zeros of the file itself: the state before a recording."""
@@ -89,7 +99,7 @@ FILES = {
         samples.recognition,
         "characters",
         "1 - character error",
-        OURS,
+        CORRECTED,
         large_batch=4,
         sizes=(128, 64, 256),
     ),
@@ -100,7 +110,7 @@ FILES = {
         samples.detection,
         "text_pixels",
         "F1 of text pixels",
-        OURS,
+        CORRECTED,
         large_batch=4,
         sizes=(64, 64, 128),
     ),
@@ -127,6 +137,23 @@ FILES = {
         rows_a_call=2048,
     ),
 }
+PRUNED = replace(
+    FILES["detection"],
+    title="Text detection with channels removed, without its training code",
+    ours={
+        f"`prune_channels` to {share:.0%} of multiply-accumulates{more}": (
+            SMALLER.format(share),
+            *stages,
+        )
+        for share in (0.7, 0.5)
+        for more, stages in (("", ()), (", `distill`", (TAUGHT,)))
+    },
+    sizes=(256, 32, 128),
+    about="""{} drawn pages without labels: `prune_channels` ranks channels by 64 of them (`obs`)
+and fits the layers that read what is left; `distill` trains on all of them beside the file itself.
+{} others judge, {} others are scored.""",
+)
+"""The text detector, pruned by unlabelled pages alone."""
 
 
 def float_file(file: OnnxFile, packages: Path, folder: Path) -> Path:
