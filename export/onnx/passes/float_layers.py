@@ -159,10 +159,12 @@ def drop_whole_slices_(model: ir.Model) -> None:
         ranges = [stored(value) for value in node.inputs[1:]]
         if source is None or source.shape is None or None in ranges:
             continue
+        (sliced,) = node.outputs
         places = zip(*(given.numpy().tolist() for given in ranges if given), strict=True)
         sizes_read = ((start, end, source.shape[axis]) for start, end, axis in places)
-        if all(start == 0 and isinstance(n, int) and end >= n for start, end, n in sizes_read):
-            node.outputs[0].replace_all_uses_with(source)
+        is_whole = all(s == 0 and isinstance(n, int) and end >= n for s, end, n in sizes_read)
+        if is_whole and not sliced.is_graph_output():
+            sliced.replace_all_uses_with(source)
     remove_unread_(model)
 
 

@@ -38,25 +38,26 @@ def test_states_of_an_only_layer_are_read_as_they_are(kind, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("starts", "ends", "axes", "stays"),
+    ("starts", "ends", "axes", "read", "stays"),
     [
-        ([0], [3], [1], False),
-        ([0, 0], [9, 3], [-1, 1], False),
-        ([0], [2], [1], True),
-        ([1], [3], [1], True),
-        ([0, 0], [3, 4], [1, 2], True),
-        ([0], [9], [0], True),  # of an axis of unknown size
+        ([0], [3], [1], "z", False),
+        ([0, 0], [9, 3], [-1, 1], "z", False),
+        ([0], [2], [1], "z", True),
+        ([1], [3], [1], "z", True),
+        ([0, 0], [3, 4], [1, 2], "z", True),
+        ([0], [9], [0], "z", True),  # of an axis of unknown size
+        ([0], [3], [1], "x", True),  # whose output is the model's
     ],
 )
-def test_only_slices_of_all_of_their_axes_go(starts, ends, axes, stays) -> None:
+def test_only_slices_of_all_of_their_axes_go(starts, ends, axes, read, stays) -> None:
     def numbers(name: str, values: list[int]) -> str:
         return f"int64[{len(values)}] {name} = {{{', '.join(map(str, values))}}}"
 
     text = f"""
     <ir_version: 10, opset_import: ["" : 20]>
-    slices (float[batch, 3, 5] x) => (float[n, k, m] y)
+    slices (float[batch, 3, 5] x) => (float[n, k, m] y{", float[b, h, w] z" * (read == "x")})
     <{numbers("starts", starts)}, {numbers("ends", ends)}, {numbers("axes", axes)}>
-    {{ z = Slice(x, starts, ends, axes)  y = Relu(z) }}
+    {{ z = Slice(x, starts, ends, axes)  y = Relu({read}) }}
     """
     model = ir.from_proto(onnx.parser.parse_model(text))
     drop_whole_slices_(model)
