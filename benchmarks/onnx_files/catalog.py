@@ -38,7 +38,7 @@ SMALLER = (
 )
 TAUGHT = (
     "stage: distill, teacher: source, loss: mse, epochs: 4, batch_size: 8, optimizer: adamw, "
-    "learning_rate: 0.001"
+    "learning_rate: 0.0003"
 )
 RAPID = "rapidocr_onnxruntime/models"
 SILERO = "silero_vad/data"
