@@ -142,7 +142,7 @@ PRUNED = replace(
     title="Text detection with channels removed, without its training code",
     ours={
         "`prune_channels` to 70 % of multiply-accumulates": (SMALLER.format(0.7),),
-        "`prune_channels` to 70 %, `distill`": (SMALLER.format(0.7), TAUGHT),
+        "`prune_channels` to 50 %": (SMALLER.format(0.5),),
         "`prune_channels` to 50 %, `distill`": (SMALLER.format(0.5), TAUGHT),
     },
     sizes=(128, 32, 128),
