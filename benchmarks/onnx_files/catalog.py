@@ -36,10 +36,6 @@ SMALLER = (
     "stage: prune_channels, target: {{{{macs: {}}}}}, scope: global, importance: obs, round_to: 8, "
     "calibration_samples: 64"
 )
-TAUGHT = (
-    "stage: distill, teacher: source, loss: mse, epochs: 4, batch_size: 8, optimizer: adamw, "
-    "learning_rate: 0.0003"
-)
 RAPID = "rapidocr_onnxruntime/models"
 SILERO = "silero_vad/data"
 
@@ -141,14 +137,13 @@ PRUNED = replace(
     FILES["detection"],
     title="Text detection with channels removed, without its training code",
     ours={
-        "`prune_channels` to 70 % of multiply-accumulates": (SMALLER.format(0.7),),
-        "`prune_channels` to 50 %": (SMALLER.format(0.5),),
-        "`prune_channels` to 50 %, `distill`": (SMALLER.format(0.5), TAUGHT),
+        f"`prune_channels` to {percent} % of multiply-accumulates": (SMALLER.format(percent / 100),)
+        for percent in (70, 50)
     },
     sizes=(128, 32, 128),
     about="""{} drawn pages without labels: `prune_channels` ranks channels by 64 of them (`obs`)
-and fits the layers that read what is left; `distill` trains on all of them beside the file itself.
-{} others judge, {} others are scored.""",
+and fits the layers that read what is left; nothing is trained. {} others judge, {} others are
+scored.""",
 )
 """The text detector, pruned by unlabelled pages alone."""
 
