@@ -3,7 +3,7 @@
     python benchmarks/onnx_in.py                     # all parts
     python benchmarks/onnx_in.py round-trip          # read and written again, without compression
     python benchmarks/onnx_in.py int8 --files magika # integers of some files
-    python benchmarks/onnx_in.py prune               # a detector at 70 % of its operations
+    python benchmarks/onnx_in.py prune               # a detector with channels removed
     python benchmarks/onnx_in.py --write             # into docs/benchmarks.md, too
 
 The files come from the package registry (benchmarks/onnx_files/requirements.txt) into a folder of
@@ -19,7 +19,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,10 +34,9 @@ import numpy as np  # noqa: E402
 import onnx  # noqa: E402
 import onnxruntime  # noqa: E402
 import torch  # noqa: E402
-from onnx_files import samples  # noqa: E402
-from onnx_files.catalog import FILES, SILERO, OnnxFile, peers_file, prepare  # noqa: E402
+from onnx_files.catalog import FILES, PRUNED, SILERO, OnnxFile, peers_file, prepare  # noqa: E402
 from page import write_part  # noqa: E402
-from peer_tools.environments import PEERS, Cost, cost_of, tool_cost  # noqa: E402
+from peer_tools.environments import PEERS, cost_of, tool_cost  # noqa: E402
 from real import (  # noqa: E402
     FLOAT,
     Row,
@@ -69,20 +67,6 @@ not measured; other load was on the machine.
 """
 TOOLS = ("onnxruntime", "nncf", "olive")
 EXPORT = "  - {name: onnx, stage: export_onnx}\n"
-PRUNED = "Text detection with channels removed, without its training code"
-PRUNED_TEXT = """{} drawn pages of 160 x 160 without labels: `prune_channels` ranks channels by them
-(`obs`) and fits the layers that read what is left (`refit`); nothing is trained. {} others judge,
-{} are scored.
-"""
-SMALLER = """  - name: smaller
-    stage: prune_channels
-    target: {macs: 0.7}
-    scope: global
-    importance: obs
-    refit: true
-    round_to: 8
-    calibration_samples: 64
-"""
 STATEFUL = {
     "half": "{name: input, shape: [batch, 576]}, {name: state, shape: [2, batch, 128]}",
     "openvino_16k": "",
@@ -240,28 +224,39 @@ def _time(sessions, feeds: dict[str, np.ndarray]) -> float:
 def integers(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield a name and a table for each file of our int8 files and the peers'."""
     for name in given.files:
-        known, work = FILES[name], given.work / name
-        source, head = prepare(known, packages, work)
-        files, rows = {FLOAT: source}, [Row(FLOAT)]
-        for number, (title, stage) in enumerate(known.ours.items()):
-            row = f"**compress**, {title}"
-            pipeline, out = work / f"ours-{number}.yaml", work / f"ours-{number}"
-            settings = stage.format(calibration=known.sizes[0])
-            pipeline.write_text(f"{head}stages:\n  - {{name: int8, {settings}}}\n{EXPORT}")
-            command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
-            files[row] = out / "artifacts" / "onnx" / "model.onnx"
-            cost = kept_cost(out, files[row], lambda c=command: cost_of(c, ROOT))
-            rows.append(row_of(row, cost, is_ours=True))
-        samples, newer = calibration_file(known, work), peers_file(source, work)
-        for tool in given.peers:
-            row, file = PEERS[tool].release, work / f"{tool}.onnx"
-            job = {"recipe": "static", "model": newer, "samples": samples, "output": file}
-            run = partial(run_peer, tool, given.environments, job | {"transformer": False})
-            files[row] = file
-            rows.append(row_of(row, kept_cost(work / tool, file, run)))
-        scored = _score(known, work, rows, files)
-        measure(known, work, rows, files)
-        yield name, _table(known, rows, scored)
+        yield name, _comparison(FILES[name], packages, given.work / name, given)
+
+
+def pruned(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield a name and a table of the text detector with channels removed, which no peer does."""
+    given.peers = []
+    yield "prune", _comparison(PRUNED, packages, given.work / "prune", given)
+
+
+def _comparison(known: OnnxFile, packages: Path, work: Path, given: argparse.Namespace) -> str:
+    """Return a table of what our stages make of a file, and the peers."""
+    source, head = prepare(known, packages, work)
+    files, rows = {FLOAT: source}, [Row(FLOAT)]
+    for number, (title, stages) in enumerate(known.ours.items()):
+        row = f"**compress**, {title}"
+        pipeline, out = work / f"ours-{number}.yaml", work / f"ours-{number}"
+        settings = (stage.format(calibration=known.sizes[0]) for stage in stages)
+        lines = "".join(f"  - {{{each}}}\n" for each in settings)
+        pipeline.write_text(f"{head}stages:\n{lines}{EXPORT}")
+        command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
+        files[row] = out / "artifacts" / "onnx" / "model.onnx"
+        cost = kept_cost(out, files[row], lambda c=command: cost_of(c, ROOT))
+        rows.append(row_of(row, cost, is_ours=True))
+    for tool in given.peers:
+        row, file = PEERS[tool].release, work / f"{tool}.onnx"
+        job = {"recipe": "static", "model": peers_file(source, work), "output": file}
+        job |= {"samples": calibration_file(known, work), "transformer": False}
+        run = partial(run_peer, tool, given.environments, job)
+        files[row] = file
+        rows.append(row_of(row, kept_cost(work / tool, file, run)))
+    scored = _score(known, work, rows, files)
+    measure(known, work, rows, files)
+    return _table(known, rows, scored)
 
 
 def _score(
@@ -291,8 +286,7 @@ def _table(known: OnnxFile, rows: list[Row], scored: dict[str, tuple[float, floa
     """Return a table in Markdown."""
     large = f"time, {known.large_batch} at once"
     head = ["", known.score_title, "cosine", "size", "time, 1 at once", large, "CPU s"]
-    splits = "{} rows calibrate, {} judge, {} others are scored.".format(*known.sizes)
-    lines = [f"## {known.title}", "", splits, ""]
+    lines = [f"## {known.title}", "", known.about.format(*known.sizes), ""]
     lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
         if row.failed:
@@ -305,41 +299,6 @@ def _table(known: OnnxFile, rows: list[Row], scored: dict[str, tuple[float, floa
             cells += [f"{row.small:.2f}", f"{row.large:.2f}", seconds]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def pruned(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yield a name and a table of the text detector with channels removed."""
-    from compress.artifacts.artifact import Artifact
-
-    known = replace(
-        FILES["detection"],
-        input="{name: x, shape: [batch, 3, 160, 160]}",
-        read=partial(samples.detection, side=160),
-        sizes=(256, 32, 128),
-    )
-    work = given.work / "prune"
-    _, head = prepare(known, packages, work)
-    pipeline, out = work / "ours.yaml", work / "ours"
-    pipeline.write_text(f"{head}stages:\n{SMALLER}")
-    command = [sys.executable, "-m", "compress.cli", "run", pipeline, "--out", out]
-    made = out / "artifacts" / "smaller"
-    cost = kept_cost(out, made / "manifest.json", lambda: cost_of(command, ROOT))
-    if not made.exists():
-        yield "prune", f"## {PRUNED}\n\nfailed: {cost}"
-        return
-    source, smaller = (Artifact.from_directory(p) for p in (made.with_name("source"), made))
-    data = load_file(work / "data.safetensors")
-    net = smaller.load().eval()
-    with torch.inference_mode():
-        parts = [net(part) for part in data["test.input.0"].split(16)]
-    maps = torch.cat([p if isinstance(p, torch.Tensor) else next(iter(p.values())) for p in parts])
-    cells = ["**compress**", f"{smaller.macs() / source.macs():.2f}"]
-    cells += [f"{100 * known.score(maps, data['test.target.0']):.2f} %"]
-    cells += [f"{cost.cpu_seconds:.0f}" if isinstance(cost, Cost) else ""]
-    lines = [f"## {PRUNED}", "", PRUNED_TEXT.format(*known.sizes), ""]
-    lines += [f"| | multiply-accumulates | {known.score_title} | CPU s |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(cells)} |"]
-    yield "prune", "\n".join(lines)
 
 
 MAKE = {"round-trip": round_trips, "int8": integers, "prune": pruned}

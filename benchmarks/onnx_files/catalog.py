@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,13 @@ metric: {{name: "onnx_files.scores:{metric}", higher_is_better: true}}
 OPSET = 17
 """Peers get files of older operator sets in this one: their integers by channel need 13."""
 STATIC = "stage: quantize_static, calibration_samples: {calibration}"
-OURS = {"`quantize_static`": STATIC}
-DYNAMIC = {"`quantize_dynamic`": "stage: quantize_dynamic"}
-CORRECTED = {**OURS, "with `corrections: auto`": f"{STATIC}, corrections: auto"}
+OURS = {"`quantize_static`": (STATIC,)}
+DYNAMIC = {"`quantize_dynamic`": ("stage: quantize_dynamic",)}
+CORRECTED = {**OURS, "with `corrections: auto`": (f"{STATIC}, corrections: auto",)}
+SMALLER = (
+    "stage: prune_channels, target: {{{{macs: {}}}}}, scope: global, importance: obs, round_to: 8, "
+    "calibration_samples: 64"
+)
 RAPID = "rapidocr_onnxruntime/models"
 SILERO = "silero_vad/data"
 
@@ -49,10 +53,12 @@ class OnnxFile:
     metric: str
     """A function of `onnx_files.scores`."""
     score_title: str
-    ours: dict[str, str]
-    """Name of a row → the settings of our stage."""
+    ours: dict[str, tuple[str, ...]]
+    """Name of a row → the settings of each of our stages."""
     sizes: tuple[int, int, int] = (128, 128, 512)
     """Rows of `train`, which calibrates, of `val`, which judges, and of `test`."""
+    about: str = "{} rows calibrate, {} judge, {} others are scored."
+    """What these rows are for."""
     large_batch: int = 8
     fixed: tuple[str, ...] = ()
     """Inputs that become zeros of the file itself: the state before a recording."""
@@ -89,7 +95,7 @@ FILES = {
         samples.recognition,
         "characters",
         "1 - character error",
-        OURS,
+        CORRECTED,
         large_batch=4,
         sizes=(128, 64, 256),
     ),
@@ -100,7 +106,7 @@ FILES = {
         samples.detection,
         "text_pixels",
         "F1 of text pixels",
-        OURS,
+        CORRECTED,
         large_batch=4,
         sizes=(64, 64, 128),
     ),
@@ -127,6 +133,19 @@ FILES = {
         rows_a_call=2048,
     ),
 }
+PRUNED = replace(
+    FILES["detection"],
+    title="Text detection with channels removed, without its training code",
+    ours={
+        f"`prune_channels` to {percent} % of multiply-accumulates": (SMALLER.format(percent / 100),)
+        for percent in (70, 50)
+    },
+    sizes=(128, 32, 128),
+    about="""{} drawn pages without labels: `prune_channels` ranks channels by 64 of them (`obs`)
+and fits the layers that read what is left; nothing is trained. {} others judge, {} others are
+scored.""",
+)
+"""The text detector, pruned by unlabelled pages alone."""
 
 
 def float_file(file: OnnxFile, packages: Path, folder: Path) -> Path:

@@ -20,10 +20,12 @@ LARGEST_CALLED = 2**28
 def with_taken_sizes(file: Path, signature: Signature) -> Signature:
     """Return the signature with what the file says of no axis: its smallest size, its multiple.
 
-    A batch of which it takes one sample alone gets the number in place of the name. An axis is left
-    as it is where the file takes no other size of it alone, as it may have to equal another one,
-    and all are where the file cannot be opened, which its import explains.
+    A batch of which it takes one sample alone gets the number in place of the name: of more it may
+    give outputs of other ranks than it declares. An axis is left as it is where the file takes no
+    other size of it alone, as it may have to equal another one, and all are where the file cannot
+    be opened, which its import explains.
     """
+    import onnx
     import onnxruntime
     import torch
 
@@ -35,6 +37,8 @@ def with_taken_sizes(file: Path, signature: Signature) -> Signature:
         session = onnxruntime.InferenceSession(str(file), options, ["CPUExecutionProvider"])
     except Exception:  # noqa: BLE001 - onnxruntime's own types derive from it alone
         return signature
+    declared = [v.type.tensor_type for v in onnx.load(file, load_external_data=False).graph.output]
+    ranks = [len(t.shape.dim) if t.HasField("shape") else None for t in declared]
     module = None
     with suppress(ArtifactInvalid):  # operators that PyTorch lacks
         module = load(file)
@@ -43,7 +47,9 @@ def with_taken_sizes(file: Path, signature: Signature) -> Signature:
         inputs = signature.example(sizes=sizes)
         feed = {spec.name: x.numpy() for spec, x in zip(signature.inputs, inputs, strict=True)}
         try:
-            session.run(None, feed)
+            outputs = session.run(None, feed)
+            if any(rank not in (None, x.ndim) for rank, x in zip(ranks, outputs, strict=True)):
+                return False  # a Squeeze without axes, made for one sample
             # ONNX Runtime goes on where a convolution or a pool has nothing left of its input.
             if module is not None:
                 with torch.no_grad():

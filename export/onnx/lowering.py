@@ -34,6 +34,7 @@ from compress.export.onnx.graph import INPUT, OUTPUT, count_operators, name_valu
 from compress.export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_, lower_quantized_rnns_
 from compress.export.onnx.passes.float_layers import (
+    drop_whole_slices_,
     fold_zero_pads_,
     has_weights_of,
     pool_means_,
@@ -138,6 +139,7 @@ def lower(
         value.shape = ir.Shape(spec.shape)  # the exporter writes 32*height_parts for a multiple
     lower_quantized_rnns_(model)
     fuse_integer_products_(model)
+    drop_whole_slices_(model)
     fold_zero_pads_(model)
     pool_means_(model)
     separate_float_layers_(model)

@@ -109,6 +109,24 @@ def test_the_smallest_size_and_a_fixed_batch_are_found(tmp_path: Path) -> None:
     assert signature.axes == {"length": AxisBounds(min=10)}
 
 
+@pytest.mark.parametrize(("declared", "batch"), [([], 1), (["batch"], "batch"), (None, "batch")])
+def test_a_batch_of_more_outputs_than_declared_is_fixed(
+    declared: list[str] | None, batch: int | str, tmp_path: Path
+) -> None:
+    file, value = tmp_path / "score.onnx", helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("ReduceMean", ["sound"], ["m"], axes=[1, 2], keepdims=1),
+        helper.make_node("Squeeze", ["m"], ["y"]),
+    ]
+    inputs = [value("sound", TensorProto.FLOAT, ["batch", 2, "length"])]
+    outputs = [value("y", TensorProto.FLOAT, declared)]
+    graph = helper.make_graph(nodes, "score", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)]), file)
+    signature = signature_of("onnx", file)
+    assert signature is not None
+    assert signature.inputs[0].shape == (batch, 2, "length")
+
+
 def test_a_file_that_cannot_be_opened_has_the_sizes_that_it_tells(tmp_path: Path) -> None:
     value, file = helper.make_tensor_value_info, tmp_path / "unknown.onnx"
     x, y = (value(name, TensorProto.FLOAT, ["n", "length", 3]) for name in "xy")

@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -381,20 +381,28 @@ def _batch_norm(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Ma
     if not all(name in weights for name in names) or node.get("training_mode"):
         return None
     (channels,) = weights[names[0]].shape
-    # ONNX's momentum is the share of the old statistics, PyTorch's that of the new ones.
-    share, dtype = 1 - node.get("momentum", 0.9), torch_dtype(weights[names[0]])
+    dtype = torch_dtype(weights[names[0]])
     dtype = torch.promote_types(dtype, torch.float32)  # statistics of halves are floats
-    layer = _BatchNorm(channels, node.get("epsilon", 1e-5), share, dtype=dtype)
+    layer = _BatchNorm(channels, node.get("epsilon", 1e-5), dtype=dtype).eval()
+    layer.track_running_stats = False
     keys = ("weight", "bias", "running_mean", "running_var")
     builder.add_layer(node, layer, _sources(keys, node, weights))
     return layer, node.inputs[:1]
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch normalization of inputs with any number of axes."""
+    """Batch normalization of inputs with any number of axes, by the file's statistics.
+
+    They stay in training, as ONNX has it without `training_mode`: those of other data than the file
+    was trained with make another function of it, which the layers around would have to learn anew.
+    """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         pass
+
+    def train(self, mode: bool = True) -> Self:
+        """Change nothing."""
+        return super().train(False)
 
 
 RECURRENT: dict[str, tuple[Any, list[int]]] = {

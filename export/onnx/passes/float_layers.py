@@ -150,6 +150,24 @@ def pool_means_(model: ir.Model) -> None:
     remove_unread_(model)  # the axes
 
 
+def drop_whole_slices_(model: ir.Model) -> None:
+    """Remove Slices without steps that take all of their axes, in place."""
+    # torch's forms of recurrent layers slice the states of all layers, also of the only one; and
+    # onnxscript's rule (0.7) finds no Slice without steps.
+    for node in model.graph:
+        source = node.inputs[0] if node.op_type == "Slice" and len(node.inputs) == 4 else None
+        ranges = [stored(value) for value in node.inputs[1:]]
+        if source is None or source.shape is None or None in ranges:
+            continue
+        (sliced,) = node.outputs
+        places = zip(*(given.numpy().tolist() for given in ranges if given), strict=True)
+        sizes_read = ((start, end, source.shape[axis]) for start, end, axis in places)
+        is_whole = all(s == 0 and isinstance(n, int) and end >= n for s, end, n in sizes_read)
+        if is_whole and not sliced.is_graph_output():
+            sliced.replace_all_uses_with(source)
+    remove_unread_(model)
+
+
 class Grid(NamedTuple):
     """Integers that stand for the numbers of a whole tensor."""
 

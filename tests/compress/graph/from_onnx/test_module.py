@@ -15,11 +15,13 @@ from torch import nn
 
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature
+from compress.data.batch import Batch
 from compress.graph.from_onnx import registry
 from compress.graph.from_onnx.module import build
 from compress.graph.from_onnx.proof import prove
 from compress.graph.from_onnx.reading import load, module_of, pack, read_graph, weights_of
 from compress.graph.torch_export import export_program
+from compress.pruning.recovery.recovery import reestimate_batch_norms_
 
 RNG = np.random.default_rng(0)
 
@@ -121,6 +123,23 @@ def test_an_output_that_is_nearly_nothing_is_compared_by_its_absolute_error(tmp_
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)]), tmp_path / "f")
     inputs = torch.tensor([[-20.0, 1.0], [-25.0, 1.2]])
     assert prove(load(tmp_path / "f"), tmp_path / "f", [(inputs,)]) < 1e-3
+
+
+def test_batch_normalization_keeps_the_statistics_of_the_file_in_training(tmp_path: Path) -> None:
+    keys = ("weight", "bias", "mean", "var")
+    node = helper.make_node("BatchNormalization", ["x", *keys], ["y"])
+    var = numpy_helper.from_array(np.array([4, 5, 6], np.float32), "var")
+    module = load(_write(tmp_path / "norm.onnx", [node], [*(_weight(k, 3) for k in keys[:3]), var]))
+    x = torch.randn(8, 3, 4, 4)
+    expected = module.eval()(x)["y"]
+    module.train()
+    torch.testing.assert_close(module(x)["y"], expected)
+    reestimate_batch_norms_(module, [Batch((x,), None)])
+    torch.testing.assert_close(module(x)["y"], expected)
+    assert {name for name, weight in module.named_parameters() if weight.requires_grad} == {
+        "y.bias",
+        "y.weight",
+    }
 
 
 def test_branches_on_constants_are_taken_and_loops_unrolled() -> None:
