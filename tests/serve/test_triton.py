@@ -55,6 +55,7 @@ IMAGES = Signature(
     inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
     outputs=(OutputSpec(name="logits"),),
 )
+SIZES = {"blocks": 1, "width": 8, "classes": 10}
 CLASSES = tuple(f"digit {i}" for i in range(10))
 
 
@@ -74,9 +75,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> Iterator
     rows = [{"x": one, "mask": kept} for one, kept in zip(x, mask, strict=True)]
     texts = Splits({"val": rows}, input_names=("x", "mask"))  # type: ignore[dict-item]
 
-    def made(folder: Path, net: str, signature: Signature, exporter: Stage[Any, Any]) -> Artifact:
+    def made(
+        folder: Path, net: str, signature: Signature, exporter: Stage[Any, Any], **sizes: int
+    ) -> Artifact:
         path = root / f"{net.replace(':', '-')}-{exporter.stage}"
-        recipe = Recipe(factory=net)
+        recipe = Recipe(factory=net, arguments=sizes)
         model = import_checkpoint(path / "eager", recipe, signature, checkpoint=None, folder=folder)
         return exporter.run(model, Context(root=path / "exported"))
 
@@ -84,7 +87,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> Iterator
     stacked = (root, "triton_served_nets:Stacked", STACKED)
     made_by: list[tuple[Artifact, dict[str, Any], Splits | None]] = [
         (
-            made(DIGITS, "models:resnet20", IMAGES, ExportOnnx(class_names=CLASSES)),
+            made(DIGITS, "models:ResNet", IMAGES, ExportOnnx(class_names=CLASSES), **SIZES),
             {"model_name": "digits", "max_batch_size": 16, "max_batch_delay_ms": 100},
             digits,
         ),
