@@ -137,7 +137,12 @@ def test_zero_points_in_the_middle_are_not_stored(source, bits, tmp_path, caplog
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("excluded", "is_tied"), [(("lm_head", "model.embed_tokens"), True), (("lm_head",), False)]
+    ("excluded", "is_tied"),
+    [
+        (("lm_head", "model.embed_tokens"), True),
+        # As in the folder of the tests above, of which the last layer is untied.
+        pytest.param(("lm_head",), False, marks=pytest.mark.soak),
+    ],
 )
 def test_a_table_is_tied_where_it_still_is_the_last_layer(
     source, excluded, is_tied, tmp_path
