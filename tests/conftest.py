@@ -286,7 +286,10 @@ def forking_ranks() -> Callable[[], AbstractContextManager[None]]:
 
     Trainings start new processes, as some of `test_fit_processes.py` do: seconds for each rank.
     """
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "compress.training.launch.worker"])
+    trained = ("torch.distributed.optim", "compress.training.distributed.fsdp")
+    multiprocessing.set_forkserver_preload(
+        ["torch._dynamo", "compress.training.launch.worker", *trained]
+    )
     forkserver.ensure_running()
     multiprocessing.set_forkserver_preload([])
 

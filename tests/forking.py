@@ -102,6 +102,14 @@ import compress.pipelines.config.pipeline, compress.pipelines.runner.run
 import compress.training.stage, compress.training.launch.rank_group
 import compress.graph.torch_export, compress.pruning.prune_channels
 import compress.export.onnx.stage, onnxscript, torch.onnx
+# Half of the time of a small run.
+import compress.pipelines.api, compress.pipelines.reporting.terminal_table
+import compress.training.fit, compress.training.loop.trainer
+import onnxscript.function_libs.torch_lib.ops, torch.export._trace, sympy.tensor.tensor
+from compress.pipelines.system.templates import _environment
+
+for template in _environment(True).list_templates():
+    _environment(template.endswith(".html.jinja")).get_template(template)
 
 assert "onnxruntime" not in sys.modules, "a fork lacks its threads, and would wait for them"
 gc.freeze()

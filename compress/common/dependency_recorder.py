@@ -366,7 +366,8 @@ def take_recorded() -> Recording:
 def changed_sources() -> set[str]:
     """Return and forget the files of modules that have changed since they were imported."""
     # Missing files do not count: an artifact's code is imported before its folder is renamed.
-    now = {path: digest_of(Path(path)) for path in _sources}
+    with recording_paused():
+        now = {path: digest_of(Path(path)) for path in _sources}
     changed = {path for path, digest in now.items() if digest not in (None, _sources[path])}
     for path in changed:
         del _sources[path]

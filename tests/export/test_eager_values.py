@@ -128,7 +128,9 @@ def test_rows_that_are_masked_whole_have_torchs_answers(
     exported(TwoInputs(attend), tmp_path, x, lengths_mask(), names=("x", name))
 
 
-@pytest.mark.parametrize("name", ["key_padding_mask", "padding"])
+@pytest.mark.parametrize(
+    "name", ["padding", pytest.param("key_padding_mask", marks=pytest.mark.soak)]
+)
 def test_padding_of_torchs_own_attention_may_fill_a_row(tmp_path: Path, name: str) -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1)
@@ -154,7 +156,10 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize(
     "stage",
     # OpenVINO's files are made of the graph that is written as ONNX.
-    [ExportOnnx(), ExportTorchScript(), pytest.param(ExportOpenVINO(), marks=pytest.mark.soak)],
+    [
+        ExportOnnx(),
+        *(pytest.param(s, marks=pytest.mark.soak) for s in (ExportTorchScript(), ExportOpenVINO())),
+    ],
 )
 def test_torchs_decoder_is_exported_with_its_mask(tmp_path: Path, stage: Stage[Any, Any]) -> None:
     if stage.stage == "export_openvino":
@@ -242,7 +247,11 @@ CEIL = [
 ]
 
 
-@pytest.mark.parametrize("stage", [ExportOnnx(), ExportOpenVINO()], ids=["onnx", "openvino"])
+@pytest.mark.parametrize(
+    "stage",
+    [ExportOnnx(), pytest.param(ExportOpenVINO(), marks=pytest.mark.soak)],
+    ids=["onnx", "openvino"],
+)
 def test_windows_of_any_size_are_torchs(tmp_path: Path, stage: Stage[Any, Any]) -> None:
     if stage.stage == "export_openvino":
         pytest.importorskip("openvino")

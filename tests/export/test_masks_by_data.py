@@ -227,7 +227,13 @@ def encoder(folder, shortest: int) -> tuple[EagerModel, Context]:
     return model, Context(root=folder / "artifact", data=splits)
 
 
-@pytest.mark.parametrize("shortest", [0, 1], ids=["rows masked whole", "no full row"])
+@pytest.mark.parametrize(
+    "shortest",
+    [
+        pytest.param(0, id="rows masked whole"),
+        pytest.param(1, id="no full row", marks=pytest.mark.soak),
+    ],
+)
 def test_torchs_encoder_is_compared_as_it_was_trained(shortest, tmp_path) -> None:
     model, context = encoder(tmp_path, shortest)
     exported = ExportOnnx().run_checked(model, context)

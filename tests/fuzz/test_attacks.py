@@ -9,7 +9,7 @@ from benchmarks.attack.files import attack_files, cases
 from benchmarks.attack.trials import CommandTrials, case_folder
 from tests.forking import Commands
 
-FEW = 5
+FEW = 3
 HARMLESS = "import torch\n\ndef net():\n    return torch.nn.Linear(4, 2)\n"
 ATTACKER = """
 import socket

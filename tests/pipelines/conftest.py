@@ -87,6 +87,8 @@ def measured_briefly(*, same_runtime: bool = False, memory: bool = False) -> Ite
         patch.setattr(compare_latency, "__defaults__", (0.001,))
         for module in (channel_pruner, sensitivity_analysis):
             patch.setattr(module, "MEASURED_SECONDS", 0.001)
+        patch.setattr("compress.export.latency.kernels.KERNEL_SECONDS", 0.001)
+        patch.setattr("compress.pipelines.auto.cost_models.FITTED_MODELS", 6)
         # So few calls are seldom sure.
         patch.setattr(quantiles, "WIDEST", math.inf)
         # By chance some would be slower than the model that they were made of.

@@ -154,7 +154,7 @@ class Killed:
     def strike(self, process: int) -> None:
         """Kill a run with all its processes, itself alone, or one of its training processes."""
         family = psutil.Process(process).children(recursive=True)
-        ranks = [p for p in family if "spawn_main" in str(p.cmdline())]
+        ranks = [p for p in family if "spawn_main" in _command_of(p)]
         victim = self.random.choice(["group", "runner", "rank"]) if ranks else "group"
         if ranks:
             self.struck.append(victim)
@@ -204,6 +204,13 @@ class Killed:
             )
         record = {"operations": count, "seconds": sum(os.times()[:4]), "modules": [*sys.modules]}
         self.log.with_suffix(".json").write_text(json.dumps(record))
+
+
+def _command_of(process: psutil.Process) -> str:
+    """Return a process's command; nothing of one that has just ended."""
+    with contextlib.suppress(psutil.Error):
+        return str(process.cmdline())
+    return ""
 
 
 def _left_running(temporary: Path) -> list[list[str]]:

@@ -66,7 +66,7 @@ def test_ignored_labels_are_no_wrong_ones_and_do_not_count_as_samples(project) -
     assert report.baseline and report.baseline.metric and report.baseline.metric.samples == 5
 
 
-@pytest.mark.parametrize("kind", ["double", "half"])
+@pytest.mark.parametrize("kind", ["double", pytest.param("half", marks=pytest.mark.soak)])
 def test_samples_of_other_floats_are_converted(project, kind: str) -> None:
     change_data(project, f"x = x.{kind}()")
     assert project.run().status == "passed"

@@ -188,7 +188,8 @@ def test_no_class_of_errors_can_choose_0(commands: Commands, tmp_path: Path) -> 
     [
         ("forward in a job", "exit"),
         ("sample in a worker", "os._exit"),
-        ("sample in a rank", "exit"),
+        # test_fit_processes.py has a rank that exits.
+        pytest.param("sample in a rank", "exit", marks=pytest.mark.soak),
         pytest.param("forward in a job", "os._exit", marks=pytest.mark.soak),
         pytest.param("sample in a worker", "exit", marks=pytest.mark.soak),
         pytest.param("sample in a rank", "os._exit", marks=pytest.mark.soak),

@@ -4,11 +4,14 @@ import re
 
 import pytest
 
+from tests.pipelines.conftest import BRIEFLY
+
 nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel are not installed")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 
 CELLS = {
+    "briefly": BRIEFLY,
     "model": """
 import torch
 from torch import nn

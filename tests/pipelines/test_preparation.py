@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mean", [0.5, 0.9])
+@pytest.mark.parametrize("mean", [0.5, pytest.param(0.9, marks=pytest.mark.soak)])
 def test_servers_take_images_that_become_what_val_holds(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mean: float
 ) -> None:

@@ -350,7 +350,7 @@ def test_a_missing_library_is_refused_early(tmp_path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.slow  # importing transformers is what takes long
-def test_a_hugging_face_folder_goes_the_whole_road(tmp_path, fresh_process) -> None:
+def test_a_hugging_face_folder_goes_the_whole_road(tmp_path, fresh_torch) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(intermediate_size=24, vocab_size=40, num_labels=3, **sizes)
@@ -371,7 +371,7 @@ def test_a_hugging_face_folder_goes_the_whole_road(tmp_path, fresh_process) -> N
     ids = torch.arange(12).reshape(2, 6)
     with slim.open() as predict:
         expected = predict((ids % 4 != 0).long(), ids)[0]
-    answered = fresh_process(
+    answered = fresh_torch(
         "import torch\nfrom compress import EagerModel\n"
         "ids = torch.arange(12).reshape(2, 6)\n"
         f"with EagerModel.from_directory({str(slim.path)!r}).open() as predict:\n"

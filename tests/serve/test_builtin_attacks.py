@@ -47,7 +47,8 @@ def test_health_is_answered_and_memory_stays(artifact: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [PIPELINED, pytest.param(KEPT, marks=pytest.mark.soak)])
+@pytest.mark.soak  # test_builtin_ends.py has several processes, and the test above the attacks
+@pytest.mark.parametrize("name", [PIPELINED, KEPT])
 def test_several_processes_answer_too(artifact: Path, name: str) -> None:
     survived(artifact, name, processes=2)
 

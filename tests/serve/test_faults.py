@@ -254,22 +254,22 @@ def test_a_worker_killed_under_load_answers_nothing_wrongly(server: TorchServe) 
 
 @pytest.mark.slow
 def test_a_killed_server_is_reported_and_another_answers_the_same(
-    archive: TorchServeArchive,
+    archive: TorchServeArchive, server: TorchServe
 ) -> None:
     x = np.array([GOOD], np.float32)
-    answers = []
-    for _ in range(2):
-        with (
-            TorchServe(archive.payload_path) as server,
-            Client(server.url, server.model_name, archive.signature, token=server.token) as client,
-        ):
-            answers.append(client.predict([x])[0])
-            java = worker_of(server).parent()
-            assert java is not None
-            os.kill(java.pid, signal.SIGKILL)
-            with pytest.raises(StageFailed, match="/predictions/model: "):
-                client.predict([x])
-    np.testing.assert_array_equal(*answers)
+
+    def connected(to: TorchServe) -> Client:
+        return Client(to.url, to.model_name, archive.signature, token=to.token)
+
+    with TorchServe(archive.payload_path) as other, connected(other) as client:
+        before = client.predict([x])[0]
+        java = worker_of(other).parent()
+        assert java is not None
+        os.kill(java.pid, signal.SIGKILL)
+        with pytest.raises(StageFailed, match="/predictions/model: "):
+            client.predict([x])
+    with connected(server) as client:
+        np.testing.assert_array_equal(before, client.predict([x])[0])
 
 
 @pytest.mark.slow

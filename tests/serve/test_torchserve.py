@@ -415,18 +415,13 @@ def test_a_damaged_model_is_never_ready_and_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_java_of_the_package_serves_where_none_is_on_the_path(
+def test_java_of_the_package_serves_and_an_exception_inside_leaves_nothing(
     archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with TorchServe(archive.payload_path) as server:
-        command = psutil.Process(server.pid).cmdline()
-    assert Path(command[0]).is_relative_to(Path(sys.prefix))
-
-
-@pytest.mark.slow
-def test_an_exception_inside_leaves_nothing(archive: TorchServeArchive) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # where no Java is
     with pytest.raises(ZeroDivisionError), TorchServe(archive.payload_path) as server:
+        command = psutil.Process(server.pid).cmdline()
+        assert Path(command[0]).is_relative_to(Path(sys.prefix))
         assert len(processes_in(server.folder)) == 2
         raise ZeroDivisionError
     assert not processes_in(server.folder) and not server.folder.exists()

@@ -14,11 +14,11 @@ import torch
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from google.protobuf import json_format, text_format
+from torch.utils.data import TensorDataset
 from tritonclient.grpc import model_config_pb2
 from tritonclient.utils import InferenceServerException
 
 from compress.artifacts.artifact import Artifact
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.signature import OutputSpec, Signature, TensorSpec
@@ -29,7 +29,6 @@ from compress.export.onnx.cascade import Cascade
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
-from compress.quantization.stages.static import QuantizeStatic
 from compress.serve.repository import (
     REPOSITORY,
     PackageKServe,
@@ -52,12 +51,24 @@ class Averaged(Pooled):
     def forward(self, x, mask):
         sums, best = super().forward(x, mask)
         return sums, best, sums.mean(-1)
+
+class Shifted(nn.Module):
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor([0.0, shift]))
+
+    def forward(self, x):
+        return x + self.shift
 """
+TWO_SCORES = Signature(
+    inputs=(TensorSpec(name="x", shape=("batch", 2)),), outputs=(OutputSpec(name="scores"),)
+)
 AVERAGED = POOLED.model_copy(update={"outputs": (*POOLED.outputs, OutputSpec(name="mean"))})
 IMAGES = Signature(
     inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
     outputs=(OutputSpec(name="logits"),),
 )
+SIZES = {"blocks": 1, "width": 8, "classes": 10}
 CLASSES = tuple(f"digit {i}" for i in range(10))
 
 
@@ -77,26 +88,26 @@ def served(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> Iterator
     rows = [{"x": one, "mask": kept} for one, kept in zip(x, mask, strict=True)]
     texts = Splits({"val": rows}, input_names=("x", "mask"))  # type: ignore[dict-item]
 
-    def made(folder: Path, net: str, signature: Signature, exporter: Stage[Any, Any]) -> Artifact:
-        path = root / f"{net.replace(':', '-')}-{exporter.stage}"
-        recipe = Recipe(factory=net)
+    def made(
+        folder: Path, net: str, signature: Signature, exporter: Stage[Any, Any], **sizes: float
+    ) -> Artifact:
+        path = root / f"{net.replace(':', '-')}-{exporter.stage}-{[*sizes.values()]}"
+        recipe = Recipe(factory=net, arguments=sizes)
         model = import_checkpoint(path / "eager", recipe, signature, checkpoint=None, folder=folder)
         return exporter.run(model, Context(root=path / "exported"))
 
-    net = made(DIGITS, "models:resnet20", IMAGES, ExportOnnx(class_names=CLASSES))
-    context = Context(root=root / "int8", data=digits, artifacts={"net": net})
-    source = EagerModel.from_directory(root / "models-resnet20-export_onnx" / "eager")
-    int8 = ExportOnnx().run(
-        QuantizeStatic(calibration_samples=64).run(source, context),
-        context.with_root(root / "int8_onnx"),
-    )
-    cascade = Cascade(fallback="net", percent=3).run(int8, context.with_root(root / "cascade"))
+    rows_x2 = torch.randn(400, 2, generator=torch.Generator().manual_seed(0))
+    scored = Splits({"val": TensorDataset(rows_x2, rows_x2.argmax(1))})
+    shifted = (root, "triton_served_nets:Shifted", TWO_SCORES, ExportOnnx())
+    small, large = made(*shifted, shift=0.0), made(*shifted, shift=0.05)
+    context = Context(root=root / "cascade", data=scored, artifacts={"large": large})
+    cascade = Cascade(fallback="large", percent=2).run(small, context)
     assert 0 < cascade.manifest.facts["cascade"]["fallback_share"] < 1  # both kinds of rows
     pooled = (root, "triton_served_nets:Averaged", AVERAGED)
     stacked = (root, "triton_served_nets:Stacked", STACKED)
     made_by: list[tuple[Artifact, dict[str, Any], Splits | None]] = [
         (
-            net,
+            made(DIGITS, "models:ResNet", IMAGES, ExportOnnx(class_names=CLASSES), **SIZES),
             {"model_name": "digits", "max_batch_size": 16, "max_batch_delay_ms": 100},
             digits,
         ),
@@ -107,7 +118,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> Iterator
             texts,
         ),
         (made(*stacked, ExportTorchScript()), {"model_name": "stacked", "instances": 2}, None),
-        (cascade, {"model_name": "cascade", "max_batch_size": 16}, digits),
+        (cascade, {"model_name": "cascade", "max_batch_size": 16}, scored),
     ]
     repository, packaged = root / "repository", {}
     for model, settings, data in made_by:
@@ -180,10 +191,10 @@ def val_of(
     served: Served, digits: Splits, name: str, rows: int = 1
 ) -> list[tuple[torch.Tensor, ...]]:
     """Return the inputs of requests with so many rows each: all of `val`, for the digits."""
-    if name in ("digits", "cascade"):
+    if name == "digits":
         tensors = [torch.stack([image for image, _ in digits.datasets["val"]])]  # type: ignore[attr-defined]
     else:
-        tensors = served.packaged[name].signature.example(batch=6)
+        tensors = served.packaged[name].signature.example(batch=32 if name == "cascade" else 6)
     return list(zip(*(tensor.split(rows) for tensor in tensors), strict=True))
 
 

@@ -30,11 +30,11 @@ def test_reads_back_as_the_kind_it_is(mlp: EagerModel) -> None:
 
 @pytest.mark.slow
 def test_opens_every_kind_in_a_fresh_process(
-    mlp: EagerModel, tmp_path: Path, fresh_process: Callable[[str], str]
+    mlp: EagerModel, tmp_path: Path, fresh_torch: Callable[[str], str]
 ) -> None:
     path = str(ExportOnnx().run(mlp, Context(root=tmp_path / "onnx")).path)
     code = f"import compress; print(type(compress.Artifact.from_directory({path!r})).__name__)"
-    assert fresh_process(code) == "OnnxModel"
+    assert fresh_torch(code) == "OnnxModel"
 
 
 def test_refuses_another_kind(mlp: EagerModel) -> None:

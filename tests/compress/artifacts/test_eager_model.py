@@ -27,11 +27,11 @@ def _answer(model: EagerModel) -> list[float]:
 
 
 def test_loads_bit_identical_in_a_fresh_process_without_the_users_folder(
-    mlp: EagerModel, project: Path, fresh_process: Callable[[str], str]
+    mlp: EagerModel, project: Path, fresh_torch: Callable[[str], str]
 ) -> None:
     expected = _answer(mlp)
     shutil.rmtree(project)
-    assert eval(fresh_process(ANSWER.format(path=str(mlp.path)))) == expected
+    assert eval(fresh_torch(ANSWER.format(path=str(mlp.path)))) == expected
 
 
 def test_an_edit_is_replayed_in_a_fresh_process(

@@ -97,9 +97,9 @@ def test_it_is_read_once_to_count_at_the_sizes_of_val(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_equal_programs_give_equal_bytes_in_any_process(tmp_path: Path, fresh_process) -> None:
+def test_equal_programs_give_equal_bytes_in_any_process(tmp_path: Path, fresh_torch) -> None:
     here = sealed(tmp_path / "here", net())
-    there = fresh_process(
+    there = fresh_torch(
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
         "import test_graph_model as t\n"
         f"print(t.sealed(t.Path({str(tmp_path / 'there')!r}), t.net()).digest)"

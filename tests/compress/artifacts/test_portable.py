@@ -1,7 +1,5 @@
 """A changed model as one `.pt2` file, for those who do not have its class."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +53,7 @@ def make(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_cut_model_answers_without_its_class_or_this_toolkit(tmp_path, make):
+def test_a_cut_model_answers_without_its_class_or_this_toolkit(tmp_path, make, fresh_torch):
     source = make()
     module = source.load()
     kept = {f"layers.0.{name}": {0: (0, 2, 3)} for name in ("up.weight", "up.bias")}
@@ -76,9 +74,7 @@ def test_a_cut_model_answers_without_its_class_or_this_toolkit(tmp_path, make):
         "assert torch.equal(torch.export.load('portable/model.pt2').module()(x), y)\n"
         "assert not {'theirs', 'compress'} & sys.modules.keys()"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    fresh_torch(code)
 
 
 def test_a_graph_that_answers_otherwise_is_refused(tmp_path, make):

@@ -16,8 +16,8 @@ needs_timm = pytest.mark.skipif(
 @pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
 )
-def test_architectures_are_built_without_torchvision_and_no_stand_in_stays(fresh_process) -> None:
-    answered = fresh_process(
+def test_architectures_are_built_without_torchvision_and_no_stand_in_stays(fresh_torch) -> None:
+    answered = fresh_torch(
         HERE + "import importlib.util, sys, torch\n"
         "net = build('resnet10t', num_classes=3)\n"
         "print(*net(torch.zeros(2, 3, 64, 64)).shape)\n"
@@ -31,10 +31,10 @@ def test_architectures_are_built_without_torchvision_and_no_stand_in_stays(fresh
 
 @pytest.mark.slow
 @needs_timm
-def test_a_torchvision_that_does_not_fit_is_one_line(tmp_path: Path, fresh_process) -> None:
+def test_a_torchvision_that_does_not_fit_is_one_line(tmp_path: Path, fresh_torch) -> None:
     broken = "raise RuntimeError('operator torchvision::nms does not exist')"
     (tmp_path / "torchvision.py").write_text(broken)
-    answered = fresh_process(
+    answered = fresh_torch(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         + HERE
         + "from compress.pipelines.commands.doctor import examine\n"

@@ -1,4 +1,4 @@
-"""One of two processes that save large tensors, sharded by rows and by columns: FOLDER."""
+"""One of two processes that save tensors, sharded by rows and by columns: FOLDER and names."""
 
 import sys
 from pathlib import Path
@@ -16,11 +16,14 @@ def whole(seed: int, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
     return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
 
 
-def main(folder: Path) -> None:
+SHAPES = {"warm-up": (5, 3), "large": SHAPE}
+
+
+def main(folder: Path, *names: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    for name, rows, columns in (("warm-up", 5, 3), ("large", *SHAPE)):
-        tensors = [whole(seed, (rows, columns)) for seed in range(3)]
+    for name in names:
+        tensors = [whole(seed, SHAPES[name]) for seed in range(3)]
         state = {
             "rows": distribute_tensor(tensors[0], mesh, [Shard(0)]),
             "columns": distribute_tensor(tensors[1], mesh, [Shard(1)]),
@@ -31,4 +34,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

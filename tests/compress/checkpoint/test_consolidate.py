@@ -44,16 +44,17 @@ print(1024 * (kilobytes("VmHWM") - before))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, launch) -> Path:
-    """Return what two processes saved: `warm-up`, and `large` with tensors of 64 MiB."""
+    """Return where two processes saved `warm-up`."""
     folder = tmp_path_factory.mktemp("saved")
-    launch(HERE / "save_large_here.py", 2, folder)
+    launch(HERE / "save_large_here.py", 2, folder, "warm-up")
     return folder
 
 
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_peak_is_one_tensor_and_a_fifth(saved) -> None:
+def test_the_peak_is_one_tensor_and_a_fifth(saved, launch) -> None:
+    launch(HERE / "save_large_here.py", 2, saved, "large")  # tensors of 64 MiB
     command = [sys.executable, "-c", MEASURE, saved]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -140,7 +140,7 @@ def test_other_ways_of_the_same_step_give_the_same(school, settings):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.soak), "zero1"])
 def test_two_processes_train_the_same_projections(school, strategy):
     student, losses = school.make(), [HINT, {"loss": "kl"}]
     alone = school.distil(student, epochs=1, losses=losses, keep="last")

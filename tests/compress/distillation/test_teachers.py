@@ -110,7 +110,7 @@ def test_it_teaches_as_the_same_model_of_a_stage_does(school, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("cache", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_exported_models_teach(school, tmp_path, cache):
     onnx = ExportOnnx()(school.teacher, school.context())
     script = ExportTorchScript()(school.teacher, school.context())

@@ -83,7 +83,8 @@ def global_state() -> dict[str, Any]:
         ("quantize_static", {}),
         ("quantize_dynamic", {}),
         ("quantize_weights", {}),
-        ("quantize_aware_training", {"epochs": 1}),
+        # It is a quantization and a training, which leave it each.
+        pytest.param("quantize_aware_training", {"epochs": 1}, marks=pytest.mark.soak),
         ("convert_precision", {"dtype": "bfloat16"}),
         ("export_program", {}),
         ("export_onnx", {}),

@@ -367,14 +367,14 @@ with measurement_process():
 """
 
 
-@pytest.mark.slow  # imports torch twice
+@pytest.mark.slow  # beside threads torch is imported once more
 @pytest.mark.parametrize("threads", [False, True], ids=["alone", "beside threads"])
-def test_a_process_that_has_not_computed_is_forked(make: Make, tmp_path: Path, threads) -> None:
+def test_a_process_that_has_not_computed_is_forked(
+    make: Make, threads, fresh_torch: Callable[[str], str]
+) -> None:
     """Its fork measures the same; beside threads, whose locks it would hold, another is started."""
-    model = make("Square", width=WIDTH)
-    command = [sys.executable, "-c", FORKING, str(model.path), "threads" if threads else ""]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    forked, peak = done.stdout.split()
+    given = ["", str(make("Square", width=WIDTH).path), "threads" if threads else ""]
+    forked, peak = fresh_torch(f"import sys; sys.argv = {given!r}\n{FORKING}").split()
     assert forked == str(not threads)
     assert PRODUCT - 2 < float(peak) < PRODUCT + BESIDE
 

@@ -200,7 +200,11 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize(
-    "factory", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in HIDDEN]
+    "factory",
+    [
+        pytest.param(n, marks=[pytest.mark.soak if n == "Classifier" else pytest.mark.slow])
+        for n in HIDDEN
+    ],
 )
 def test_the_hidden_width_of_transformers_is_cut(factory: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

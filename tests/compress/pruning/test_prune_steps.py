@@ -68,6 +68,7 @@ def test_the_model_is_trained_after_each_cut(
     assert not (tmp_path / "slim.work").exists()
 
 
+@pytest.mark.soak  # the next test has a refit exact, unit by unit
 @pytest.mark.slow
 def test_a_refit_saves_what_a_cut_breaks(digits: Splits, tmp_path: Path) -> None:
     context = Context(root=tmp_path / "trained", data=digits)

@@ -72,6 +72,7 @@ def test_recurrent_weights_are_integers_in_every_format(
     assert relative_error(answer(small, SAMPLE), answer(scripted, SAMPLE)) < 0.03
 
 
+@pytest.mark.soak  # as the graph of test_quantize_static.py
 @pytest.mark.slow
 def test_a_fresh_process_answers_alike(
     tmp_path: Path, assert_same_in_fresh_process: FreshProcessCheck

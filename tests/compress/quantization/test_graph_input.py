@@ -44,7 +44,7 @@ def graph(eager: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> GraphM
         ConvertPrecision(dtype="float16", calibration_samples=32),
         pytest.param(
             QuantizeAwareTraining(calibration_samples=32, epochs=1, teaching={"loss": "mse"}),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak,
         ),
     ],
     ids=lambda stage: stage.stage,

@@ -134,6 +134,7 @@ def test_excluded_modules_stay_float(tmp_path: Path) -> None:
     assert exported.manifest.facts["operators"]["MatMulInteger"] == 1
 
 
+@pytest.mark.soak  # as the graphs of test_quantize_static.py and test_smoothquant.py
 @pytest.mark.slow
 def test_a_fresh_process_answers_alike(
     tmp_path: Path, assert_same_in_fresh_process: FreshProcessCheck
@@ -157,7 +158,8 @@ def test_with_row_ranges_outputs_do_not_depend_on_other_rows(tmp_path: Path, fac
     real = signature.example(6)[0]
     hostile = real * 1000 if real.is_floating_point() else 49 - real
     beside = torch.cat([real[:3], hostile[3:]])
-    for name in ("tensor", "row"):
+    # That a range of the whole tensor lets them depend is shown for one of them.
+    for name in ("tensor", "row")[factory != "networks:mlp" :]:
         quantized, exported = both(model, tmp_path / name, activation_range=name)
         for made in (quantized, exported):
             same = torch.equal(answer(made, real)[:3], answer(made, beside)[:3])
@@ -173,18 +175,15 @@ def test_with_row_ranges_outputs_do_not_depend_on_other_rows(tmp_path: Path, fac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
-def test_with_row_ranges_rows_of_any_size_and_of_zeros_keep_their_outputs(
-    tmp_path: Path, size: float
-) -> None:
+def test_with_row_ranges_rows_of_any_size_and_of_zeros_keep_their_outputs(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     _, exported = both(model, tmp_path, activation_range="row")
-    (image,) = IMAGE.example(4)
-    image = image * size
-    image[1] = 0
-    expected, got = answer(model, image), answer(exported, image)
-    assert (got[1] - expected[1]).norm() / expected[1].norm() < 0.02
-    assert (got - expected).norm() / expected.norm() < 0.02
+    for size in (1e-8, 1.0, 1e8):
+        image = IMAGE.example(4)[0] * size
+        image[1] = 0
+        expected, got = answer(model, image), answer(exported, image)
+        assert (got[1] - expected[1]).norm() / expected[1].norm() < 0.02, size
+        assert (got - expected).norm() / expected.norm() < 0.02, size
 
 
 @pytest.mark.slow

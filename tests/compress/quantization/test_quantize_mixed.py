@@ -176,6 +176,7 @@ def test_exactly_the_sensitive_layers_stay_float(
     assert sorted(layer["sensitivity"] for layer in found["layers"])[2] > 20
 
 
+@pytest.mark.soak  # as the graph of test_quantize_static.py
 @pytest.mark.slow
 def test_a_rerun_gives_the_same_bytes(
     mixed: tuple[EagerModel, Context, GraphModel], tmp_path: Path
@@ -185,6 +186,7 @@ def test_a_rerun_gives_the_same_bytes(
     assert stage(model, context.with_root(tmp_path / "again")).digest == graph.digest
 
 
+@pytest.mark.soak  # as the graph of test_quantize_static.py
 @pytest.mark.slow
 def test_a_fresh_process_answers_alike(
     mixed: tuple[EagerModel, Context, GraphModel], assert_same_in_fresh_process: FreshProcessCheck

@@ -35,8 +35,9 @@ def splits(*shapes: tuple[int, ...], samples: int = 64, batch_size: int = 32) ->
 @pytest.fixture(scope="module")
 def resnet(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> tuple[EagerModel, Context]:
     folder = tmp_path_factory.mktemp("resnet")
+    sizes = {"blocks": 1, "width": 8, "classes": 10}
     model = build_model(
-        folder / "source", "models:resnet20", folder=DIGITS, random_batch_norm=True, width=8
+        folder / "source", "models:ResNet", folder=DIGITS, random_batch_norm=True, **sizes
     )
     return model, Context(root=folder / "int8", data=digits)
 
@@ -52,7 +53,7 @@ def test_every_layer_of_a_resnet_is_quantized(
     resnet: tuple[EagerModel, Context], quantized: GraphModel
 ) -> None:
     facts = quantized.manifest.facts
-    assert facts["quantized_operators"] == {"add": 9, "conv2d": 21, "linear": 1}
+    assert facts["quantized_operators"] == {"add": 3, "conv2d": 9, "linear": 1}
     assert facts["float_modules"] == []
     model, _ = resnet
     folded = 2 * sum(m.num_features for m in model.load().modules() if hasattr(m, "num_features"))
@@ -95,7 +96,7 @@ def test_a_fresh_process_answers_alike(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("observer", ["histogram", "mse"])
+@pytest.mark.parametrize("observer", ["histogram", pytest.param("mse", marks=pytest.mark.soak)])
 def test_pooling_and_clamps_keep_the_answers(tmp_path: Path, observer: str) -> None:
     model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
     context = Context(root=tmp_path / observer, data=splits((1, 8, 8)))

@@ -37,7 +37,7 @@ def round_by_groups(layer: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torc
     ("method", "bits", "activation_bits"),
     [
         pytest.param("rtn", 4, 8, marks=pytest.mark.slow),
-        pytest.param("rtn", 8, 8, marks=[pytest.mark.slow, needs_32_bit_sums]),
+        pytest.param("rtn", 8, 8, marks=[pytest.mark.soak, needs_32_bit_sums]),
         ("rtn", 4, 32),
         pytest.param("hqq", 4, None, marks=pytest.mark.slow),
     ],
@@ -206,6 +206,7 @@ def test_weights_left_in_float_are_reported(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.soak  # as the graph of test_quantize_static.py
 @pytest.mark.slow
 def test_a_fresh_process_answers_alike(
     tmp_path: Path, assert_same_in_fresh_process: FreshProcessCheck

@@ -34,7 +34,14 @@ def run(root, source, objective, **parallel):
     return fit(source, training, objective, Context(root=root, data=data), "train")
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": {}}], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        # The teacher is whole in each; test_device_mesh.py divides matrices.
+        pytest.param({"tensor": 2}, id="tensor", marks=pytest.mark.soak),
+        pytest.param({"pipeline": {}}, id="pipeline"),
+    ],
+)
 def test_distillation_into_a_divided_model_keeps_frozen_weights(tmp_path, parallel):
     student = make_source(tmp_path / "student", frozen_layers=1)
     teacher = make_source(tmp_path / "teacher", 1)

@@ -56,9 +56,11 @@ IN_SOAK = {
             for how in ("", "halves/", "other/")
             for name in ("ddp-static", "zero2", "int8", "powersgd")
         ),
+        # Others reach the weights with shards, static graphs and a wrapped model, too.
+        *("sgd-ddp-static", "sgd-zero3"),
         *("halves/adamw-ddp", "other/adamw-zero1", "alone/adamw-ddp", "alone/adamw-zero1"),
     },
-    4: {"sgd-ddp", "sgd-zero1", "adamw-zero1"},
+    4: {"sgd-ddp", "sgd-zero1", "sgd-full", "adamw-zero1"},
 }
 """Ranks → trainings that `make soak` has; CI has others of each kind."""
 # One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.

@@ -41,7 +41,7 @@ def largest_difference(a, b):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("metric", ["loss", pytest.param("r2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("metric", ["loss", pytest.param("r2", marks=pytest.mark.soak)])
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("forked_ranks")
 def test_processes_and_parts_take_the_same_steps(tmp_path, source, metric):

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,9 @@ def context(root):
     return Context(root=root, data=load_data(batch_size=128))
 
 
-def test_training_twice_seals_the_same_artifact_which_opens_in_a_fresh_process(tmp_path, source):
+def test_training_twice_seals_the_same_artifact_which_opens_in_a_fresh_process(
+    tmp_path, source, fresh_torch
+):
     first, again = (Train(epochs=2)(source, context(tmp_path / name)) for name in "ab")
     assert first.digest == again.digest != source.digest
     first.verify()
@@ -42,7 +42,7 @@ def test_training_twice_seals_the_same_artifact_which_opens_in_a_fresh_process(t
         f"x, y = torch.load({str(tmp_path / 'expected.pt')!r}, weights_only=True); "
         f"assert torch.equal(EagerModel.from_directory({str(first.path)!r}).load()(*x), y)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE.parents[2])
+    fresh_torch(code)
 
 
 def test_a_gate_refuses_and_the_artifact_is_kept(tmp_path, source):

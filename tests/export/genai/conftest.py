@@ -6,10 +6,12 @@ from compress import EagerModel, QuantizeWeights
 from compress.artifacts.artifact import Artifact
 from tests.export.tiny_decoder import context_for, decoder
 
+LAYERS = 1
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
-    return decoder(tmp_path_factory.mktemp("llama"))
+    return decoder(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")

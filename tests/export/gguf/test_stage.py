@@ -134,7 +134,7 @@ def test_families_answer_as_what_they_were_made_from(
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[object, object, GgufModel]:
     root = tmp_path_factory.mktemp("gguf")
-    source = decoder(root, merges=MERGES)
+    source = decoder(root, merges=MERGES, num_hidden_layers=1)
     stage = QuantizeWeights(symmetric=True, activation_bits=32)
     model = stage(source, context_for(source, root / "quantized"))
     return source, model, ExportGguf()(model, context_for(source, root / "file"))
@@ -145,11 +145,11 @@ def test_a_changed_byte_is_found(made, tmp_path) -> None:
     source, model, file = made
     folder = shutil.copytree(file.path, tmp_path / "file")
     reader = gguf.GGUFReader(folder / "model.gguf", "r+")
-    (tensor,) = [t for t in reader.tensors if t.name == "blk.1.attn_k.weight"]
+    (tensor,) = [t for t in reader.tensors if t.name == "blk.0.attn_k.weight"]
     tensor.data[3, 7] ^= 1
     reader.data.flush()
     changed = GgufModel.from_directory(folder)
-    with pytest.raises(StageFailed, match=r"layers\.1\.self_attn\.k_proj\.weight: integers differ"):
+    with pytest.raises(StageFailed, match=r"layers\.0\.self_attn\.k_proj\.weight: integers differ"):
         ExportGguf().check_parity(model, changed, context_for(source, tmp_path / "x"))
     ExportGguf().check_parity(model, file, context_for(source, tmp_path / "x"))
 

@@ -63,6 +63,8 @@ def test_the_same_tables_lead_to_the_same_artifact_and_measure_nothing(
         before, after = SimpleNamespace(p50=2.0), SimpleNamespace(p50=2.0 * size / unpruned)
         return SimpleNamespace(share=size / unpruned, before=before, after=after)
 
+    monkeypatch.setattr(kernel_table, "KERNEL_SECONDS", 0.001)
+    monkeypatch.setattr(served_latency, "FITTED", 3)
     monkeypatch.setattr(served_latency, "open_as_served", open_file)
     monkeypatch.setattr(served_latency, "compare_latency", compare)
     served = OnnxLatency("onnx", stages, tmp_path / "tables", MACHINE)

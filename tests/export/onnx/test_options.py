@@ -80,7 +80,8 @@ def test_the_operator_set_is_the_one_asked_for(model: EagerModel, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("level", "domains"), [("basic", [""]), ("extended", ["", "com.microsoft"])]
+    ("level", "domains"),
+    [pytest.param("basic", [""], marks=pytest.mark.soak), ("extended", ["", "com.microsoft"])],
 )
 def test_rewritten_graphs_answer_alike_and_are_written_alike(
     model: EagerModel, tmp_path: Path, level: str, domains: list[str]

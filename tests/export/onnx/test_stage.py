@@ -32,7 +32,7 @@ MOBILENET = {
 @pytest.mark.parametrize(
     ("factory", "integer", "largest"),
     [
-        ("networks:mlp", {"QGemm": 3}, 1e-3),
+        pytest.param("networks:mlp", {"QGemm": 3}, 1e-3, marks=pytest.mark.soak),
         ("networks:mobilenet", MOBILENET, 1e-2),
     ],
 )

@@ -170,6 +170,7 @@ def test_nan_outputs_are_reported_as_any_other_error(
     assert row["note"] == "no labels: the model's outputs are not all finite: some are NaN"
 
 
+@pytest.mark.soak  # the test of a dear search searches TorchScript, too
 def test_torchscript_is_searched_and_its_folder_is_of_the_run(
     model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,18 +97,18 @@ def other_runtime(graph: GraphModel, seed: int, share: float) -> Predictor:
 
 @pytest.mark.usefixtures("coarse")
 @pytest.mark.parametrize("knows_float", [True, False])
-def test_twenty_files_whose_sums_are_rounded_otherwise_pass(
+def test_files_whose_sums_are_rounded_otherwise_pass(
     nets: tuple[GraphModel, EagerModel], knows_float: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     noise, beyond = noise_of_nets(nets, knows_float=knows_float), 0
     caplog.set_level(logging.INFO)
     with nets[0].open() as expected:
-        for seed in range(20):
+        for seed in range(8):
             export = other_runtime(nets[0], seed, share=1 / (1 + seed % 4))
             errors = check_on_samples(expected, export, ROWS, QUANTIZED, noise)
             beyond += errors.relative_error > QUANTIZED.spread
             assert bool(errors.allowed) >= (errors.relative_error > QUANTIZED.spread)
-    assert beyond >= 10, "else nothing was tested"
+    assert beyond >= 4, "else nothing was tested"
     assert "differs from its graph by 0." in caplog.text
     assert "int8 rounding alone moves the graph by 0." in caplog.text
 
@@ -129,7 +129,7 @@ def test_noise_takes_one_pass_of_the_graph(nets: tuple[GraphModel, EagerModel]) 
 
 
 @pytest.mark.usefixtures("coarse")
-@pytest.mark.parametrize("place", [1, 10])
+@pytest.mark.parametrize("place", [1, pytest.param(10, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_file_is_refused_though_the_graph_is_ill_conditioned(
     nets: tuple[GraphModel, EagerModel], fault: str, place: int

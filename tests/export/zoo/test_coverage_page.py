@@ -41,10 +41,12 @@ REPEATED = {
     ("ranker", "AOTInductor"),
     ("cached", "AOTInductor"),
     ("pooled", "AOTInductor"),
-    *((n, "torch.export") for n in ("segmenter", "bert_classifier", "wav2vec2", "vit", "resnet")),
+    *((name, "ONNX") for name in ("bert_classifier", "vit", "resnet")),
+    *((name, "torch.export") for name in EXPORTED if name not in ("early", "cond", "own_function")),
+    *((name, "OpenVINO") for name in ("pooled", "cached")),
 }
-"""Cells that only `make soak` tries. ONNX files are made of what torch.export gives, CI has bert,
-vit and wav2vec2 among transformers, and other tests compile for AOTInductor."""
+"""Cells that only `make soak` tries. ONNX files are made of what torch.export gives, CI has gpt2
+pruned, decoders, a ResNet and wav2vec2, and other tests compile for AOTInductor."""
 HERE = formats_here()
 CELLS = [
     pytest.param(

@@ -73,7 +73,11 @@ def test_a_forged_latency_makes_no_model_the_best(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forge", [forgeries.flip_a_byte, forgeries.edit_a_figure])
+@pytest.mark.parametrize(
+    "forge",
+    # The same hash tells; test_forged_files.py edits figures.
+    [pytest.param(forgeries.flip_a_byte, marks=pytest.mark.soak), forgeries.edit_a_figure],
+)
 def test_all_state_of_a_search_is_measured_again_where_it_was_changed(
     searched: Path, tmp_path: Path, caplog, forge: Callable[[Path], object]
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -426,11 +425,10 @@ def test_what_is_written_replaces_nothing_that_is_read_and_alters_no_artifact(
 
 
 @pytest.mark.slow
-def test_the_command_says_what_the_anchor_is_and_ends_with_two(project) -> None:
+def test_the_command_says_what_the_anchor_is_and_ends_with_two(project, commands) -> None:
     folder = project.out / "artifacts" / "export_onnx"
-    command = [sys.executable, "-m", "compress.cli", "verify", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = commands.call("verify", folder, cwd=project.folder)
     assert done.returncode == 0 and "anchor: report.json and lock.json of" in done.stdout
     forge(folder)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = commands.call("verify", folder, cwd=project.folder)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr

@@ -174,7 +174,9 @@ def test_what_the_pipeline_lacks_is_said(user):
 
 
 @pytest.mark.slow
-def test_the_command_writes_it(user):
+def test_the_command_writes_it(user, commands):
+    commands.write_program(user / "bin" / "compress")
+
     def init(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [user / "bin" / "compress", "init", *arguments]
         return subprocess.run(command, cwd=user, capture_output=True, text=True, timeout=120)

@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -262,15 +260,14 @@ def test_a_file_written_while_a_run_begins_and_sweeps_up_is_written(tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> None:
+def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project, commands) -> None:
     project.edit("ratio: 0.4", "ratio: 0.5")
-    script = (
-        "import os; from compress.pipelines import Pipeline; "
-        "from compress.pipelines.runner import executor; "
-        "executor.evaluator.evaluate_stage = lambda *_: os._exit(0); "
-        f"Pipeline.from_yaml({str(project.file)!r}).run({str(project.out)!r})"
+    killed = (
+        "import os; from compress.pipelines.runner import executor\n"
+        "executor.evaluator.evaluate_stage = lambda *_: os._exit(0)\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120)
+    arguments = ("run", project.file, "--out", project.out)
+    done = commands.call(*arguments, cwd=project.folder, first=killed)
     assert done.returncode == 0
     assert not (project.out / "report.json").exists()
     with pytest.raises(ArtifactInvalid, match="the last run ended before it could write a report"):

@@ -113,7 +113,9 @@ def least_harm(model: EagerModel, context: Context, most: float) -> dict[str, in
     return min(reached, key=lambda widths: sum(loss_increases[g][w] for g, w in widths.items()))
 
 
-@pytest.mark.parametrize(("latency", "too_low"), [(0.7, 1.5), (0.3, 1.0)])
+@pytest.mark.parametrize(
+    ("latency", "too_low"), [(0.7, 1.5), pytest.param(0.3, 1.0, marks=pytest.mark.soak)]
+)
 def test_the_widths_of_least_harm_are_found_though_predictions_are_off(
     model: EagerModel, blobs: Splits, tmp_path: Path, latency: float, too_low: float
 ) -> None:

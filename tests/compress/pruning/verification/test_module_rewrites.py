@@ -60,6 +60,7 @@ def test_sliced_attention_trains_with_dropout(pruned: EagerModel) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.soak  # test_heads_leave_where_the_code_computes_sizes slices twice
 @pytest.mark.slow
 def test_a_sliced_model_is_sliced_again(pruned: EagerModel, tmp_path: Path) -> None:
     again = PruneChannels(ratio=0.5)(pruned, Context(root=tmp_path / "again"))
@@ -67,6 +68,7 @@ def test_a_sliced_model_is_sliced_again(pruned: EagerModel, tmp_path: Path) -> N
     assert again.load().encoder.layers[0].self_attn.num_heads == 1
 
 
+@pytest.mark.soak  # test_heads_leave_where_the_code_computes_sizes excludes one
 @pytest.mark.slow
 def test_attention_that_stays_is_not_rewritten(tmp_path: Path) -> None:
     source = sealed("encoder", tmp_path / "source")

@@ -116,7 +116,12 @@ class Branches(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "wrong", "most"),
-    [(16, (), 1), (16, (5,), 12), (16, (3, 9), 20), (8, range(8), 23)],
+    [
+        (16, (), 1),
+        pytest.param(16, (5,), 12, marks=pytest.mark.soak),
+        (16, (3, 9), 20),
+        (8, range(8), 23),
+    ],
 )
 def test_groups_are_verified_together(
     layers: int, wrong: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch

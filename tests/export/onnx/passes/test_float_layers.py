@@ -24,7 +24,10 @@ def quantized(folder: Path, factory: str, left: str, target: Target) -> tuple[Gr
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "left", "kernels"),
-    [("networks:mobilenet", "depthwise*", {"Conv": 1}), ("networks:mlp", "3", {"Gemm": 1})],
+    [
+        ("networks:mobilenet", "depthwise*", {"Conv": 1}),
+        pytest.param("networks:mlp", "3", {"Gemm": 1}, marks=pytest.mark.soak),
+    ],
 )
 def test_a_layer_between_integers_keeps_its_float_weights(
     tmp_path: Path, factory: str, left: str, kernels: dict[str, int]
