@@ -236,7 +236,8 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         is_quantized = "fidelity" in of_source and "dtype" not in of_source
         unfused = {k: n for k, n in facts["float_kernels"].items() if k in UNFUSED}
         # Layers that the quantization left in floats on purpose are no surprise.
-        is_more = sum(unfused.values()) > len(of_source.get("float_modules", ()))
+        intended: Any = of_source.get("float_modules", ())
+        is_more = sum(unfused.values()) > len(intended)
         if is_quantized and for_cpu and is_more:
             logger.warning("%s: quantized, yet computed in floats: %s", self.title, sorted(unfused))
 
