@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.edits.independent_calls import call_effects, needed_hooks_alone, unchanged
@@ -130,7 +131,9 @@ def fit_call(
     try:
         output, state, changes_inputs, is_random = call_effects(module, call, inputs)
     except Exception:
-        advice = image_advice(inputs) or _one_row_advice(module, call, signature, inputs)
+        advice = image_advice(inputs) or _one_row_advice(
+            partial(call_effects, module, call), signature, inputs
+        )
         with raised_as(ArtifactInvalid, what, advice):
             raise
     if is_random:
@@ -149,18 +152,12 @@ def fit_call(
     return tuple(edits), signature.model_copy(update={"state": state})
 
 
-def _one_row_advice(
-    module: torch.nn.Module,
-    call: Callable[[Sequence[torch.Tensor]], Any],
-    signature: Signature,
-    inputs: Sequence[torch.Tensor],
-) -> str:
+def _one_row_advice(call: Callable[..., Any], signature: Signature, inputs: Sequence[Any]) -> str:
     """Return that the batch is to be declared as 1 where a model takes one row; else nothing."""
     has_rows = [spec.shape[:1] == (signature.batch_axis,) for spec in signature.inputs]
-    rows = [x[:1] if has else x for x, has in zip(inputs, has_rows, strict=True)]
     with suppress(Exception):
         if any(has_rows):
-            call_effects(module, call, rows)
+            call([x[:1] if has else x for x, has in zip(inputs, has_rows, strict=True)])
             first = signature.inputs[0]
             shape = ",".join(map(str, (1, *first.shape[1:])))
             return f"; a batch of one row is taken: declare its size as 1 ({first.name}={shape})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -17,10 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
 IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS.split())}
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-READS = {
-    *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__int__),
-    *(torch.Tensor.__float__, torch.Tensor.__index__),
-}
+READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__"}
 
 
 class ConstantNumbers(TorchFunctionMode):
@@ -39,11 +35,8 @@ class ConstantNumbers(TorchFunctionMode):
         # The traced tensors are kept, so that no other one gets their identity.
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function; of tensors whose values are known, compute or read the values, too."""
-        call: Callable[..., Any] = func
         leaves = tree_leaves((args, kwargs := kwargs or {}))
         values = {id(x): self._value(x) for x in leaves if isinstance(x, torch.Tensor)}
         is_known = bool(values) and None not in values.values()
@@ -55,11 +48,11 @@ class ConstantNumbers(TorchFunctionMode):
         elif is_known and not any(isinstance(x, SYMBOLS) for x in leaves):
             known = tree_map(lambda x: values.get(id(x), x), (tuple(args), kwargs))
             with suppress(Exception), _disable_current_modes():
-                value = call(*known[0], **known[1])
-            if func in READS and value is not None:
+                value = func(*known[0], **known[1])
+            if name in READS and value is not None:
                 self.count += 1
                 return value
-        result = call(*args, **kwargs)
+        result = func(*args, **kwargs)
         made, computed = tree_leaves(result), tree_leaves(value)
         if len(made) != len(computed) or value is None:
             computed = [None] * len(made)

@@ -93,10 +93,9 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
             return trace(with_flat_outputs(module, inputs), inputs, signature)
         except Exception as error:
             reason = _explain_failure(error, locations)
-            scripts = torch.jit.ScriptModule
-            paths = [path for path, x in module.named_modules() if isinstance(x, scripts)]
-            if paths:
-                reason = f"{paths[0]} is TorchScript; build it from its Python class ({reason})"
+            parts = module.named_modules()
+            if path := next((k for k, x in parts if isinstance(x, torch.jit.ScriptModule)), ""):
+                reason = f"{path} is TorchScript; build it from its Python class ({reason})"
             raise StageFailed(f"torch.export cannot trace the model: {reason}") from error
 
 
