@@ -44,18 +44,6 @@ class Recurrent(nn.Module):
     def forward(self, steps):
         return self.head(self.lstm(steps)[0][:, -1])
 
-class Stream(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.state = nn.LSTM(4, 8, batch_first=True), torch.zeros(1, 1, 8)
-
-    def forward(self, steps):
-        out, (self.state, _) = self.lstm(steps, (self.state, torch.zeros(1, 1, 8)))
-        return out
-
-def steps():
-    return {"train": torch.randn(20, 5, 4), "val": torch.randn(20, 5, 4)}
-
 class Sized(nn.Linear):
     def __init__(self, width, classes):
         super().__init__(width, classes)
@@ -95,8 +83,27 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+STREAM = """
+import torch
+from torch import nn
+
+class Stream(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.state = nn.LSTM(4, 8, batch_first=True), torch.zeros(1, 1, 8)
+
+    def forward(self, steps):
+        out, (self.state, _) = self.lstm(steps, (self.state, torch.zeros(1, 1, 8)))
+        return out
+
+def steps():
+    return {"train": torch.randn(20, 5, 4), "val": torch.randn(20, 5, 4)}
+"""
+
+
 def test_a_model_that_takes_one_row_is_declared_so(user: Path) -> None:
-    file, options = user / "p.yaml", InitOptions("nets:Stream", data="nets:steps")
+    (user / "stream.py").write_text(STREAM)
+    file, options = user / "p.yaml", InitOptions("stream:Stream", data="stream:steps")
     with pytest.raises(CompressError, match=r"one row is taken: .* as 1 \(steps=1,5,4\)"):
         write_draft(file, options)
     write_draft(file, replace(options, inputs=["steps=1,5,4"]))
