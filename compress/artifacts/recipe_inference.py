@@ -6,6 +6,8 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.edits.independent_calls import call_effects, needed_hooks_alone, unchanged
@@ -126,8 +128,14 @@ def fit_call(
     pairs = zip(signature.inputs, inputs, strict=False)
     shapes = ", ".join(f"{spec.name} {list(x.shape)} {spec.dtype}" for spec, x in pairs)
     what = f"model.inputs: {name} does not take {shapes}"
-    with raised_as(ArtifactInvalid, what, image_advice(inputs)):
+    try:
         output, state, changes_inputs, is_random = call_effects(module, call, inputs)
+    except Exception:
+        advice = image_advice(inputs) or _one_row_advice(
+            partial(call_effects, module, call), signature, inputs
+        )
+        with raised_as(ArtifactInvalid, what, advice):
+            raise
     if is_random:
         raise ArtifactInvalid(
             f"{name} draws random numbers in eval mode, so that equal calls answer differently; "
@@ -142,6 +150,18 @@ def fit_call(
         names, reads = (state.names, state.is_read) if state else ((), False)
         edits.append(IndependentCalls(state=names, in_training=reads, copies_inputs=changes_inputs))
     return tuple(edits), signature.model_copy(update={"state": state})
+
+
+def _one_row_advice(call: Callable[..., Any], signature: Signature, inputs: Sequence[Any]) -> str:
+    """Return that the batch is to be declared as 1 where a model takes one row; else nothing."""
+    has_rows = [spec.shape[:1] == (signature.batch_axis,) for spec in signature.inputs]
+    with suppress(Exception):
+        if any(has_rows):
+            call([x[:1] if has else x for x, has in zip(inputs, has_rows, strict=True)])
+            first = signature.inputs[0]
+            shape = ",".join(map(str, (1, *first.shape[1:])))
+            return f"; a batch of one row is taken: declare its size as 1 ({first.name}={shape})"
+    return ""
 
 
 def _by_signature(

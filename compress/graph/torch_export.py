@@ -43,6 +43,7 @@ from compress.common.forward import (
     plain_attention,
 )
 from compress.common.signature import EXAMPLE_LENGTH, TABLE_ROWS, Signature
+from compress.graph.constant_numbers import ConstantNumbers
 from compress.graph.library_cache import cached_deserialization
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ SAME_NUMBERS = {
 # suggests: both exist as text alone.
 SOME_SIZES = re.compile(r"in the specified range (\S.* )?satisfy the generated guard")
 INNER_SIZE = re.compile(r"generated guard .* // \d+\)+ != 1")
+DATA_DEPENDENT = re.compile(r"data.dependent", re.IGNORECASE)
 LONGER = 8  # times an axis is in a second example
 LARGEST = re.compile(r"^ *(\w+) = Dim\('\1', (?:min=\d+, )?max=(\d+)\)$", re.MULTILINE)
 
@@ -91,6 +93,9 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
             return trace(with_flat_outputs(module, inputs), inputs, signature)
         except Exception as error:
             reason = _explain_failure(error, locations)
+            parts = module.named_modules()
+            if path := next((k for k, x in parts if isinstance(x, torch.jit.ScriptModule)), ""):
+                reason = f"{path} is TorchScript; build it from its Python class ({reason})"
             raise StageFailed(f"torch.export cannot trace the model: {reason}") from error
 
 
@@ -98,6 +103,30 @@ def trace(
     module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature
 ) -> ExportedProgram:
     """Trace a module with the signature's axes dynamic, up to the size that its code supports."""
+    program: ExportedProgram | None = None
+    failure: Exception = AssertionError()
+    try:
+        with _no_stderr_on_failure():
+            program = _trace(module, inputs, signature)
+        if not program.graph.find_nodes(op="call_function", target=aten.item.default):
+            return program
+    except Exception as error:
+        if not DATA_DEPENDENT.search(str(error)):
+            raise
+        failure = error
+    # Numbers are read of tensors; where these are the module's own, the numbers are constants.
+    with ConstantNumbers(module) as numbers, contextlib.suppress(Exception):
+        again = _trace(module, inputs, signature)
+        if numbers.count:
+            return again
+    if program is None:
+        raise failure
+    return program
+
+
+def _trace(
+    module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature
+) -> ExportedProgram:
     first = next(iter(inspect.signature(module.forward).parameters.values()), None)
 
     def export(

@@ -36,7 +36,7 @@ Kind = Literal["onnx", "graph", "torchscript"]
 KINDS: dict[str, Kind] = {
     ".onnx": "onnx",
     ".pt2": "graph",
-    **dict.fromkeys((".ts", ".torchscript", ".pt", ".pth"), "torchscript"),
+    **dict.fromkeys((".ts", ".torchscript", ".jit", ".pt", ".pth"), "torchscript"),
 }
 """Kind of artifact that a file becomes, by the ending of its name."""
 
@@ -321,6 +321,14 @@ def _import_script(
     from compress.export.torchscript.stage import TorchScriptModel
 
     module = load(file).eval()
+    forward: Any = module.forward
+    for argument in forward.schema.arguments[1:]:
+        kind = str(argument.type)
+        if kind in ("int", "float", "bool", "str", "Device") and not argument.has_default_value():
+            raise ArtifactInvalid(
+                f"{file}: forward takes {argument.name}, of type {kind}, and inputs are tensors; "
+                f"save a module whose forward calls this one with a fixed {argument.name}"
+            )
     inputs = inputs or signature.example()
     edits, signature = fit_call(module, signature, inputs, str(file))
     module = adapt_calls(module, edits, inputs).eval()

@@ -411,7 +411,9 @@ def _with_data(
     targets = None
     if data is not None:
         name = next((n for n in ("train", "val") if n in samples), next(iter(samples)))
-        batch = next(data.batches(name, MAX_TARGETS_READ, MAX_TARGETS_READ))
+        is_fixed = signature is not None and not signature.batch_axis
+        rows = signature.smallest_batch if signature and is_fixed else MAX_TARGETS_READ
+        batch = next(data.batches(name, rows, MAX_TARGETS_READ))
         inputs, targets = batch.inputs, batch.target
     elif signature is not None:
         inputs = signature.example()

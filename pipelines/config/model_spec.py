@@ -125,10 +125,10 @@ class TimmModel(ModelInterface):
 class ModelFile(ModelInterface):
     """A model that was exported elsewhere; stages that read its format can follow."""
 
-    file: Annotated[str, Field(pattern=r"\.(onnx|pt2|ts|torchscript|pt|pth)$")]
+    file: Annotated[str, Field(pattern=r"\.(onnx|pt2|ts|torchscript|jit|pt|pth)$")]
     """File, relative to this one: `.onnx`, `.pt2` (torch.export.save), or TorchScript as `.ts`,
-    `.torchscript`, `.pt` or `.pth`. TorchScript needs `inputs`, or data; the others tell theirs.
-    `outputs` chooses among a file's outputs."""
+    `.torchscript`, `.jit`, `.pt` or `.pth`. TorchScript needs `inputs`, or data; the others tell
+    theirs. `outputs` chooses among a file's outputs."""
 
     @property
     def kind(self) -> Kind:

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from compress.artifacts.artifact import Artifact
-from compress.common.errors import CompressError, PipelineInvalid, Unavailable
+from compress.common.errors import (
+    ArtifactInvalid,
+    CompressError,
+    PipelineInvalid,
+    Unavailable,
+)
 from compress.common.requirements import Requirement
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
@@ -171,6 +176,21 @@ def test_outputs_of_a_file_are_chosen_and_ordered(files, tmp_path, model, stage,
         assert len(predict(torch.zeros(5, 4))[0]) == 5
     if len(names) == 1 and source.kind == "onnx":
         assert source.parameters() == 0, "what made the scores went"
+
+
+class WithRate(nn.Module):
+    """Takes a number beside its tensor."""
+
+    def forward(self, x: torch.Tensor, rate: int) -> torch.Tensor:
+        return x * rate
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_torchscript_file_that_takes_a_number_is_refused(tmp_path: Path) -> None:
+    torch.jit.script(WithRate()).save(tmp_path / "net.jit")
+    inputs = "inputs: [{name: x, shape: [1, 4]}, {name: rate, shape: [1], dtype: int64}]"
+    with pytest.raises(ArtifactInvalid, match="takes rate, of type int, and inputs are tensors"):
+        imported(tmp_path, f"file: net.jit, {inputs}")
 
 
 class Keywords(nn.Module):

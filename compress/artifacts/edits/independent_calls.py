@@ -128,6 +128,14 @@ def call_effects(
             is_random = not _is_same_outcome(*outcomes)
     stored = module.state_dict(keep_vars=True)
     names = tuple(name for name in changed if is_read or name in stored)
+    if is_read and not isinstance(module, torch.jit.ScriptModule):
+        owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
+        if scripted := [n for n, x in owners.items() if isinstance(x, torch.jit.ScriptModule)]:
+            raise ArtifactInvalid(
+                f"the model keeps state between calls in {', '.join(scripted[:3])}, of a "
+                "TorchScript module inside it, which no call can start anew; make the state an "
+                "input and an output of forward, or give the TorchScript file as model.file"
+            )
     state = CallState(names=names, is_read=is_read) if names else None
     return output, state, changes_inputs, is_random
 
@@ -236,14 +244,21 @@ def _is_opaque(value: Any) -> bool:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     if isinstance(module, torch.jit.ScriptModule):
-        return {name: attrgetter(name)(module) for name in script_attributes(module)}
-    return {
-        f"{path}.{key}" if path else key: value
-        for path, part in module.named_modules()
-        for table in (part._buffers, vars(part))
-        for key, value in table.items()
-        if table is part._buffers or key not in OF_EVERY_MODULE
-    }
+        types = script_attributes(module) if hasattr(module, "forward") else ()
+        return {name: attrgetter(name)(module) for name in types}
+    found: dict[str, Any] = {}
+    scripts: list[str] = []
+    for path, part in module.named_modules():
+        if path.startswith(tuple(scripts)):
+            continue
+        prefix = f"{path}." if path else ""
+        if isinstance(part, torch.jit.ScriptModule):
+            scripts.append(prefix)
+            found |= {f"{prefix}{key}": value for key, value in _attributes(part).items()}
+        else:
+            own = {k: x for k, x in vars(part).items() if k not in OF_EVERY_MODULE}
+            found |= {f"{prefix}{key}": value for key, value in {**part._buffers, **own}.items()}
+    return found
 
 
 def script_attributes(module: torch.jit.ScriptModule) -> dict[str, str]:

@@ -104,7 +104,7 @@ def compare(
             expected = reference(*inputs)
             common = (graph, layers, reference.outputs)
             as_run = compare_layers(*common, result.layers, inputs, replace=False)
-            result.add(expected, flatten_outputs(as_run), target)
+            result.add(expected, flatten_outputs(as_run), target, inputs[0].shape[:1].numel())
             compare_layers(*common, result.own, inputs, replace=True)
             context.progress("compare with the float model", result.samples, total)
     return result.fidelity()
@@ -133,13 +133,13 @@ def compare_outputs(
     """
     result = _Comparison(signature, context)
     indices, batch_size = _sample(signature, context, FEW_ROWS, one_by_one=False)
-    rows = batch_size or FEW_ROWS
+    rows = len(indices[: batch_size or FEW_ROWS]) or batch_size or FEW_ROWS
     if context.data is not None and indices:
         for batch in context.data.read("val", indices[:rows], rows):
-            result.add(expected(*batch.inputs), actual(*batch.inputs), batch.target)
+            result.add(expected(*batch.inputs), actual(*batch.inputs), batch.target, rows)
     else:
         inputs = signature.example(batch=rows, seed=context.seed)
-        result.add(expected(*inputs), actual(*inputs), None)
+        result.add(expected(*inputs), actual(*inputs), None, rows)
     return result.fidelity()
 
 
@@ -156,7 +156,7 @@ class _Comparison:
         self.layers: dict[str, Deviation] = defaultdict(Deviation)
         self.own: dict[str, Deviation] = defaultdict(Deviation)
 
-    def add(self, expected: Tensors, actual: Tensors, target: Targets | None) -> None:
+    def add(self, expected: Tensors, actual: Tensors, target: Targets | None, rows: int) -> None:
         if [a.shape for a in expected] != [b.shape for b in actual]:
             shapes = [[tuple(t.shape) for t in side] for side in (actual, expected)]
             raise StageFailed(
@@ -166,7 +166,7 @@ class _Comparison:
         self.outputs = self.outputs or [OutputDeviation() for _ in expected]
         for deviation, a, b in zip(self.outputs, expected, actual, strict=True):
             deviation.add(a, b)
-        self.samples += len(expected[0]) if expected[0].dim() else 1
+        self.samples += rows
         self.is_measured &= target is not None
         if self.is_measured and target is not None:
             try:

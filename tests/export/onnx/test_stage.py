@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -198,13 +199,18 @@ def test_the_operator_without_an_onnx_form_is_named(tmp_path: Path) -> None:
     assert "\x1b" not in str(caught.value)
 
 
-def test_a_layer_left_in_floats_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("settings", "is_warned"), [({"activation_bits": 16}, True), ({"exclude": ("1",)}, False)]
+)
+def test_a_layer_is_named_that_is_computed_in_floats_though_quantized(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], is_warned: bool
+) -> None:
     model = network(tmp_path / "source", "networks:mlp")
     context = Context(root=tmp_path / "int8", data=samples(torch.randn(32, 1, 8, 8)))
-    graph = QuantizeStatic(calibration_samples=32, exclude=("1",))(model, context)
+    graph = QuantizeStatic(calibration_samples=32, **settings)(model, context)
     artifact = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
-    assert artifact.manifest.facts["float_kernels"] == {"Gemm": 1}
-    assert "quantized, yet computed in floats: ['Gemm']" in caplog.text
+    assert artifact.manifest.facts["float_kernels"].keys() <= {"Gemm", "FusedGemm"}
+    assert ("quantized, yet computed in floats" in caplog.text) == is_warned
 
 
 def test_settings_import_neither_torch_nor_onnx(fresh_process: Callable[[str], str]) -> None:

@@ -83,6 +83,34 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+STREAM = """
+import torch
+from torch import nn
+
+class Stream(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.state = nn.LSTM(4, 8, batch_first=True), torch.zeros(1, 1, 8)
+
+    def forward(self, steps):
+        out, (self.state, _) = self.lstm(steps, (self.state, torch.zeros(1, 1, 8)))
+        return out
+
+def steps():
+    return {"train": torch.randn(20, 5, 4), "val": torch.randn(20, 5, 4)}
+"""
+
+
+def test_a_model_that_takes_one_row_is_declared_so(user: Path) -> None:
+    (user / "stream.py").write_text(STREAM)
+    file, options = user / "p.yaml", InitOptions("stream:Stream", data="stream:steps")
+    with pytest.raises(CompressError, match=r"one row is taken: .* as 1 \(steps=1,5,4\)"):
+        write_draft(file, options)
+    write_draft(file, replace(options, inputs=["steps=1,5,4"]))
+    content = yaml.safe_load(file.read_text())
+    assert content["model"]["inputs"] == [{"name": "steps", "shape": [1, 5, 4]}]
+
+
 @pytest.mark.parametrize("target", get_args(Target))
 @pytest.mark.parametrize(
     "family",

@@ -11,6 +11,7 @@ from torch import nn
 
 import compress
 from compress.artifacts.recipe import IndependentCalls
+from compress.common.errors import CompressError
 
 X = torch.randn(8, 4, 10, generator=torch.Generator().manual_seed(0))
 
@@ -251,3 +252,40 @@ def test_state_is_said_by_check_and_in_the_report(tmp_path: Path, caplog) -> Non
     with caplog.at_level(logging.ERROR):
         report = Pipeline.from_yaml(file).run(tmp_path / "out")
     assert warning in report.warnings
+
+
+class Scripted(nn.Module):
+    """A module of Python around one of TorchScript."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.head = torch.jit.script(part), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.part(x))
+
+
+class Running(nn.Module):
+    """Adds what earlier calls summed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.total = nn.Linear(4, 2), torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.head(x) + self.total
+        self.total = y.detach().sum(0)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:The .grad attribute")
+def test_a_torchscript_part_is_called_and_its_state_is_seen(tmp_path: Path) -> None:
+    x = torch.randn(8, 4)
+    model = Scripted(nn.Linear(4, 2))
+    expected = model(x)
+    compress.export_torchscript(model, tmp_path / "model.ts", example_inputs=(x,))
+    assert torch.equal(torch.jit.load(tmp_path / "model.ts")(x), expected)
+    with pytest.raises(CompressError, match="part is TorchScript; build it"):
+        compress.export_onnx(model, tmp_path / "model.onnx", example_inputs=(x,))
+    with pytest.raises(CompressError, match=r"state between calls in part\.total, of a Torch"):
+        compress.export_torchscript(Scripted(Running()), tmp_path / "2.ts", example_inputs=(x,))

@@ -40,6 +40,20 @@ def own(found: Fidelity) -> dict[str, float]:
     return {layer.module: layer.own_sqnr_db for layer in found.layers}
 
 
+class Flat(nn.Linear):
+    """Puts the outputs of all rows into one axis."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1)
+
+
+def test_samples_are_counted_by_inputs(tmp_path: Path) -> None:
+    x = torch.randn(20, 16)
+    model = EagerModel.from_module(Flat(16, 4).eval(), example_inputs=(x,))
+    context = Context(root=tmp_path / "int8", data=Splits({"val": TensorDataset(x)}))
+    assert fidelity(QuantizeDynamic()(model, context)).samples == 20
+
+
 def test_the_report_has_the_metrics_of_the_artifacts_outputs(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
     context = Context(root=tmp_path / "int8", data=labelled_images())
