@@ -302,6 +302,8 @@ class ModelTraits:
     """Kind of artifact that the model is imported as."""
     scale: float = 1.0
     """Largest absolute output on example inputs."""
+    gives_vectors: bool = False
+    """Whether an output has more than one number a sample."""
     int8_share: float = 1.0
     """Share of the weights that lie in layers of 8-bit kernels."""
     linear_share: float = 1.0
@@ -355,6 +357,8 @@ class ModelTraits:
             return one_point if self.task == "regression" else TASKS[self.task].gates
         if self.has_labels:
             return ({"gate": "label_agreement", "minimum": 0.9},)
+        if self.gives_vectors:  # of whose many numbers one may be further off
+            return ({"gate": "min_cosine", "minimum": 0.9},)
         return ({"gate": "parity", "atol": self.tolerance(0.1)},)
 
     def size_ratio(self, *, weights_alone: bool) -> float:
@@ -432,6 +436,7 @@ def _with_data(
         task=task,
         labelled=targets is not None,
         scale=largest or 1.0,
+        gives_vectors=any(x.numel() > x.shape[:1].numel() for x in outputs),
     )
 
 

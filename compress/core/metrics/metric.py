@@ -343,7 +343,10 @@ class MetricMeter:
         """Return the metric of all that was added, which may be NaN or infinite."""
         added = self.state()
         if added is None:
-            raise StageFailed(f"metric {self.metric.name} needs targets and no sample has one")
+            raise StageFailed(
+                f"metric {self.metric.name} needs targets and no sample has one; add them, or "
+                "choose `metric: none`, and gates that compare outputs"
+            )
         return self._value(added)
 
     def _value(self, added: Any) -> float:

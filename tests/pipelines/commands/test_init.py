@@ -14,6 +14,7 @@ from torch import nn
 
 from compress.common.errors import CompressError, PipelineInvalid
 from compress.core.objectives.task import TASKS, infer_task
+from compress.data.splits import Splits
 from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline
 from compress.pipelines.commands.init import (
@@ -25,6 +26,7 @@ from compress.pipelines.commands.init import (
     draft,
     family_of,
     initial_content,
+    inspect_model,
     prompt_for_missing,
     render_and_plan,
     write_draft,
@@ -226,6 +228,19 @@ def test_what_a_layer_counts_for(user: Path) -> None:
     assert family_of(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))) == "convolutional"
     assert family_of(nn.TransformerEncoderLayer(8, 2)) == "linear"
     assert family_of(nn.ReLU()) == "other"
+
+
+@pytest.mark.parametrize(
+    ("last", "gate"), [(3, {"gate": "min_cosine", "minimum": 0.9}), (1, "parity")]
+)
+def test_answers_without_labels_are_compared_as_vectors_if_they_are_some(
+    last: int, gate: dict | str
+) -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, last))
+    data = {"train": [torch.randn(4) for _ in range(20)], "val": [torch.randn(4)] * 20}
+    found = inspect_model(network, Splits(data), trained=True)
+    (judged,) = found.quality_gates
+    assert gate in (judged, judged["gate"])
 
 
 def test_samples_without_labels_are_judged_by_the_first_models(user: Path) -> None:
