@@ -68,6 +68,8 @@ PRODUCT_LAYERS = ("Linear", "RNNBase", "MultiheadAttention")
 NO_HEAD = "has no weights for"
 """In the error of a Hugging Face folder whose head is still to be trained."""
 MIN_CALIBRATION_SAMPLES, DEFAULT_CALIBRATION_SAMPLES = 16, 512
+MIN_BOUNDED_SAMPLES = 128
+"""Samples from which `max_disagreement` shows 5 percent, also where one or two are others."""
 MAX_TARGETS_READ = 32  # most samples that the model answers to find out what it is for
 SMALL_WEIGHT_BYTES = 2**18
 """Below this, the graph description dominates a file's size, so that a size gate makes no sense."""
@@ -302,8 +304,8 @@ class ModelTraits:
     """Kind of artifact that the model is imported as."""
     scale: float = 1.0
     """Largest absolute output on example inputs."""
-    gives_vectors: bool = False
-    """Whether an output has more than one number a sample."""
+    answers_rows: bool = False
+    """Whether each output has a row for each sample."""
     int8_share: float = 1.0
     """Share of the weights that lie in layers of 8-bit kernels."""
     linear_share: float = 1.0
@@ -357,8 +359,9 @@ class ModelTraits:
             return one_point if self.task == "regression" else TASKS[self.task].gates
         if self.has_labels:
             return ({"gate": "label_agreement", "minimum": 0.9},)
-        if self.gives_vectors:  # of whose many numbers one may be further off
-            return ({"gate": "min_cosine", "minimum": 0.9},)
+        bounded = self.answers_rows and self.samples.get("val", 0) >= MIN_BOUNDED_SAMPLES
+        if self.task is None and bounded:  # one number that is further off does not refuse it
+            return ({"gate": "max_disagreement", "percent": 5.0, "error": self.tolerance(0.1)},)
         return ({"gate": "parity", "atol": self.tolerance(0.1)},)
 
     def size_ratio(self, *, weights_alone: bool) -> float:
@@ -436,7 +439,7 @@ def _with_data(
         task=task,
         labelled=targets is not None,
         scale=largest or 1.0,
-        gives_vectors=any(x.numel() > x.shape[:1].numel() for x in outputs),
+        answers_rows=all(x.shape[:1] == inputs[0].shape[:1] for x in outputs),
     )
 
 

@@ -81,13 +81,7 @@ class FinishedRun:
             raise PipelineInvalid(
                 f"{self.out}: {problem}; name one that passed by --stage and --gate ({known})"
             )
-        task = self.state.plan.loss.task
-        has_labels = task is None or task.has_labels
-        explained = [
-            j
-            for j in found
-            if is_explained(j.verdict) and (has_labels or j.verdict.gate not in AGREEMENT_GATES)
-        ]
+        explained = [j for j in found if is_explained(j.verdict)]
         if not explained:
             names = ", ".join(sorted({j.verdict.gate + j.verdict.located for j in found}))
             raise PipelineInvalid(

@@ -33,7 +33,8 @@ EXPLAINED_GATES += PARAMETER_GATES + MACS_GATES + PARITY_GATES
 
 def is_explained(verdict: Verdict) -> bool:
     """Tell whether `compress explain` looks for causes; of a device, the report names a layer."""
-    return verdict.gate in EXPLAINED_GATES and not verdict.on
+    of_numbers = verdict.bound is not None and bool(verdict.bound.quantiles)
+    return verdict.gate in EXPLAINED_GATES and not verdict.on and not of_numbers
 
 
 Measured = TypeVar("Measured")

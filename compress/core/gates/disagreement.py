@@ -47,7 +47,8 @@ class MaxDisagreement(Gate):
     where its error is above `error`. Of labels, that is the share of the sample's labels that
     differ; of vectors (`task: embedding`), 1 - cosine; of boxes (`task: detection`), 1 - overlap
     with the nearest box of the same label, for the worst box of either model; of other numbers, the
-    largest absolute difference. Of several outputs the worst decides.
+    largest absolute difference. Of several outputs the worst decides. Answers of a model whose task
+    is not known are labels, or numbers where `error` is given.
     """
 
     gate: Literal["max_disagreement"] = "max_disagreement"
@@ -95,7 +96,7 @@ class MaxDisagreement(Gate):
 
     def errors(self, one: Outputs, other: Outputs, context: Context) -> torch.Tensor:
         """Return each sample's error, `(samples,)`, of both models' outputs by name."""
-        found = _errors_of(context.task).measure(one, other, context, self.score)
+        found = _errors_of(context.task, self.error).measure(one, other, context, self.score)
         return found.double().nan_to_num(math.inf)
 
     def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound:
@@ -103,7 +104,8 @@ class MaxDisagreement(Gate):
         # All of them where a run judges quickly, too: 16 show nothing.
         judging = context.without_choosing_samples(after)
         is_half, context = judging is not context, replace(judging, is_quick=False)
-        kind, names = _errors_of(context.task), [spec.name for spec in before.signature.outputs]
+        kind = _errors_of(context.task, self.error)
+        names = [spec.name for spec in before.signature.outputs]
         errors, classes, count = list[torch.Tensor](), list[torch.Tensor](), 0
         for pair in paired_outputs(before, after, context):
             one, other = (dict(zip(names, outputs, strict=True)) for outputs in pair)
@@ -214,7 +216,9 @@ OF_TASKS = {
 }
 
 
-def _errors_of(task: Task | None) -> _Errors:
-    if task is None or task.has_labels:
+def _errors_of(task: Task | None, error: float | None = None) -> _Errors:
+    if task is None:
+        return LABELS if error is None else NUMBERS
+    if task.has_labels:
         return LABELS
     return OF_TASKS.get(task.name, NUMBERS)

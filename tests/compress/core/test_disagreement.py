@@ -91,7 +91,8 @@ def test_a_stored_verdict_has_its_bound_for_another_limit(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "apart"), [("regression", 2.0), ("embedding", 2.0), ("detection", 1 - 2.25 / 5.75)]
+    ("task", "apart"),
+    [("regression", 2.0), (None, 2.0), ("embedding", 2.0), ("detection", 1 - 2.25 / 5.75)],
 )
 def test_answers_without_labels_are_apart_by_an_error(tmp_path, task, apart) -> None:
     names = ("boxes", "scores", "labels") if task == "detection" else ("numbers",)
