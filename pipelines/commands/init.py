@@ -68,8 +68,7 @@ PRODUCT_LAYERS = ("Linear", "RNNBase", "MultiheadAttention")
 NO_HEAD = "has no weights for"
 """In the error of a Hugging Face folder whose head is still to be trained."""
 MIN_CALIBRATION_SAMPLES, DEFAULT_CALIBRATION_SAMPLES = 16, 512
-MIN_BOUNDED_SAMPLES = 128
-"""Samples from which `max_disagreement` shows 5 percent, also where one or two are others."""
+MIN_BOUNDED = 128  # samples from which a bound of 5 percent shows, also where two are far off
 MAX_TARGETS_READ = 32  # most samples that the model answers to find out what it is for
 SMALL_WEIGHT_BYTES = 2**18
 """Below this, the graph description dominates a file's size, so that a size gate makes no sense."""
@@ -359,8 +358,7 @@ class ModelTraits:
             return one_point if self.task == "regression" else TASKS[self.task].gates
         if self.has_labels:
             return ({"gate": "label_agreement", "minimum": 0.9},)
-        bounded = self.answers_rows and self.samples.get("val", 0) >= MIN_BOUNDED_SAMPLES
-        if self.task is None and bounded:  # one number that is further off does not refuse it
+        if self.task is None and self.answers_rows and self.samples.get("val", 0) >= MIN_BOUNDED:
             return ({"gate": "max_disagreement", "percent": 5.0, "error": self.tolerance(0.1)},)
         return ({"gate": "parity", "atol": self.tolerance(0.1)},)
 
