@@ -72,9 +72,6 @@ SKIPPED_KINDS: Mapping[str, tuple[str, ...]] = {
 ROUNDING = 2 * torch.finfo(torch.float32).eps
 """Of the largest usual output: the source and the export may each be one rounding off. Sigmoids of
 -16, which are 1e-7, differ by 1.15 eps in onnxruntime 1.32."""
-STEP = 2.0**-8
-"""The same share for graphs of 8-bit integers: what rounds otherwise is a step apart. Scores of -16
-that differ by a step have sigmoids near 1e-7 that differ by three quarters."""
 
 
 def adversarial_inputs(
@@ -152,7 +149,6 @@ def find_adversarial_mismatch(
     limit: float,
     reference: Float64Reference | None = None,
     usual: Sequence[Tensors] = (),
-    share: float = ROUNDING,
 ) -> tuple[str, Tensors, float] | None:
     """Return the first kind on which two models differ, its inputs and the error, or None.
 
@@ -163,10 +159,7 @@ def find_adversarial_mismatch(
     """
     expected, exported = (accept_any_batch(p, signature) for p in (expected, exported))
     # Not for tiny inputs, whose outputs may be as tiny unless they are those of zeros.
-    rounding, at_zero = (
-        usual_rounding(expected, signature, usual, share),
-        tuple[torch.Tensor, ...](),
-    )
+    rounding, at_zero = usual_rounding(expected, signature, usual), tuple[torch.Tensor, ...]()
     for kind, inputs, outputs, answers, refusal, failure in outputs_for(expected, exported, cases):
         if refusal:
             continue
@@ -195,13 +188,11 @@ def find_adversarial_mismatch(
     return None
 
 
-def usual_rounding(
-    expected: Predictor, signature: Signature, usual: Sequence[Tensors], share: float
-) -> float:
+def usual_rounding(expected: Predictor, signature: Signature, usual: Sequence[Tensors]) -> float:
     """Return how far outputs may differ as usual ones are rounded: a sigmoid of -25 may be 0."""
     with suppress(Exception):  # whatever the user's own code raises
         found = [t for inputs in (signature.example(), *usual) for t in expected(*inputs)]
-        return share * largest(largest_finite(t) for t in found if t.is_floating_point())
+        return ROUNDING * largest(largest_finite(t) for t in found if t.is_floating_point())
     return 0.0
 
 
@@ -313,20 +304,18 @@ def compare_outputs(
                     )
     reference = Float64Reference(source, expected, noise)
     predictors = accept_any_batch(expected, signature), accept_any_batch(exported, signature)
-    share = ROUNDING if tolerance is FLOAT else STEP
-    rounding = usual_rounding(predictors[0], signature, val_batches[:1], share)
+    rounding = usual_rounding(predictors[0], signature, val_batches[:1])
     check_axis_sizes(expected, exported, signature, tolerance, reference, limits, rounding)
     errors = check_on_samples(*predictors, val_batches, tolerance, noise)
     cases = adversarial_inputs(signature, val_batches, operators)
-    limit, usual = tolerance.adversarial, val_batches[:1]
     mismatch = find_adversarial_mismatch(
-        expected, exported, signature, cases, limit, reference, usual, share
+        expected, exported, signature, cases, tolerance.adversarial, reference, val_batches[:1]
     )
     if mismatch:
         kind, inputs, error = mismatch
         raise ParityMismatch(
             f"on adversarial inputs ({kind}) the exported model's answers differ from the source's "
-            f"by {error:.2g} of their norm, expected at most {limit:g}",
+            f"by {error:.2g} of their norm, expected at most {tolerance.adversarial:g}",
             kind,
             inputs,
         )
