@@ -148,7 +148,7 @@ def find_adversarial_mismatch(
     cases: Iterable[tuple[str, Tensors]],
     limit: float,
     reference: Float64Reference | None = None,
-    usual: Sequence[Tensors] = (),
+    rounding: float | None = None,
 ) -> tuple[str, Tensors, float] | None:
     """Return the first kind on which two models differ, its inputs and the error, or None.
 
@@ -158,8 +158,10 @@ def find_adversarial_mismatch(
     limit, its outputs are noise: a warning says so.
     """
     expected, exported = (accept_any_batch(p, signature) for p in (expected, exported))
+    if rounding is None:
+        rounding = usual_rounding(expected, signature)
     # Not for tiny inputs, whose outputs may be as tiny unless they are those of zeros.
-    rounding, at_zero = usual_rounding(expected, signature, usual), tuple[torch.Tensor, ...]()
+    at_zero = tuple[torch.Tensor, ...]()
     for kind, inputs, outputs, answers, refusal, failure in outputs_for(expected, exported, cases):
         if refusal:
             continue
@@ -188,7 +190,9 @@ def find_adversarial_mismatch(
     return None
 
 
-def usual_rounding(expected: Predictor, signature: Signature, usual: Sequence[Tensors]) -> float:
+def usual_rounding(
+    expected: Predictor, signature: Signature, usual: Sequence[Tensors] = ()
+) -> float:
     """Return how far outputs may differ as usual ones are rounded: a sigmoid of -25 may be 0."""
     with suppress(Exception):  # whatever the user's own code raises
         found = [t for inputs in (signature.example(), *usual) for t in expected(*inputs)]
@@ -309,7 +313,7 @@ def compare_outputs(
     errors = check_on_samples(*predictors, val_batches, tolerance, noise)
     cases = adversarial_inputs(signature, val_batches, operators)
     mismatch = find_adversarial_mismatch(
-        expected, exported, signature, cases, tolerance.adversarial, reference, val_batches[:1]
+        expected, exported, signature, cases, tolerance.adversarial, reference, rounding
     )
     if mismatch:
         kind, inputs, error = mismatch

@@ -21,6 +21,7 @@ from compress.export.parity.compare import (
     ParityMismatch,
     adversarial_inputs,
     find_adversarial_mismatch,
+    usual_rounding,
 )
 from compress.export.parity.compare import (
     ROWS as HOSTILE_ROWS,
@@ -308,8 +309,9 @@ def test_less_than_the_rounding_of_a_usual_answer_is_nothing_but_for_tiny_inputs
     cases = [("zeros", (torch.zeros(2, 4),)), (TINY_KIND, (torch.full((2, 4), 1e-9),))]
     nothing, found = (torch.full((2, 4), value) for value in (-20.0, 20.0))
     compared = (detector, lambda x: (0 * x,), ROWS, cases, 1e-3, None)
-    assert find_adversarial_mismatch(*compared, [(nothing,)]) is not None
-    assert find_adversarial_mismatch(*compared, [(found,)]) is None
+    of_nothing, of_found = (usual_rounding(detector, ROWS, [(x,)]) for x in (nothing, found))
+    assert find_adversarial_mismatch(*compared, of_nothing) is not None
+    assert find_adversarial_mismatch(*compared, of_found) is None
 
 
 def test_a_jump_to_infinity_excuses_nothing() -> None:
