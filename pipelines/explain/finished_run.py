@@ -148,11 +148,14 @@ class FinishedRun:
     def split(self, judged: JudgedStage) -> tuple[StageShare, ...]:
         """Return by how many points each stage of the chain changes the metric on `val`."""
         chain, metric = self.chain(judged), self.state.plan.metric
-        if judged.verdict.gate in AGREEMENT_GATES:
+        verdict = judged.verdict
+        if verdict.gate in AGREEMENT_GATES and verdict.value is not None:
             metric, values = Metric("fidelity"), [1.0]
-            for name in chain[1:]:
+            for name in chain[1:-1]:
                 context = self.context(name, judged, self.out / "work")
                 values.append(context.score(self.state.artifacts[name]))
+            # The verdict has it of the refused stage.
+            values.append(1 - verdict.bound.measured / 100 if verdict.bound else verdict.value)
         else:
             values = [self._score(name) for name in chain]
         return tuple(
