@@ -103,25 +103,28 @@ def trace(
     module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature
 ) -> ExportedProgram:
     """Trace a module with the signature's axes dynamic, up to the size that its code supports."""
-    program: ExportedProgram | None = None
-    failure: Exception = AssertionError()
     try:
         with _no_stderr_on_failure():
             program = _trace(module, inputs, signature)
-        if not program.graph.find_nodes(op="call_function", target=aten.item.default):
-            return program
     except Exception as error:
-        if not DATA_DEPENDENT.search(str(error)):
-            raise
-        failure = error
-    # Numbers are read of tensors; where these are the module's own, the numbers are constants.
-    with ConstantNumbers(module) as numbers, contextlib.suppress(Exception):
-        again = _trace(module, inputs, signature)
-        if numbers.count:
-            return again
-    if program is None:
-        raise failure
+        if DATA_DEPENDENT.search(str(error)):
+            again = _trace_with_constants(module, inputs, signature)
+            if again is not None:
+                return again
+        raise
+    if program.graph.find_nodes(op="call_function", target=aten.item.default):
+        return _trace_with_constants(module, inputs, signature) or program
     return program
+
+
+def _trace_with_constants(
+    module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature
+) -> ExportedProgram | None:
+    """Trace a module with numbers of its own tensors as constants; None where it reads none."""
+    with ConstantNumbers(module) as numbers, contextlib.suppress(Exception):
+        program = _trace(module, inputs, signature)
+        return program if numbers.count else None
+    return None
 
 
 def _trace(
