@@ -133,10 +133,10 @@ def compare_outputs(
     """
     result = _Comparison(signature, context)
     indices, batch_size = _sample(signature, context, FEW_ROWS, one_by_one=False)
-    rows = len(indices[: batch_size or FEW_ROWS]) or batch_size or FEW_ROWS
-    if context.data is not None and indices:
-        for batch in context.data.read("val", indices[:rows], rows):
-            result.add(expected(*batch.inputs), actual(*batch.inputs), batch.target, rows)
+    rows = batch_size or FEW_ROWS
+    if context.data is not None and (chosen := indices[:rows]):
+        for batch in context.data.read("val", chosen, rows):
+            result.add(expected(*batch.inputs), actual(*batch.inputs), batch.target, len(chosen))
     else:
         inputs = signature.example(batch=rows, seed=context.seed)
         result.add(expected(*inputs), actual(*inputs), None, rows)
