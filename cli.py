@@ -459,7 +459,7 @@ def serve(
     with console.fast_imports():
         from compress.serve.http.options import Limits, Options
         from compress.serve.serve_command import canary_shares, serve_artifacts, shadow_options
-    from compress.pipelines.commands.judged_rows import judged_rows
+    from compress.pipelines.commands.reference_rows import reference_rows
 
     watched: Any = {"model": shadow_model, "state": shadow_state}
     watched |= {"decides_readiness": shadow_readiness}
@@ -467,7 +467,7 @@ def serve(
     sizes |= {"sha256": sha256, "watch": watch, "canaries": canary_shares(canary or [])}
     sizes |= {"repository_api": repository_api, "grpc_port": grpc_port, "traces": traces}
     limits = Limits(max_mib * 2**20, max_rows, queue, seconds)
-    with judged_rows(shadow_reference) as rows:
+    with reference_rows(shadow_reference) as rows:
         watched |= {"reference": rows}
         sizes |= {"shadow": shadow_options(artifacts or [], shadow, shadow_limit, **watched)}
         serve_artifacts(

@@ -21,7 +21,7 @@ from compress import cli
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import write_sealed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.pipelines.commands.judged_rows import judged_rows
+from compress.pipelines.commands.reference_rows import reference_rows
 from compress.serve.shadow.comparison import Comparison, opened
 from compress.serve.shadow.options import ShadowOptions
 from compress.serve.shadow.state import DriftState, Subject, read_state
@@ -348,16 +348,16 @@ def test_judged_rows_are_those_of_a_pipelines_val(tmp_path: Path) -> None:
         "version: 1\nmodel: {file: net.onnx}\ndata: {arrays: data.npz}\n"
         "stages: [{stage: package_triton}]\n"
     )
-    with judged_rows(pipeline) as file, np.load(file) as rows:
+    with reference_rows(pipeline) as file, np.load(file) as rows:
         assert rows.files == ["x"]
         assert rows["x"].shape == (2000, 4)
         assert {*map(bytes, rows["x"])} <= {*map(bytes, val)}
     assert not file.exists()
-    with judged_rows(file) as same:
+    with reference_rows(file) as same:
         assert same == file, "others are as they were"
     pipeline.write_text(pipeline.read_text().replace("data: {arrays: data.npz}\n", ""))
     with pytest.raises(PipelineInvalid, match="yaml: there is no `val` in `data:`"):
-        judged_rows(pipeline).__enter__()
+        reference_rows(pipeline).__enter__()
 
 
 def test_the_history_is_thinned_evenly(nets) -> None:

@@ -13,7 +13,7 @@ MOST_ROWS = 2000  # the server calls the model on all of them before it is ready
 
 
 @contextmanager
-def judged_rows(given: Path | None) -> Iterator[Path | None]:
+def reference_rows(given: Path | None) -> Iterator[Path | None]:
     """Provide the file that is given; of a pipeline file, one of up to 2,000 rows of its `val`.
 
     PipelineInvalid for a pipeline without `val`.
@@ -21,11 +21,10 @@ def judged_rows(given: Path | None) -> Iterator[Path | None]:
     if given is None or given.suffix not in (".yaml", ".yml"):
         yield given
         return
-    import numpy as np
-
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.runner.inputs import resolve_inputs
     from compress.pipelines.system.temp_files import temporary_files
+    from compress.serve.worker.wire import to_npz
 
     with temporary_files(), TemporaryDirectory(prefix="compress-rows-") as folder:
         pipeline, data, _ = resolve_inputs(PipelineConfig.from_yaml(given))
@@ -34,5 +33,5 @@ def judged_rows(given: Path | None) -> Iterator[Path | None]:
         batch = next(data.batches("val", MOST_ROWS, MOST_ROWS))
         names = [spec.name for spec in pipeline.model.inputs or ()]
         arrays = {name: x.numpy() for name, x in zip(names, batch.inputs, strict=True)}
-        np.savez(rows := Path(folder) / "val.npz", **arrays)  # type: ignore[arg-type]
+        (rows := Path(folder) / "val.npz").write_bytes(to_npz(arrays))
         yield rows
