@@ -74,8 +74,8 @@ turn in one process); the outputs of the two files are equal to the last bit.
 
 Of Resemblyzer's three LSTMs our export computes the first one in float, with weights of 8 bits: its
 input is a spectrogram of powers, of which ONNX Runtime's integer kernel, with one scale for a whole
-call, loses most. The peers compute it in integers all the same, and compare nothing. Its rows are
-of an Intel Xeon.
+call, loses most. The peers compute it in integers all the same, and compare nothing. Resemblyzer's
+rows are of an Intel Xeon, most others of an AMD EPYC.
 PNet, whose layers have 10 to 32 channels, is slower in integers by every tool; our run warns of it.
 
 The row of EfficientNet-Lite1 with `corrections: auto` is from before `rounding: gptq` and
