@@ -74,8 +74,7 @@ turn in one process); the outputs of the two files are equal to the last bit.
 
 Of Resemblyzer's three LSTMs our export computes the first one in float, with weights of 8 bits: its
 input is a spectrogram of powers, of which ONNX Runtime's integer kernel, with one scale for a whole
-call, loses most. The peers compute it in integers all the same, and compare nothing. Resemblyzer's
-rows are of an Intel Xeon, most others of an AMD EPYC.
+call, loses most. The peers compute it in integers all the same, and compare nothing.
 PNet, whose layers have 10 to 32 channels, is slower in integers by every tool; our run warns of it.
 
 The row of EfficientNet-Lite1 with `corrections: auto` is from before `rounding: gptq` and
@@ -175,7 +174,7 @@ def page(work: Path) -> str:
             tables[text.partition("\n")[0].removeprefix("### ")] = text
     titles = [model.title + end for model in MODELS.values() for end in ("", PRUNED)]
     ordered = [tables[title] for title in titles if title in tables]
-    return "\n\n".join([HEAD + machine() + ".", *ordered]) + "\n"
+    return "\n\n".join([HEAD.strip(), *ordered]) + "\n"
 
 
 def machine() -> str:
@@ -410,7 +409,8 @@ def table(model: RealModel, rows: list[Row]) -> str:
     head = ["", *(["equal labels"] if model.labels else []), "cosine", "size", "time, 1 at once"]
     head += [f"time, {large} at once", "CPU s", "peak MiB", "over export + best peer"]
     splits = "{} rows calibrate, {} judge, {} others are scored.".format(*model.sizes)
-    lines = [f"### {model.title}", "", splits, "", _line(head), "|" + "---|" * len(head)]
+    lines = [f"### {model.title}", "", f"{splits} {machine()}.", ""]
+    lines += [_line(head), "|" + "---|" * len(head)]
     unjudged = cheapest_unjudged(rows)
     for row in rows:
         if row.failed:

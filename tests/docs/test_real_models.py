@@ -53,7 +53,7 @@ def test_a_tone_lies_in_its_mel_band() -> None:
 
 def test_the_table_compares_with_export_and_the_best_peer() -> None:
     sys.modules.pop("real", None)
-    from real import FLOAT, Row, cheapest_unjudged, table
+    from real import FLOAT, Row, cheapest_unjudged, machine, table
     from real_models.catalog import MODELS
 
     rows = [
@@ -68,7 +68,7 @@ def test_the_table_compares_with_export_and_the_best_peer() -> None:
     assert lines[0] == "### EfficientNet-Lite0"
     assert "| ours | 95.0 % | 0.9980 | 0.260 | 0.50 | 0.40 | 30.0 | 200 | 3.0 |" in lines
     assert "| absent | failed: not / installed |  |  |  |  |  |  |  |" in lines
-    assert lines[2] == "256 rows calibrate, 256 judge, 512 others are scored."
+    assert lines[2] == f"256 rows calibrate, 256 judge, 512 others are scored. {machine()}."
     assert len({line.count("|") for line in lines[4:]}) == 1
 
 
