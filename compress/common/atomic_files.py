@@ -222,9 +222,20 @@ def file_beside(file: Path, name: object) -> Path:
     Raises:
         ArtifactInvalid: it is no plain name, or a link that leads out of the folder.
     """
-    if not isinstance(name, str) or "/" in name or not stays_inside(name):
+    if not isinstance(name, str) or "/" in name:
         raise ArtifactInvalid(f"{file}: names {name!r}, expected a file beside it")
-    path, folder = file.with_name(name), file.parent.resolve()
+    return file_below(file, name)
+
+
+def file_below(file: Path, name: str) -> Path:
+    """Return the path of the file that another one names in its own folder, or below it.
+
+    Raises:
+        ArtifactInvalid: it is no path below the folder, or is a link that leads out of it.
+    """
+    if not stays_inside(name):
+        raise ArtifactInvalid(f"{file}: names {name!r}, expected a file beside it")
+    path, folder = file.parent / name, file.parent.resolve()
     # A snapshot in Hugging Face's cache is a folder of links to the blobs beside all snapshots.
     snapshots = (p.parent for p in (folder, folder.parent) if p.parent.name == "snapshots")
     allowed = [folder, *(each.with_name("blobs") for each in snapshots)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import MANIFEST, Artifact, FileVersion
 from compress.artifacts.carried_files import ONNX_FILE
-from compress.common.atomic_files import refuse_irregular, sha256_while_unchanged, stays_inside
+from compress.common.atomic_files import file_below, refuse_irregular, sha256_while_unchanged
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line, raised_as
 from compress.common.foreign.child_process import read_in_child
 from compress.common.sealed_json import canonical_json
@@ -154,11 +154,11 @@ def _with_weights(file: Path) -> list[Path]:
         return sorted({e.value for e in entries if e.key == "location"})
 
     names = read_in_child(str(file), outside, file) if file.suffix == ".onnx" else []
-    weights = [file.parent / name for name in filter(stays_inside, names)]
-    # A link to elsewhere is not followed: onnx refuses it when it reads the model.
-    folder = file.parent.resolve()
-    inside = (w for w in weights if w.resolve().is_relative_to(folder) and w.is_file())
-    return [file, *inside]
+    weights = [file_below(file, name) for name in names]
+    for part in weights:
+        if not part.is_file():
+            raise ArtifactInvalid(f"{part}: no such file, expected weights of {file.name}")
+    return [file, *weights]
 
 
 def import_file(
@@ -206,9 +206,10 @@ def _import_onnx(
 
     from compress.data.infer_signature import described
     from compress.export.onnx.graph import class_names_in, remove_unread_
-    from compress.export.onnx.proto_io import LARGEST, WEIGHTS
+    from compress.export.onnx.proto_io import LARGEST, WEIGHTS, read
     from compress.export.onnx.session import counted_predictor
     from compress.export.onnx.stage import OnnxModel
+    from compress.graph.from_onnx.reading import find_weights_
 
     own = _onnx_signature(file)
     found, given = ([spec.name for spec in s.inputs] for s in (signature, own))
@@ -222,11 +223,10 @@ def _import_onnx(
     wanted = wanted or given
     outputs = tuple(OutputSpec(name=name) for name in wanted)
     signature = signature.model_copy(update={"outputs": outputs})
-    model, folder = _read_onnx(file), file.parent
-    is_large = sum(part.stat().st_size for part in _with_weights(file)) > LARGEST
-    with raised_as(ArtifactInvalid, str(file)):
-        if not is_large:
-            onnx.load_external_data_for_model(model, str(folder))
+    parts = _with_weights(file)
+    is_large = sum(part.stat().st_size for part in parts) > LARGEST
+    joins = len(parts) > 1 and not is_large
+    model = ir.to_proto(read(file, weights=True)) if joins else _read_onnx(file)
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
     if renames:
         for value, name in zip(model.graph.output, wanted, strict=True):
@@ -248,7 +248,7 @@ def _import_onnx(
         payload = partial / OnnxModel.payload
         if is_large:
             large = ir.from_proto(model)
-            ir.external_data.set_base_dir(large.graph, folder)
+            find_weights_(large, file)
             with raised_as(ArtifactInvalid, str(file)):
                 ir.save(large, payload, external_data=WEIGHTS, size_threshold_bytes=0)
         else:  # the same model has the same bytes, and by them the same digest

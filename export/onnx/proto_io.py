@@ -12,8 +12,9 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import CheckerPass
 
-from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.errors import ArtifactInvalid, StageFailed, raised_as
 from compress.export.onnx.graph import sizes
+from compress.graph.from_onnx.reading import find_weights_
 
 WEIGHTS = "model.onnx.data"  # file of a large model's weights, beside the model's file
 LARGEST = 2**31 - 2**20
@@ -28,12 +29,13 @@ INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
 def read(file: Path, *, weights: bool = False) -> ir.Model:
     """Read a model, on request with the weights beside its file; ArtifactInvalid if it is none."""
     try:
-        # onnx reads the weights: it refuses links and places outside of the file's folder.
-        model = ir.from_proto(onnx.load(file, load_external_data=weights))
+        model = ir.load(file)
     except Exception as error:  # protobuf's own, which has no types to name
         raise ArtifactInvalid(f"{file}: not an ONNX file, or truncated") from error
-    # onnx-ir checks the places of weights that are read later against this folder.
-    ir.external_data.set_base_dir(model.graph, file.parent)
+    find_weights_(model, file)
+    if weights:
+        with raised_as(ArtifactInvalid, f"{file}: weights in a file beside it"):
+            ir.external_data.load_to_model(model)
     return model
 
 

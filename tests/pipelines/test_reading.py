@@ -280,15 +280,50 @@ def test_an_onnx_file_keeps_its_weights_in_its_own_folder(tmp_path, location, to
     add = onnx.helper.make_node("Add", ["x", "w"], ["y"])
     graph = onnx.helper.make_graph([add], "g", [x], [y], [tensor])
     (given / "m.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
-    signature = signature_of("onnx", given / "m.onnx")
     with pytest.raises(ArtifactInvalid) as refused:
+        signature = signature_of("onnx", given / "m.onnx")
         path = tmp_path / "sealed"
         import_file("onnx", given / "m.onnx", signature, path, to_module=to_module)
     assert "\n" not in str(refused.value)
-    assert "m.onnx: " in str(refused.value)
-    before = digest_of(given / "m.onnx")
-    (tmp_path / "outside").write_bytes(b"1" * 4000)
-    assert digest_of(given / "m.onnx") == before, "nor is a link followed for the cache's key"
+    assert str(given) in str(refused.value)
+    with pytest.raises(ArtifactInvalid):
+        digest_of(given / "m.onnx")  # nor is a link followed for the cache's key
+
+
+CACHES = {
+    "snapshot": Path.symlink_to,
+    "hard links": Path.hardlink_to,
+    "folder below": lambda place, blob: shutil.copy(blob, place),
+}
+
+
+@pytest.mark.parametrize("to_module", [False, True])
+@pytest.mark.parametrize("way", list(CACHES))
+def test_weights_of_an_onnx_file_lie_where_caches_put_them(tmp_path, way: str, to_module) -> None:
+    blobs, given = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "1a2b" / "onnx"
+    blobs.mkdir(parents=True)
+    given.mkdir(parents=True)
+    name = "parts/w.data" if way == "folder below" else "w.data"
+    weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    tensor = onnx.numpy_helper.from_array(weights, "w")
+    onnx.external_data_helper.set_external_data(tensor, name)
+    tensor.ClearField("raw_data")
+    x, y = (onnx.helper.make_tensor_value_info(n, 1, ["n", 64]) for n in "xy")
+    multiply = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+    model = onnx.helper.make_model(onnx.helper.make_graph([multiply], "g", [x], [y], [tensor]))
+    stored = {"m.onnx": model.SerializeToString(), name: weights.tobytes()}
+    for number, (place, content) in enumerate(stored.items()):
+        (given / place).parent.mkdir(exist_ok=True)
+        (blob := blobs / str(number)).write_bytes(content)
+        CACHES[way](given / place, blob)
+    file, path = given / "m.onnx", tmp_path / "sealed"
+    imported = import_file("onnx", file, signature_of("onnx", file), path, to_module=to_module)
+    batch = torch.ones(2, 64)
+    with imported.open() as predict:
+        torch.testing.assert_close(predict(batch)[0], batch @ torch.from_numpy(weights))
+    before = digest_of(file)
+    (given / name).write_bytes(b"1" * weights.nbytes)
+    assert digest_of(file) != before, "the weights count, too"
 
 
 YAML_BOMBS = {

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from compress.common.atomic_files import file_below
 from compress.common.errors import ArtifactInvalid, raised_as
 from compress.graph.from_onnx.module import STANDARD, OnnxModule, torch_dtype, weight_names
 from compress.graph.from_onnx.registry import OPERATORS
@@ -36,15 +37,33 @@ def read_graph(file: Path) -> ir.Model:
     import onnx_ir as ir
 
     model = ir.load(file)
-    for value in (v for graph in model.graphs() for v in graph.initializers.values()):
-        tensor = value.const_value
-        if not isinstance(tensor, ir.ExternalTensor):
-            continue
+    for value, tensor in find_weights_(model, file):
         with raised_as(ArtifactInvalid, f"{file}: weight {value.name!r} in a file beside it"):
-            array = tensor.numpy()  # onnx-ir maps it, and follows no path out of the folder
+            array = tensor.numpy()  # onnx-ir maps it
         if tensor.nbytes <= 8 * LARGEST:  # which may be a shape, and is packed with the graph
             value.const_value = ir.tensor(np.array(array), dtype=tensor.dtype, name=value.name)
     return simplify(model, str(file))
+
+
+def find_weights_(model: ir.Model, file: Path) -> list[tuple[ir.Value, ir.ExternalTensor]]:
+    """Let weights in files beside a model's be read, in place; return them.
+
+    Raises ArtifactInvalid where such a file is outside of the folder.
+    """
+    import onnx_ir as ir
+
+    found: list[tuple[ir.Value, ir.ExternalTensor]] = []
+    for value in (v for graph in model.graphs() for v in graph.initializers.values()):
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            # onnx and onnx-ir take neither links, of which the cache of Hugging Face's hub is made,
+            # nor files with two names, as package managers make them. Resolved paths they take.
+            place = file_below(file, str(tensor.location)).resolve()
+            where = (place, tensor.offset, tensor.length, tensor.dtype)
+            name = str(value.name)
+            value.const_value = ir.ExternalTensor(*where, shape=tensor.shape, name=name)
+            found.append((value, value.const_value))
+    return found
 
 
 def simplify(model: ir.Model, what: str) -> ir.Model:
