@@ -89,7 +89,7 @@ class Comparison:
     judge: Judge
     most_rows: int | None = None
     """Of a call; None for any number."""
-    reference: str = ""
+    compared_with: str = ""
     """What the answers are compared with, in words."""
     error: str = ""
     """The first failure of this process."""
@@ -119,7 +119,7 @@ class Comparison:
             if len(requests) == 1:  # a row of it, or the worst one
                 row = requests[0][2]
                 if row is None and self.state.of.reference:
-                    raise ValueError("axis 0 of its outputs does not count rows, as judged ones do")
+                    raise ValueError("axis 0 of its outputs counts no rows, as reference rows need")
                 found = [max(found) if row is None else found[row]]
             states = self.state
             for _, value in zip(requests, found, strict=True):
@@ -137,7 +137,7 @@ class Comparison:
         """Write the state, and send what the server shows of it, and CPU seconds since a moment."""
         write_sealed(self.file, self.state)
         content = self.state.figures() | {"error": self.error, "alarm": self.state.alarm}
-        content["reference"] = self.reference
+        content["compared_with"] = self.compared_with
         content["seconds"] = time.process_time() - since
         os.write(connection.fileno(), json.dumps(content).encode() + b"\n")
 
@@ -162,8 +162,8 @@ def opened(
 ) -> Iterator[Comparison]:
     """Open the uncompressed model, and the state of what an artifact of this digest answers.
 
-    With judged rows, open those in its place. ArtifactInvalid, PipelineInvalid where something is
-    missing, or does not fit.
+    With reference rows, open those in its place. ArtifactInvalid, PipelineInvalid where something
+    is missing, or does not fit.
     """
     where = options.artifact
     report = report or where.resolve().parent.parent / REPORT
@@ -181,8 +181,8 @@ def opened(
         raise PipelineInvalid(
             f"{where}: the uncompressed model is needed to compare with, and "
             + (f"{path} is not there" if path else f"no report of a run ({report}) names one")
-            + "; name it with --shadow-model. Without one, --shadow-reference rows.npz, which the "
-            "artifact was judged on, lets inputs unlike them be found"
+            + "; name it with --shadow-model. Without one, --shadow-reference rows.npz, such as "
+            "those of `val`, lets inputs unlike them be found"
         )
     if options.percent is not None:
         gate = gate or MaxDisagreement(percent=1)
@@ -198,7 +198,7 @@ def opened(
     with (
         _locked(options.state),
         opened_artifact(path) as uncompressed,
-        _opened_fast(uncompressed) as (predict, reference),
+        _opened_fast(uncompressed) as (predict, compared_with),
     ):
         own = uncompressed.signature
         sides = [
@@ -224,7 +224,7 @@ def opened(
             )
             return gate.errors(expected, got, context), ()
 
-        yield Comparison(options.state, state, judge, own.most_rows, reference)
+        yield Comparison(options.state, state, judge, own.most_rows, compared_with)
 
 
 @contextmanager

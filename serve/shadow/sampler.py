@@ -56,9 +56,9 @@ METRICS = {
     "shadow_evidence": "Evidence for the alarm",
     "shadow_up": "Whether requests are looked at",
     "certificate_broken": "Whether the evidence has sufficed that too many answers differ",
-    "inputs_differ": "Whether the evidence has sufficed that inputs differ from the judged ones",
+    "inputs_differ": "Whether the evidence has sufficed that inputs differ from the reference rows",
     "shadow_range_end": "Share of a quantized tensor's values at an end of its range",
-    "shadow_range_end_judged": "The same share, of the rows that were judged",
+    "shadow_range_end_reference": "The same share, of the reference rows",
 }
 
 
@@ -96,8 +96,8 @@ class Sampler:
             self.close()
             raise getattr(errors, found["kind"], StageFailed)(found["message"])
         self._take(found)
-        if found["reference"]:  # an error, as the command shows no others
-            logger.error("note: shadow: answers are compared with %s", found["reference"])
+        if found["compared_with"]:  # an error, as the command shows no others
+            logger.error("note: shadow: answers are compared with %s", found["compared_with"])
         self.requests, self.dropped = self._found["requests"], self._found["dropped"]
 
     def start(
