@@ -80,8 +80,8 @@ What `--shadow 1%` costs a server of the quickstart's int8 model: ratios to the 
 without it, loaded in turn in one run by eight connections of `wrk` on the same two cores. In
 parentheses is the middle half of the rounds. CPU of the shadow is in parts of one core's time
 while its server was loaded, with what it does in the half second of rest behind that. The
-uncompressed model is the eager PyTorch one of the run, or its ONNX file by `--shadow-model`, which
-takes a fraction of the time."""
+uncompressed model is the eager PyTorch one of the run, which the server exports to ONNX at its
+start, or an ONNX file by `--shadow-model`."""
 
 
 def alarms(shares: np.ndarray, limit: float) -> np.ndarray:
@@ -210,7 +210,7 @@ def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) ->
                     ratios[figure].append(found["with"][figure] / found["without"][figure])
             after = counted(shadowed)
             counts = {key: after[key] - before[key] for key in after}
-            compared = "ONNX file" if model else "eager PyTorch"
+            compared = "ONNX file" if model else "the run's model, exported"
             cells = [compared, name, f"{found['without']['per_second']:,.0f}"]
             for values in ratios.values():
                 low, _, high = statistics.quantiles(values, n=4, method="inclusive")
