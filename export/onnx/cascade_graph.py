@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from compress.core.objectives.task import Task
 
 PREFIX = "cascade_"
-BOOLEAN_REDUCTION_OPSET = 20  # from which ReduceMin takes truth values
 
 
 @dataclass(frozen=True)
@@ -152,11 +151,9 @@ def joined(
     # Each operator out here delays every answer: a quantized ResNet-20 takes 1 % longer by one.
     # Not "less or equal": what is not a number falls back.
     sure = add.add("Greater", [score.build(add, answers), add.constant(threshold, np.float32)])
-    if graph.opset_imports[""] >= BOOLEAN_REDUCTION_OPSET:
-        all_sure = add.add("ReduceMin", sure, keepdims=0)
-    else:
-        least = add.add("ReduceMin", add.add("Cast", sure, to=ir.DataType.INT32), keepdims=0)
-        all_sure = add.add("Cast", least, to=ir.DataType.BOOL)
+    # Of no rows there is no least one, and their product is 1.
+    product = add.add("ReduceProd", add.add("Cast", sure, to=ir.DataType.FLOAT), keepdims=0)
+    all_sure = add.add("Cast", product, to=ir.DataType.BOOL)
     outside = add.take()
 
     unsure = add.add("Not", add.add("Reshape", [*sure, add.constant([-1])]))
@@ -167,28 +164,25 @@ def joined(
     shared = _share_weights_(graph, large)
     for given, taken in zip(large.graph.inputs, gathered, strict=True):
         given.replace_all_uses_with(taken)
+    # Not beside the first model's: ONNX Runtime (1.32) fuses convolutions with weights of their own
+    # graph alone, and the branch takes twice as long.
     weights = [*large.graph.initializers.values()]
     large.graph.remove(nodes)
     large.graph.initializers.clear()
-    mixed = [
-        add.add("ScatterND", [answer, rows, found])[0]
-        for answer, found in zip(answers, own, strict=True)
-    ]
-    branches = {"else_branch": ir.Graph((), mixed, nodes=[*inside, *nodes, *add.take()])}
-    # Not beside the first model's: ONNX Runtime (1.32) fuses convolutions with weights of their own
-    # graph alone, and the branch takes twice as long.
-    for weight in weights:
-        branches["else_branch"].initializers.add(weight)
+    pairs = zip(answers, own, strict=True)
+    mixed = [add.add("ScatterND", [answer, rows, found])[0] for answer, found in pairs]
+    nodes = [*inside, *nodes, *add.take()]
+    falls_back = ir.Graph((), mixed, nodes=nodes, initializers=weights, name="else_branch")
     same = [add.add("Identity", [answer])[0] for answer in answers]
-    branches["then_branch"] = ir.Graph((), same, nodes=add.take())
-    for name, branch in branches.items():
-        branch.name = name
+    branches = {
+        "then_branch": ir.Graph((), same, nodes=add.take(), name="then_branch"),
+        "else_branch": falls_back,
+    }
     results = add.add("If", all_sure, outputs=len(answers), **branches)
     for name, result, answer in zip(public, results, answers, strict=True):
         result.name, result.type, result.shape = name, answer.type, answer.shape
     graph.extend([*outside, *add.take()])
-    graph.outputs.clear()
-    graph.outputs.extend(results)
+    graph.outputs[:] = results
     small.ir_version = max(small.ir_version, large.ir_version)
     small.opset_imports.update(large.opset_imports)
     held = (t for g in small.graphs() for t in g.initializers.tensors())

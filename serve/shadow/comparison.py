@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,6 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.common.atomic_files import temporary_folder
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.common.sealed_json import read_report, write_sealed
 from compress.core.context import Context
@@ -137,8 +137,8 @@ class Comparison:
         """Write the state, and send what the server shows of it, and CPU seconds since a moment."""
         write_sealed(self.file, self.state)
         content = self.state.figures() | {"error": self.error, "alarm": self.state.alarm}
-        content["compared_with"] = self.compared_with
-        content["seconds"] = time.process_time() - since
+        seconds = time.process_time() - since
+        content |= {"compared_with": self.compared_with, "seconds": seconds}
         os.write(connection.fileno(), json.dumps(content).encode() + b"\n")
 
     def run(self, connection: Connection[Any, Any]) -> None:
@@ -236,14 +236,15 @@ def _opened_fast(model: Artifact) -> Iterator[tuple[Predictor, str]]:
     """
     model.verify()
     called, how = model, f"as it is ({model.kind})"
-    if isinstance(model, EagerModel | GraphModel) and model.payload_bytes <= EXPORTED_BYTES:
-        try:
-            called = ExportOnnx().run_checked(model, Context(temporary_folder() / "exported"))
-            how = "in ONNX Runtime, exported and checked against it"
-        except CompressError as error:
-            how += f": it is not exported, as {error}"
-    with called.open("cpu", 1) as predict:
-        yield predict, f"{model.path.name} {how}"
+    with TemporaryDirectory(prefix="compress-shadow-") as folder:
+        if isinstance(model, EagerModel | GraphModel) and model.payload_bytes <= EXPORTED_BYTES:
+            try:
+                called = ExportOnnx().run_checked(model, Context(Path(folder, "exported")))
+                how = "in ONNX Runtime, exported and checked against it"
+            except CompressError as error:
+                how += f": it is not exported, as {error}"
+        with called.open("cpu", 1) as predict:
+            yield predict, f"{model.path.name} {how}"
 
 
 @contextmanager
@@ -275,9 +276,8 @@ def main() -> None:
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
         with opened(*connection.recv()) as comparison:
-            comparison.publish(
-                connection, time.process_time()
-            )  # where that fails, no request was answered yet
+            # Where that fails, no request was answered yet.
+            comparison.publish(connection, time.process_time())
             # Not before, as the server waits for what is above.
             os.nice(19)
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -176,6 +176,7 @@ def test_a_batch_of_rows_that_all_fall_back_and_one_that_is_not_a_number(
     unsure = x[x[:, 0] <= model.manifest.facts["cascade"]["threshold"]]
     large = exported("large")
     assert torch.equal(answer(model, unsure), answer(large, unsure))
+    assert answer(model, x[:0]).shape == (0, 2)
     broken = torch.tensor([[math.nan, 0, 7], [4.0, 0, 7]])
     assert answer(model, broken)[0].isnan().all()
     assert torch.equal(answer(model, broken)[1], answer(model, broken[1:])[0])
