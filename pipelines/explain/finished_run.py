@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.sealed_json import read_sealed
 from compress.core.diagnosis.cause import AGREEMENT_GATES, EXPLAINED_GATES, is_explained
-from compress.core.gates.disagreement import MaxDisagreement, ShareAlike
+from compress.core.gates.disagreement import AnswerAgreement, MaxDisagreement
 from compress.core.metrics import Metric
 from compress.core.verdict import Verdict
 from compress.export.parity.report import FOLDER, REPORT
@@ -147,7 +147,7 @@ class FinishedRun:
         metric = Metric("fidelity")
         for gate in self.state.plan.stage(judged.report.name).stage.gates:
             if isinstance(gate, MaxDisagreement) and gate.rule == judged.verdict.rule:
-                metric = ShareAlike("fidelity", gate=gate, context=context)
+                metric = AnswerAgreement("fidelity", gate=gate, context=context)
         return replace(context, metric=metric, artifacts=artifacts)
 
     def split(self, judged: JudgedStage) -> tuple[StageShare, ...]:

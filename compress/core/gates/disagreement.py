@@ -147,7 +147,7 @@ class MaxDisagreement(Gate):
 
 
 @dataclass(frozen=True)
-class ShareAlike(Metric):
+class AnswerAgreement(Metric):
     """The fraction of samples that are not answered otherwise than by the reference model."""
 
     gate: Any = None
