@@ -67,21 +67,21 @@ all are compared), and twice the limit in those behind them.
   That test is told when the share doubles, and the server is not: a change late in a stream
   takes more evidence, as it could have been anywhere."""
 NOISES = (0.3, 0.6, 0.9)
-JUDGED = (200, 1000)
+REFERENCE = (200, 1000)
 ABOUT_DRIFT = """\
 Without an uncompressed model (`--shadow-reference`): margins of the quickstart's int8 model for
-scikit-learn's digits, of which each of 1,000 streams draws the judged rows and the requests, with
-replacement. In the columns of alarms both are alike, so that alarms are false; in those behind them
-the requests' digits have noise of this standard deviation (a digit's values are from -1 to 1), from
-the first request on. Requests until the alarm, at 1 %: the median, and those that a tenth and nine
-tenths need."""
+scikit-learn's digits, of which each of 1,000 streams draws the reference rows and the requests,
+with replacement. In the columns of alarms both are alike, so that alarms are false; in those behind
+them the requests' digits have noise of this standard deviation (a digit's values are from -1 to 1),
+from the first request on. Requests until the alarm, at 1 %: the median, and those that a tenth and
+nine tenths need."""
 ABOUT_COST = """\
 What `--shadow 1%` costs a server of the quickstart's int8 model: ratios to the same server
 without it, loaded in turn in one run by eight connections of `wrk` on the same two cores. In
 parentheses is the middle half of the rounds. CPU of the shadow is in parts of one core's time
 while its server was loaded, with what it does in the half second of rest behind that. The
-uncompressed model is the eager PyTorch one of the run, or its ONNX file by `--shadow-model`, which
-takes a fraction of the time."""
+uncompressed model is the eager PyTorch one of the run, which the server exports to ONNX at its
+start, or an ONNX file by `--shadow-model`."""
 
 
 def alarms(shares: np.ndarray, limit: float) -> np.ndarray:
@@ -128,23 +128,23 @@ def row(limit: float) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def drifts(judged: np.ndarray, asked: np.ndarray) -> np.ndarray:
+def drifts(reference: np.ndarray, asked: np.ndarray) -> np.ndarray:
     """Return after how many requests each stream alarms, 0 for never.
 
-    `judged` are scores of each stream's judged rows, `(streams, rows)`, `asked` of its requests.
+    `reference` are scores of each stream's reference rows, `(streams, rows)`, `asked` of requests.
     """
-    rng, streams, bets = np.random.default_rng(0), np.arange(len(judged)), first_rank_bets()
-    found, places = np.zeros(len(judged), int), np.empty(asked.shape, int)
-    counts = np.zeros((len(judged), BINS + 1))
+    rng, streams, bets = np.random.default_rng(0), np.arange(len(reference)), first_rank_bets()
+    found, places = np.zeros(len(reference), int), np.empty(asked.shape, int)
+    counts = np.zeros((len(reference), BINS + 1))
     for i in streams:
-        edges = np.unique(np.quantile(judged[i, ::2], np.linspace(0, 1, BINS + 1)[1:-1]))
-        own = np.searchsorted(edges, judged[i, 1::2], "right")
+        edges = np.unique(np.quantile(reference[i, ::2], np.linspace(0, 1, BINS + 1)[1:-1]))
+        own = np.searchsorted(edges, reference[i, 1::2], "right")
         counts[i] = np.bincount(own, minlength=BINS + 1)
         places[i] = np.searchsorted(edges, asked[i], "right")
     for number, place in enumerate(places.T):
         above = (counts * (np.arange(BINS + 1) > place[:, None])).sum(1)
         ties, total = counts[streams, place] + 1, counts.sum(1) + 1
-        bets = next_rank_bets(bets, number, (above + rng.random(len(judged)) * ties) / total)
+        bets = next_rank_bets(bets, number, (above + rng.random(len(reference)) * ties) / total)
         counts[streams, place] += 1
         reached = sum(bets) + held_back(number + 1, 1) >= 1 / (1 - CONFIDENCE)
         found[reached & (found == 0)] = number + 1
@@ -166,14 +166,14 @@ def drift_rows(artifact: Artifact) -> list[str]:
             first, second = scores.topk(2, 1).values.unbind(1)
             pools[noise] = (second - first).numpy()
     lines = []
-    for count in JUDGED:
-        judged = rng.choice(pools[0.0], (STREAMS, count))
+    for count in REFERENCE:
+        reference = rng.choice(pools[0.0], (STREAMS, count))
         cells = [f"{count:,}"]
         for rows in (round(SHARE * REQUESTS), round(10 * SHARE * REQUESTS)):
-            found = drifts(judged, rng.choice(pools[0.0], (STREAMS, rows)))
+            found = drifts(reference, rng.choice(pools[0.0], (STREAMS, rows)))
             cells.append(f"{100 * (found > 0).mean():.1f} %")
         for noise in NOISES:
-            found = drifts(judged, rng.choice(pools[noise], (STREAMS, 1000)))
+            found = drifts(reference, rng.choice(pools[noise], (STREAMS, 1000)))
             ends = np.quantile(np.where(found, found, 10**9), (0.5, 0.1, 0.9)) / SHARE
             middle, low, high = (f"{e:,.0f}" if e < 10**9 else "never" for e in ends)
             cells.append(f"{middle} ({low} to {high})")
@@ -210,7 +210,7 @@ def cost(artifact: Artifact, model: Path | None, rounds: int, seconds: float) ->
                     ratios[figure].append(found["with"][figure] / found["without"][figure])
             after = counted(shadowed)
             counts = {key: after[key] - before[key] for key in after}
-            compared = "ONNX file" if model else "eager PyTorch"
+            compared = "ONNX file" if model else "the run's model, exported"
             cells = [compared, name, f"{found['without']['per_second']:,.0f}"]
             for values in ratios.values():
                 low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -267,7 +267,7 @@ def main() -> None:
     if artifact and not options.cost:
         noised = " | ".join(f"until alarm, noise {noise:g}" for noise in NOISES)
         table = [
-            f"| judged rows | alarms, 1,000 scored | alarms, 10,000 scored | {noised} |",
+            f"| reference rows | alarms, 1,000 scored | alarms, 10,000 scored | {noised} |",
             "|---|---|---|---|---|---|",
         ]
         parts += [ABOUT_DRIFT, "\n".join([*table, *drift_rows(artifact)])]

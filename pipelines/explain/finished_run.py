@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.sealed_json import read_sealed
 from compress.core.diagnosis.cause import AGREEMENT_GATES, EXPLAINED_GATES, is_explained
+from compress.core.gates.disagreement import AnswerAgreement, MaxDisagreement
 from compress.core.metrics import Metric
 from compress.core.verdict import Verdict
 from compress.export.parity.report import FOLDER, REPORT
@@ -141,16 +142,20 @@ class FinishedRun:
         context = self.state.context(name, root)
         if judged.verdict.gate not in AGREEMENT_GATES:
             return context
-        # How many labels are equal is the metric `fidelity`, of the model that is compared with.
+        # The metrics of these gates compare with the artifact of that name.
         artifacts = {**context.artifacts, SOURCE: self.state.artifacts[self.chain(judged)[0]]}
-        return replace(context, metric=Metric("fidelity"), artifacts=artifacts)
+        metric = Metric("fidelity")
+        for gate in self.state.plan.stage(judged.report.name).stage.gates:
+            if isinstance(gate, MaxDisagreement) and gate.rule == judged.verdict.rule:
+                metric = AnswerAgreement("fidelity", gate=gate, context=context)
+        return replace(context, metric=metric, artifacts=artifacts)
 
     def split(self, judged: JudgedStage) -> tuple[StageShare, ...]:
         """Return by how many points each stage of the chain changes the metric on `val`."""
         chain, metric = self.chain(judged), self.state.plan.metric
         verdict = judged.verdict
         if verdict.gate in AGREEMENT_GATES and verdict.value is not None:
-            metric, values = Metric("fidelity"), [1.0]
+            metric, values = Metric("fidelity"), [1.0]  # or another share of samples
             for name in chain[1:-1]:
                 context = self.context(name, judged, self.out / "work")
                 values.append(context.score(self.state.artifacts[name]))

@@ -1,4 +1,4 @@
-"""Whether inputs are like those that an artifact was judged on, without an uncompressed model."""
+"""Whether inputs are like reference rows, such as those of `val`, without an uncompressed model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from compress.serve.shadow.options import Judge
 
 FEWEST_ROWS = 100
-"""Judged rows, half of which place the bins of scores."""
+"""Reference rows, half of which place the bins of scores."""
 BINS = 64
 CALL_ROWS = 32
 
@@ -34,7 +34,7 @@ CALL_ROWS = 32
 def opened_drift(
     artifact: Artifact, served: str, reference: Path, task: str | None
 ) -> Iterator[tuple[DriftState, Judge]]:
-    """Score the judged rows; yield the state before any request, and what scores requests.
+    """Score the reference rows; yield the state before any request, and what scores requests.
 
     A row's score is its margin, negated, where answers are labels, else the norm of its outputs.
     PipelineInvalid for rows that the artifact does not take, or too few.

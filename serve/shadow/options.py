@@ -29,7 +29,7 @@ class ShadowOptions:
     percent: float | None = None
     """Limit of other answers; by default what the run's gate `max_disagreement` certified."""
     reference: Path | None = None
-    """Rows that the artifact was judged on, which requests are compared with in place of answers
-    of an uncompressed model."""
+    """Rows such as those of `val`, which requests are compared with in place of answers of an
+    uncompressed model."""
     decides_readiness: bool = False
     """Whether the server is not ready once there is an alarm."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 120.0  # time to import torch and to open the model
+START_SECONDS = 300.0  # time to import torch, and to export and open the model
 STOP_SECONDS = 10.0  # time for the requests that wait, and to write the state
 QUEUE_BYTES = 16 * 2**20  # of requests that wait; while there are as many, others are dropped
 BATCH_ROWS = 64  # of one call, which takes a ninth of the time of as many alone (eager ResNet-20)
@@ -56,9 +56,9 @@ METRICS = {
     "shadow_evidence": "Evidence for the alarm",
     "shadow_up": "Whether requests are looked at",
     "certificate_broken": "Whether the evidence has sufficed that too many answers differ",
-    "inputs_differ": "Whether the evidence has sufficed that inputs differ from the judged ones",
+    "inputs_differ": "Whether the evidence has sufficed that inputs differ from the reference rows",
     "shadow_range_end": "Share of a quantized tensor's values at an end of its range",
-    "shadow_range_end_judged": "The same share, of the rows that were judged",
+    "shadow_range_end_reference": "The same share, of the reference rows",
 }
 
 
@@ -96,6 +96,8 @@ class Sampler:
             self.close()
             raise getattr(errors, found["kind"], StageFailed)(found["message"])
         self._take(found)
+        if found["compared_with"]:  # an error, as the command shows no others
+            logger.error("note: shadow: answers are compared with %s", found["compared_with"])
         self.requests, self.dropped = self._found["requests"], self._found["dropped"]
 
     def start(

@@ -38,7 +38,7 @@ class Subject(Settings):
     uncompressed: str = ""
     """Digest of the artifact that it is compared with; empty without one."""
     reference: str = ""
-    """SHA-256 of the file of rows that it was judged on, where inputs are compared with those."""
+    """SHA-256 of the file of reference rows, where inputs are compared with those."""
     gate: MaxDisagreement | None = None
     """The limit that is watched, and the error of an answer that counts as another."""
     task: str | None = None
@@ -119,7 +119,7 @@ class WatchState(Settings):
             f"evidence that {suspected}: {self.evidence:.3g}; {self.needed_evidence:.3g} suffices"
         )
         yield f"served: {self.of.served}"
-        against = "uncompressed" if self.of.uncompressed else "judged rows"
+        against = "uncompressed" if self.of.uncompressed else "reference rows"
         yield f"{against}: {self.of.uncompressed or self.of.reference}"
 
 
@@ -170,18 +170,18 @@ class ShadowState(WatchState):
 
 
 class DriftState(WatchState):
-    """How far a server's inputs are like the rows that its artifact was judged on."""
+    """How far a server's inputs are like the reference rows."""
 
     score: str
     """What each row was scored by."""
     edges: tuple[float, ...]
-    """Between the bins of scores: percentiles of one half of the judged rows."""
+    """Between the bins of scores: percentiles of one half of the reference rows."""
     bins: tuple[int, ...]
     """Rows in each bin: of the other half, and those of the requests."""
     bets: tuple[float, ...] = tuple(first_rank_bets())
     range_ends: dict[str, tuple[float, float]]
-    """Of each end of a quantized tensor's range the share of the judged rows' values that are
-    there, and the sum of the requests' shares."""
+    """Of each end of a quantized tensor's range the share of the reference rows' values that
+    are there, and the sum of the requests' shares."""
 
     def after(self, score: float, range_ends: Sequence[float] = ()) -> DriftState:
         """Return the state with one more row, and the shares of its call."""
@@ -189,15 +189,15 @@ class DriftState(WatchState):
         above = sum(bins[place + 1 :]) + random.random() * (bins[place] + 1)
         bets = next_rank_bets([*self.bets], self.compared, above / (sum(bins) + 1))
         bins[place] += 1
-        known = zip(self.range_ends.items(), range_ends, strict=True)
-        ends = {name: (judged, total + share) for (name, (judged, total)), share in known}
+        pairs = zip(self.range_ends.items(), range_ends, strict=True)
+        ends = {name: (known, total + share) for (name, (known, total)), share in pairs}
         return self.counted(bets, bins=tuple(bins), range_ends=ends)
 
     @property
     def alarm(self) -> str:
         """The alarm in a line; empty for none."""
         return self.broken_at and (
-            f"inputs differ at {self.broken_at} from those that were judged: by {self.compared} "
+            f"inputs differ at {self.broken_at} from the reference rows: by {self.compared} "
             f"requests {self.score} is distributed otherwise; that answers differ is not shown"
         )
 
@@ -207,19 +207,19 @@ class DriftState(WatchState):
         return super().figures() | {
             "inputs_differ": bool(self.broken_at),
             "range_end": {name: total / count for name, (_, total) in self.range_ends.items()},
-            "range_end_judged": {name: judged for name, (judged, _) in self.range_ends.items()},
+            "range_end_reference": {name: share for name, (share, _) in self.range_ends.items()},
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the verdict, the figures, and the ends with the most values more than judged."""
+        """Yield the verdict, the figures, and the ends whose share of values has risen most."""
         yield from self.verdict(
-            "inputs like those that were judged", f"{self.score} is distributed otherwise"
+            "inputs like the reference rows", f"{self.score} is distributed otherwise"
         )
         count, ends = max(1, self.compared), self.range_ends
         worst = sorted(ends, key=lambda name: ends[name][0] - ends[name][1] / count)[:WORST]
-        for judged, total, name in ((*ends[name], name) for name in worst):
+        for expected, total, name in ((*ends[name], name) for name in worst):
             share = f"{100 * total / count:.3g} % of the values"
-            yield f"{name}: {share}, {100 * judged:.3g} % of the judged rows'"
+            yield f"{name}: {share}, {100 * expected:.3g} % of the reference rows'"
 
 
 Watched: Any = ShadowState | DriftState

@@ -6,12 +6,16 @@ import torch
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import PipelineInvalid
+from compress.common.sealed_json import write_sealed
+from compress.serve.shadow import comparison as comparisons
 from compress.serve.shadow.comparison import opened
 from compress.serve.shadow.options import ShadowOptions
 from tests.pipelines.conftest import Project
 
 
-def test_the_uncompressed_model_and_the_limit_are_the_runs(project: Project) -> None:
+def test_the_uncompressed_model_and_the_limit_are_the_runs(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = project.out / "artifacts" / "export_onnx"
     options = ShadowOptions(folder, 1.0, project.folder / "state.json")
 
@@ -36,3 +40,9 @@ def test_the_uncompressed_model_and_the_limit_are_the_runs(project: Project) -> 
         drawn = [([x], [scores], None), ([x], [-scores], None)]
         comparison.compare(drawn, joins_rows=False)
         assert (comparison.state.compared, comparison.state.other) == (2, 1)
+        assert comparison.compared_with.startswith("train in ONNX Runtime, exported and checked")
+        write_sealed(options.state, comparison.state)
+    monkeypatch.setattr(comparisons, "EXPORTED_BYTES", 10)
+    with opening() as comparison:
+        assert comparison.compared_with == "train as it is (eager)"
+        assert comparison.state.compared == 2, "the same model, called in another way"

@@ -243,7 +243,7 @@ def normal_rows(count: int, spread: float = 1.0) -> np.ndarray:
     return (spread * np.random.default_rng(count).standard_normal((count, 4))).astype(np.float32)
 
 
-def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
+def test_inputs_unlike_the_reference_rows_alarm_without_an_uncompressed_model(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     small, rows = quantized(tmp_path / "small.onnx"), tmp_path / "rows.npz"
@@ -261,9 +261,9 @@ def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
         comparison.compare(drawn, joins_rows=True)
 
     with opening() as comparison:
-        judged = comparison.state.figures()["range_end_judged"]
-        assert 0 < judged["x, largest"] < 0.02
-        assert 0 < judged["x, smallest"] < 0.02
+        shares = comparison.state.figures()["range_end_reference"]
+        assert 0 < shares["x, largest"] < 0.02
+        assert 0 < shares["x, smallest"] < 0.02
         ask(comparison, 300, 1.0)
         assert not comparison.state.alarm
         assert comparison.state.figures()["range_end"]["x, largest"] < 0.02
@@ -276,14 +276,14 @@ def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
         assert json.loads(json.dumps(comparison.state.figures()))["inputs_differ"]
         assert comparison.state.figures()["range_end"]["x, largest"] > 0.05
         comparison.compare([([x := normal_rows(2)], [x[:, :2]], None)], joins_rows=False)
-        assert comparison.state.failed == 1, "rows alone are like the judged ones"
+        assert comparison.state.failed == 1, "rows alone are like the reference rows"
         write_sealed(comparison.file, comparison.state)
     with pytest.raises(SystemExit) as ended:
         cli.app(["monitor", str(state), "--html", str(page)])
     assert ended.value.code == 3
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0].startswith("inputs like those that were judged: broken since ")
-    worst = r"^x, (smallest|largest): .* % of the values, .* % of the judged rows'$"
+    assert lines[0].startswith("inputs like the reference rows: broken since ")
+    worst = r"^x, (smallest|largest): .* % of the values, .* % of the reference rows'$"
     assert re.search(worst, lines[-2])
     assert "Evidence that scores of requests" in page.read_text()
     np.savez(rows, x=normal_rows(1001))
@@ -299,7 +299,7 @@ def test_inputs_unlike_the_judged_rows_alarm_without_an_uncompressed_model(
             opening().__enter__()
 
 
-def test_few_judged_rows_raise_no_false_alarms() -> None:
+def test_few_reference_rows_raise_no_false_alarms() -> None:
     rng, alarms = np.random.default_rng(0), 0
     random.seed(0)
     for _ in range(40):
@@ -339,7 +339,7 @@ def test_a_state_is_shown_as_text_json_and_a_page(
     assert "2 compared; lines end at the bounds" in page.read_text()
 
 
-def test_judged_rows_are_those_of_a_pipelines_val(tmp_path: Path) -> None:
+def test_reference_rows_are_those_of_a_pipelines_val(tmp_path: Path) -> None:
     net(tmp_path / "net.onnx", 0.0)
     val = normal_rows(2500)
     np.savez(tmp_path / "data.npz", x_train=normal_rows(64), x_val=val)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "compress.causes"
 """Where packages announce a :class:`Cause`, or a tuple of them."""
 AGREEMENT_GATES = ("label_agreement", "max_disagreement")
-"""Gates that compare labels with another model's, which the metric `fidelity` counts."""
+"""Gates that count the samples that another model answers alike."""
 ACCURACY_GATES = ("max_drop", "max_relative_drop", "min_metric", *AGREEMENT_GATES)
 """Gates whose value is points of a metric, or follows from them."""
 SPEED_GATES = ("min_speedup", "max_latency")
@@ -33,8 +33,7 @@ EXPLAINED_GATES += PARAMETER_GATES + MACS_GATES + PARITY_GATES
 
 def is_explained(verdict: Verdict) -> bool:
     """Tell whether `compress explain` looks for causes; of a device, the report names a layer."""
-    of_numbers = verdict.bound is not None and bool(verdict.bound.quantiles)
-    return verdict.gate in EXPLAINED_GATES and not verdict.on and not of_numbers
+    return verdict.gate in EXPLAINED_GATES and not verdict.on
 
 
 Measured = TypeVar("Measured")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
@@ -24,12 +24,15 @@ from compress.core.gates.quality import (
 )
 from compress.core.metrics.builtin import joint_decisions
 from compress.core.metrics.libraries import as_xywh, predicted_boxes
+from compress.core.metrics.metric import Metric
 from compress.core.verdict import Bound
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.objectives.task import Task
+    from compress.data.batch import Batch
+    from compress.data.targets import Targets
 
     Outputs: TypeAlias = dict[str, torch.Tensor]
 
@@ -141,6 +144,30 @@ class MaxDisagreement(Gate):
             classes=of_class,
             quantiles={q: end for q, end in ends.items() if end is not None and end < math.inf},
         )
+
+
+@dataclass(frozen=True)
+class AnswerAgreement(Metric):
+    """The fraction of samples that are not answered otherwise than by the reference model."""
+
+    gate: Any = None
+    """The gate `max_disagreement`, which says what counts as another answer."""
+    context: Any = field(default=None, compare=False)
+    """What that is judged in."""
+
+    is_fraction = in_points = needs_reference = True
+
+    def targets_of(self, batch: Batch, split: str, reference: Any = None) -> Targets:
+        """Return the outputs of the reference model, by name."""
+        return self._by_name([x.cpu() for x in reference(*batch.inputs)])
+
+    def sums_and_counts(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """Tell of each sample whether its answer is the same, and count it."""
+        errors = self.gate.errors(targets, self._by_name(outputs), self.context)
+        return torch.stack([(errors <= (self.gate.error or 0)).double(), torch.ones(len(errors))])
+
+    def _by_name(self, outputs: Any) -> dict[str, torch.Tensor]:
+        return dict(zip(self.outputs, outputs, strict=True))
 
 
 class _Errors(NamedTuple):

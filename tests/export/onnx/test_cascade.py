@@ -99,7 +99,7 @@ def cascade(tmp_path: Path, exported: Callable[..., OnnxModel]) -> Callable[...,
     """Make a cascade of rows."""
 
     def make(x: torch.Tensor, task: str = "classification", **settings: Any) -> OnnxModel:
-        own = {n: settings.pop(n) for n in ("outputs", "classes") if n in settings}
+        own = {n: settings.pop(n) for n in ("outputs", "classes", "opset") if n in settings}
         small, large = (exported(name, **own) for name in ("small", "large"))
         made = replace(context(tmp_path, x, task), artifacts={"float": large, "source": large})
         return Cascade(fallback="float", **{"percent": PERCENT, **settings})(small, made)
@@ -166,12 +166,17 @@ def test_no_row_falls_back_where_no_label_differs(caplog, exported, cascade) -> 
     assert torch.equal(answer(model, x[:9]), answer(exported("small"), x[:9]))
 
 
-def test_a_batch_of_rows_that_all_fall_back_and_one_that_is_not_a_number(exported, cascade) -> None:
+@pytest.mark.parametrize("opset", [18, 20])
+def test_a_batch_of_rows_that_all_fall_back_and_one_that_is_not_a_number(
+    opset: int, exported, cascade
+) -> None:
     x = rows()
-    model = cascade(x)
+    model = cascade(x, opset=opset)
+    assert model.manifest.facts["opset"] == opset
     unsure = x[x[:, 0] <= model.manifest.facts["cascade"]["threshold"]]
     large = exported("large")
     assert torch.equal(answer(model, unsure), answer(large, unsure))
+    assert answer(model, x[:0]).shape == (0, 2)
     broken = torch.tensor([[math.nan, 0, 7], [4.0, 0, 7]])
     assert answer(model, broken)[0].isnan().all()
     assert torch.equal(answer(model, broken)[1], answer(model, broken[1:])[0])

@@ -35,6 +35,13 @@ def data():
     x[torch.arange(480), 0, :, 0] += y[:, None]
     parts = {"train": slice(0, 120), "val": slice(120, 480)}
     return {name: TensorDataset(x[s], y[s]) for name, s in parts.items()}
+
+def numbers():
+    wanted = lambda y: nn.functional.one_hot(y, 4).float()
+    return {name: TensorDataset(s.tensors[0], wanted(s.tensors[1])) for name, s in data().items()}
+
+def vectors():
+    return {name: [(x,) for x in s.tensors[0]] for name, s in data().items()}
 """
 FILE = """\
 version: 1
@@ -123,11 +130,21 @@ def test_the_stage_the_layer_and_the_cause_are_named(folder: Path, capfd) -> Non
 
 
 @pytest.mark.slow
-def test_other_answers_than_the_uncompressed_models_are_explained(folder: Path) -> None:
-    disagreement = "gates: [{gate: max_disagreement, percent: 5}]"
-    (folder / "net.yaml").write_text(
-        FILE.replace("gates: [{gate: max_drop, points: 1.0}]", disagreement)
-    )
+@pytest.mark.parametrize(
+    ("answers", "task", "gate"),
+    [
+        ("data", "classification", "percent: 5"),
+        ("numbers", "regression", "percent: 5, error: 2"),
+        ("vectors", "embedding", "percent: 5, error: 0.02"),
+    ],
+)
+def test_other_answers_than_the_uncompressed_models_are_explained(
+    answers: str, task: str, gate: str, folder: Path
+) -> None:
+    text = FILE.replace("nets:data", f"nets:{answers}").replace("data:", f"task: {task}\ndata:", 1)
+    text = text.replace("{gate: max_drop, points: 1.0}", f"{{gate: max_disagreement, {gate}}}")
+    text = text.replace("gates: [{gate: max_drop, points: 2.0, against: source}]", "gates: []")
+    (folder / "net.yaml").write_text(text)
     out = folder / "out"
     with measured_briefly():
         assert compress("run", folder / "net.yaml", "--out", out) == 3
