@@ -9,7 +9,7 @@ whole, and operators without an integer kernel stay float. The other runtimes' p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -99,6 +99,14 @@ MOVES = {
 }
 """Operators that only move or pick values, so that their output keeps the scale of the input."""
 AVERAGE_POOL = aten.avg_pool2d.default
+LOGARITHMS = {aten.log.default, aten.log2.default, aten.log10.default}
+PROPORTIONAL = {
+    *("abs", "add", "avg_pool2d", "bmm", "cat", "clamp", "clamp_min", "clone", "complex", "div"),
+    *("hypot", "imag", "linalg_vector_norm", "matmul", "maximum", "mean", "mul", "permute", "pow"),
+    *("real", "reshape", "select", "slice", "sqrt", "square", "squeeze", "stack", "sum"),
+    *("transpose", "unsqueeze", "view_as_complex", "view_as_real"),
+}
+"""Operators whose outputs are as small as their inputs, or as a power of them."""
 
 
 class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no type information
@@ -146,9 +154,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate the operators to be quantized, in graph order."""
-        for node in model.graph.nodes:
-            if node.op != "call_function" or is_excluded(node, self.exclude):
-                continue
+        for node in self.candidates(model):
             if Q_ANNOTATION_KEY in node.meta:  # the clamp of a layer before
                 continue
             if node.target in WEIGHTED:
@@ -171,6 +177,14 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
                     self.leave_float(_with_clamp(node))
         self.float_modules = find_float_modules(model)
         return model
+
+    def candidates(self, model: GraphModule) -> Iterator[Node]:
+        """Yield the operators that may be quantized, in graph order."""
+        in_float = before_logarithms(model)
+        for node in model.graph.nodes:
+            is_operator = node.op == "call_function" and node not in in_float
+            if is_operator and not is_excluded(node, self.exclude):
+                yield node
 
     def validate(self, model: GraphModule) -> None:
         """Accept every graph; what was not annotated stays float."""
@@ -269,6 +283,26 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         chain[-1].meta[Q_ANNOTATION_KEY].output_qspec = output
         if chain[0].target not in MOVES:
             self.quantized[_kind(chain[0])] += 1
+
+
+def before_logarithms(model: GraphModule) -> set[Node]:
+    """Return the operators that make what a logarithm reads, back to a layer with a bias.
+
+    A logarithm makes differences of small numbers large, which are all 0 in steps of 8 bits: a
+    spectrum by convolutions has powers that differ by 1e10.
+    """
+    found: set[Node] = set()
+    todo = [node.args[0] for node in model.graph.nodes if node.target in LOGARITHMS]
+    while todo:
+        node = todo.pop()
+        is_layer = node.target in WEIGHTED
+        name = str(node.target).removeprefix("aten.").partition(".")[0]
+        if node.op != "call_function" or not (is_layer or name in PROPORTIONAL) or node in found:
+            continue
+        found.add(node)
+        if not is_layer or len(node.args) < 3 or node.args[2] is None:
+            todo += node.all_input_nodes
+    return found
 
 
 def _kind(node: Node) -> str:
