@@ -154,7 +154,7 @@ def find_adversarial_mismatch(
     limit = tolerance.adversarial
     if usual is None:
         usual = usual_sizes(expected, signature)
-    least = [tolerance.negligible / limit * size for size in usual]
+    least = [tolerance.of_usual / limit * size for size in usual]
     # Not for tiny inputs, whose outputs may be as tiny unless they are those of zeros.
     at_zero = tuple[torch.Tensor, ...]()
     for kind, inputs, outputs, answers, refusal, failure in outputs_for(expected, exported, cases):
@@ -192,8 +192,7 @@ def usual_sizes(
 
     Empty where the source answers to none.
     """
-    # The one number that a regressor answers to a batch of 1 may be near 0 by chance, and any
-    # rounding is large beside that.
+    # Of a batch of 1 a regressor's answer may be near 0 by chance, and any rounding large beside.
     batch = {signature.batch_axis: max(BATCHES)} if signature.batch_axis else {}
     seeded = (signature.example(sizes=sizes) for sizes in (batch, {}))
     for inputs in val_batches or seeded:
@@ -413,7 +412,7 @@ def check_axis_sizes(
     Errors that are small beside `usual`, the usual size of each output, are none.
     """
     limit, seeded = tolerance.relative, usual_sizes(expected, signature)
-    shares = [tolerance.negligible / limit * size for size in usual or seeded]
+    shares = [tolerance.of_usual / limit * size for size in usual or seeded]
     least = [*map(max, seeded or shares, shares)]
 
     def problem_at(inputs: Tensors, outputs: Tensors) -> str:

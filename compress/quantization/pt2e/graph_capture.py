@@ -236,8 +236,6 @@ class LayerInputs:
         self._batches = batches
         self._kept: list[Path | list[dict[int, Any]]] = []
         """Of each batch the values of both models by node, or the file that has them."""
-        self._in_memory: list[int] = []
-        """Bytes of each batch's values; 0 of a file's."""
         self._evaluated = 0  # number of nodes, in graph order, that are evaluated
 
     def __enter__(self) -> Self:
@@ -266,7 +264,6 @@ class LayerInputs:
             inputs = [node for node in self._nodes if node.op == "placeholder"]
             for i, batch in enumerate(self._batches):
                 self._kept.append([])
-                self._in_memory.append(0)
                 values = dict(zip(inputs, batch.inputs, strict=True))
                 self._write(i, [values, values])
         # Weights are read when they are used: the layer's own may be replaced until then.
@@ -295,11 +292,10 @@ class LayerInputs:
             return unread and node not in self._constant
 
         kept = [{self._index[n]: v for n, v in vs.items() if is_read(n)} for vs in both]
-        self._in_memory[batch] = sum(getattr(v, "nbytes", 0) for vs in kept for v in vs.values())
-        if sum(self._in_memory) <= self.MEMORY:
+        size = sum(getattr(value, "nbytes", 0) for values in kept for value in values.values())
+        if size * len(self._kept) <= self.MEMORY:
             self._kept[batch] = kept
             return
-        self._in_memory[batch] = 0
         # Moved there: the values may be mapped from the file that is replaced.
         self._kept[batch] = file = Path(self._folder.name) / f"{batch}.pt"
         written = file.with_suffix(".new")

@@ -9,7 +9,7 @@ whole, and operators without an integer kernel stay float. The other runtimes' p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -154,7 +154,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate the operators to be quantized, in graph order."""
-        for node in self.candidates(model):
+        for node in quantizable(model, self.exclude):
             if Q_ANNOTATION_KEY in node.meta:  # the clamp of a layer before
                 continue
             if node.target in WEIGHTED:
@@ -177,14 +177,6 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
                     self.leave_float(_with_clamp(node))
         self.float_modules = find_float_modules(model)
         return model
-
-    def candidates(self, model: GraphModule) -> Iterator[Node]:
-        """Yield the operators that may be quantized, in graph order."""
-        in_float = before_logarithms(model)
-        for node in model.graph.nodes:
-            is_operator = node.op == "call_function" and node not in in_float
-            if is_operator and not is_excluded(node, self.exclude):
-                yield node
 
     def validate(self, model: GraphModule) -> None:
         """Accept every graph; what was not annotated stays float."""
@@ -285,24 +277,23 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             self.quantized[_kind(chain[0])] += 1
 
 
-def before_logarithms(model: GraphModule) -> set[Node]:
-    """Return the operators that make what a logarithm reads, back to a layer with a bias.
+def quantizable(model: GraphModule, exclude: Sequence[str]) -> list[Node]:
+    """Return the operators of modules that are not excluded, but not those before a logarithm.
 
-    A logarithm makes differences of small numbers large, which are all 0 in steps of 8 bits: a
-    spectrum by convolutions has powers that differ by 1e10.
+    It makes differences of small numbers large, which are all 0 in steps of 8 bits: a spectrum by
+    convolutions has powers that differ by 1e10. These are float back to a layer with a bias.
     """
-    found: set[Node] = set()
+    in_float = set[Node]()
     todo = [node.args[0] for node in model.graph.nodes if node.target in LOGARITHMS]
     while todo:
-        node = todo.pop()
+        node, name = todo[-1], str(todo.pop().target).removeprefix("aten.").partition(".")[0]
         is_layer = node.target in WEIGHTED
-        name = str(node.target).removeprefix("aten.").partition(".")[0]
-        if node.op != "call_function" or not (is_layer or name in PROPORTIONAL) or node in found:
-            continue
-        found.add(node)
-        if not is_layer or len(node.args) < 3 or node.args[2] is None:
-            todo += node.all_input_nodes
-    return found
+        if node not in in_float and (is_layer or name in PROPORTIONAL):
+            in_float.add(node)
+            if not is_layer or node.args[2:3] in ((), (None,)):
+                todo += node.all_input_nodes
+    operators = [n for n in model.graph.nodes if n.op == "call_function" and n not in in_float]
+    return [node for node in operators if not is_excluded(node, exclude)]
 
 
 def _kind(node: Node) -> str:

@@ -56,6 +56,7 @@ from compress.quantization.pt2e.quantizer import (
     is_float,
     is_sequence_linear,
     protect_shared_layers_,
+    quantizable,
 )
 from compress.quantization.pt2e.torchao_api import (
     PlaceholderObserver,
@@ -451,7 +452,7 @@ class DynamicQuantizer(OnnxRuntimeQuantizer):
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate the operators to be quantized, in graph order."""
-        for node in self.candidates(model):
+        for node in quantizable(model, self.exclude):
             if node.target is LINEAR and is_float(node.args[0]) and is_constant(node.args[1]):
                 source, weight = node.args[:2]
                 self._annotate_inputs(node, {source: self.activation, weight: self.weight})
