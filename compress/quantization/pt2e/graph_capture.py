@@ -357,5 +357,5 @@ def fake_quantize(observer: Any, value: torch.Tensor) -> torch.Tensor:
     else:
         scale, zero = (x.view(-1, *[1] * (value.dim() - 1)) for x in (scale, zero))
     # In place: torch's own writes a mask for gradients, too, and takes nearly three times as long.
-    scaled = value * (1 / scale)
-    return scaled.round_().clamp_(observer.quant_min - zero, observer.quant_max - zero).mul_(scale)
+    rounded: torch.Tensor = (value * (1 / scale)).round_()
+    return rounded.clamp_(observer.quant_min - zero, observer.quant_max - zero).mul_(scale)

@@ -277,7 +277,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             self.quantized[_kind(chain[0])] += 1
 
 
-def quantizable(model: GraphModule, exclude: Sequence[str]) -> list[Node]:
+def quantizable(model: GraphModule, exclude: Sequence[str]) -> list[Any]:
     """Return the operators of modules that are not excluded, but not those before a logarithm.
 
     It makes differences of small numbers large, which are all 0 in steps of 8 bits: a spectrum by
