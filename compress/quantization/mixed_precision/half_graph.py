@@ -20,7 +20,6 @@ from compress.quantization.pt2e.graph_capture import (
     describe_tensor,
     is_excluded,
     name_inputs_,
-    operator_name,
     remove_unread_tensors_,
 )
 from compress.quantization.pt2e.quantizer import is_float
@@ -283,3 +282,9 @@ def _returns_float32(node: fx.Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return any(isinstance(v, torch.Tensor) and v.dtype is torch.float32 for v in values)
+
+
+def operator_name(node: fx.Node) -> str:
+    """Return an ATen operator's name without namespace, overload and the in-place underscore."""
+    parts = str(node.target).split(".")
+    return parts[1].rstrip("_") if node.op == "call_function" and len(parts) > 2 else ""

@@ -50,12 +50,6 @@ def module_of(node: Node) -> str:
     return (module_names(node) or [""])[-1]
 
 
-def operator_name(node: Node) -> str:
-    """Return an ATen operator's name without namespace, overload and the in-place underscore."""
-    parts = str(node.target).split(".")
-    return parts[1].rstrip("_") if node.op == "call_function" and len(parts) > 2 else ""
-
-
 def is_wrapped(node: Node) -> bool:
     """Whether the user's module was exported as the child ``module`` of `FlatOutputs`."""
     stack = (node.meta.get("nn_module_stack") or {}).values()

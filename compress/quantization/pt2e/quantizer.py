@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch.fx import GraphModule, Node
 
-from compress.quantization.pt2e.graph_capture import (
-    is_excluded,
-    is_wrapped,
-    module_of,
-    operator_name,
-    value_of,
-)
+from compress.quantization.pt2e.graph_capture import is_excluded, is_wrapped, module_of, value_of
 from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.torchao_api import (
     Q_ANNOTATION_KEY,
@@ -105,14 +99,6 @@ MOVES = {
 }
 """Operators that only move or pick values, so that their output keeps the scale of the input."""
 AVERAGE_POOL = aten.avg_pool2d.default
-LOGARITHMS = {aten.log.default, aten.log2.default, aten.log10.default}
-PROPORTIONAL = {
-    *("abs", "add", "avg_pool2d", "bmm", "cat", "clamp", "clamp_min", "clone", "complex", "div"),
-    *("hypot", "imag", "linalg_vector_norm", "matmul", "maximum", "mean", "mul", "permute", "pow"),
-    *("real", "reshape", "select", "slice", "sqrt", "square", "squeeze", "stack", "sum"),
-    *("transpose", "unsqueeze", "view_as_complex", "view_as_real"),
-}
-"""Operators whose outputs are as small as their inputs, or as a power of them."""
 
 
 class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no type information
@@ -160,7 +146,9 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate the operators to be quantized, in graph order."""
-        for node in quantizable(model, self.exclude):
+        for node in model.graph.nodes:
+            if node.op != "call_function" or is_excluded(node, self.exclude):
+                continue
             if Q_ANNOTATION_KEY in node.meta:  # the clamp of a layer before
                 continue
             if node.target in WEIGHTED:
@@ -192,7 +180,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         layers = {module_of(node) for node in operators if node.target in {*WEIGHTED, EMBEDDING}}
         for node in operators:
             if node.meta.pop(Q_ANNOTATION_KEY, None) and node.target not in MOVES:
-                self.quantized[operator_name(node)] -= 1
+                self.quantized[_kind(node)] -= 1
         self.quantized = +self.quantized
         self.float_modules = sorted({*self.float_modules, *layers})
 
@@ -269,7 +257,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
     def _annotate_inputs(self, node: Node, specs: dict[Node, QuantizationSpec]) -> None:
         """Annotate inputs and weights of an operator whose output stays float."""
         node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(input_qspec_map=specs, _annotated=True)
-        self.quantized[operator_name(node)] += 1
+        self.quantized[_kind(node)] += 1
 
     def _annotate_chain(
         self, chain: Sequence[Node], sources: Sequence[object], output: object
@@ -280,26 +268,11 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         chain[0].meta[Q_ANNOTATION_KEY].input_qspec_map = dict.fromkeys(sources, self.activation)
         chain[-1].meta[Q_ANNOTATION_KEY].output_qspec = output
         if chain[0].target not in MOVES:
-            self.quantized[operator_name(chain[0])] += 1
+            self.quantized[_kind(chain[0])] += 1
 
 
-def quantizable(model: GraphModule, exclude: Sequence[str]) -> list[Any]:
-    """Return the operators of modules that are not excluded, but not those before a logarithm.
-
-    A logarithm makes differences of small numbers large, which are all 0 in steps of 8 bits: powers
-    of a spectrum differ by 1e10. What it is taken of stays float, back to a layer with a bias.
-    """
-    in_float = set[Node]()
-    todo = [node.args[0] for node in model.graph.nodes if node.target in LOGARITHMS]
-    while todo:
-        node = todo.pop()
-        is_layer = node.target in WEIGHTED
-        if node not in in_float and (is_layer or operator_name(node) in PROPORTIONAL):
-            in_float.add(node)
-            if not is_layer or node.args[2:3] in ((), (None,)):
-                todo += node.all_input_nodes
-    operators = [n for n in model.graph.nodes if n.op == "call_function" and n not in in_float]
-    return [node for node in operators if not is_excluded(node, exclude)]
+def _kind(node: Node) -> str:
+    return str(node.target).split(".")[1].rstrip("_")
 
 
 def _with_clamp(node: Node) -> list[Node]:

@@ -29,6 +29,7 @@ from compress.quantization.numeric_debug.sqnr import Deviation
 from compress.quantization.pt2e.graph_capture import (
     LayerInputs,
     capture,
+    is_excluded,
     module_of,
     remove_unread_tensors_,
 )
@@ -56,7 +57,6 @@ from compress.quantization.pt2e.quantizer import (
     is_float,
     is_sequence_linear,
     protect_shared_layers_,
-    quantizable,
 )
 from compress.quantization.pt2e.torchao_api import (
     PlaceholderObserver,
@@ -452,7 +452,9 @@ class DynamicQuantizer(OnnxRuntimeQuantizer):
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate the operators to be quantized, in graph order."""
-        for node in quantizable(model, self.exclude):
+        for node in model.graph.nodes:
+            if node.op != "call_function" or is_excluded(node, self.exclude):
+                continue
             if node.target is LINEAR and is_float(node.args[0]) and is_constant(node.args[1]):
                 source, weight = node.args[:2]
                 self._annotate_inputs(node, {source: self.activation, weight: self.weight})
