@@ -14,12 +14,7 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor, accept_any_batch
-from compress.common.tensor_difference import (
-    largest,
-    largest_difference,
-    largest_finite,
-    relative_error,
-)
+from compress.common.tensor_difference import largest, relative_error
 from compress.export.parity.sample_parity import (
     FLOAT,
     NOTHING_FINITE,
@@ -69,9 +64,6 @@ SKIPPED_KINDS: Mapping[str, tuple[str, ...]] = {
     "DynamicQuantizeLSTM": (MIXED_KIND,),
 }
 """Operator, of ONNX or of a compiled graph → kinds of inputs on which runtimes may differ."""
-ROUNDING = 2 * torch.finfo(torch.float32).eps
-"""Of the largest usual output: the source and the export may each be one rounding off. Sigmoids of
--16, which are 1e-7, differ by 1.15 eps in onnxruntime 1.32."""
 
 
 def adversarial_inputs(
@@ -146,20 +138,23 @@ def find_adversarial_mismatch(
     exported: Predictor,
     signature: Signature,
     cases: Iterable[tuple[str, Tensors]],
-    limit: float,
+    tolerance: Tolerance = FLOAT,
     reference: Float64Reference | None = None,
-    rounding: float | None = None,
+    usual: Sequence[float] | None = None,
 ) -> tuple[str, Tensors, float] | None:
     """Return the first kind on which two models differ, its inputs and the error, or None.
 
     Inputs that the source refuses are left out, and so are its NaN, and infinities that float64
-    does not have there: the other elements are compared. Errors are relative to the outputs' norm;
-    the reference may explain a difference. Where the source itself is further from float64 than the
-    limit, its outputs are noise: a warning says so.
+    does not have there: the other elements are compared. Errors are relative to the outputs' norm,
+    and small ones beside `usual`, the usual size of each output, are none; the reference may
+    explain a difference. Where the source itself is further from float64 than the limit, its
+    outputs are noise: a warning says so.
     """
     expected, exported = (accept_any_batch(p, signature) for p in (expected, exported))
-    if rounding is None:
-        rounding = usual_rounding(expected, signature)
+    limit = tolerance.adversarial
+    if usual is None:
+        usual = usual_sizes(expected, signature)
+    least = [tolerance.of_usual / limit * size for size in usual]
     # Not for tiny inputs, whose outputs may be as tiny unless they are those of zeros.
     at_zero = tuple[torch.Tensor, ...]()
     for kind, inputs, outputs, answers, refusal, failure in outputs_for(expected, exported, cases):
@@ -168,8 +163,8 @@ def find_adversarial_mismatch(
         if failure:
             return kind, inputs, math.inf
         at_zero = outputs if kind == "zeros" else at_zero
-        is_tiny = kind == TINY_KIND and not (at_zero and _error(at_zero, outputs, 0.0) <= limit)
-        error = _error(outputs, answers, 0.0 if is_tiny else rounding)
+        is_tiny = kind == TINY_KIND and not (at_zero and _error(at_zero, outputs) <= limit)
+        error = _error(outputs, answers, () if is_tiny else least)
         if error < math.inf and _misses_infinities(inputs, outputs, answers, reference):
             error = math.inf
         if error <= limit:
@@ -190,27 +185,36 @@ def find_adversarial_mismatch(
     return None
 
 
-def usual_rounding(
-    expected: Predictor, signature: Signature, usual: Sequence[Tensors] = ()
-) -> float:
-    """Return how far outputs may differ as usual ones are rounded: a sigmoid of -25 may be 0."""
-    with suppress(Exception):  # whatever the user's own code raises
-        found = [t for inputs in (signature.example(), *usual) for t in expected(*inputs)]
-        return ROUNDING * largest(largest_finite(t) for t in found if t.is_floating_point())
-    return 0.0
+def usual_sizes(
+    expected: Predictor, signature: Signature, val_batches: Sequence[Tensors] = ()
+) -> list[float]:
+    """Return the root mean square of each output on real inputs, or without any on seeded ones.
+
+    Empty where the source answers to none.
+    """
+    # Of a batch of 1 a regressor's answer may be near 0 by chance, and any rounding large beside.
+    batch = {signature.batch_axis: max(BATCHES)} if signature.batch_axis else {}
+    seeded = (signature.example(sizes=sizes) for sizes in (batch, {}))
+    for inputs in val_batches or seeded:
+        with suppress(Exception):  # whatever the user's own code raises
+            finite = [t[t.isfinite()].double() for t in expected(*inputs)]
+            return [float(t.square().mean()) ** 0.5 if t.numel() else 0.0 for t in finite]
+    return []
 
 
-def _error(expected: Tensors, outputs: Tensors, rounding: float) -> float:
-    """Return the worst output's error where the source is finite; infinite for other shapes."""
+def _error(expected: Tensors, outputs: Tensors, least: Sequence[float] = ()) -> float:
+    """Return the worst output's error where the source is finite; infinite for other shapes.
+
+    It is relative to the output's norm, or to that of elements of the size `least`.
+    """
     errors = []
-    for a, b in zip(expected, outputs, strict=True):
+    for i, (a, b) in enumerate(zip(expected, outputs, strict=True)):
         if a.shape != b.shape:
             return math.inf
         if a.is_floating_point():  # integers are not compared: on constants they are ties
             finite = a.isfinite()
-            a, b = a.where(finite, 0), b.where(finite, 0)
-            negligible = largest_difference(a, b) <= rounding
-            errors.append(0.0 if negligible else relative_error(a, b))
+            least_norm = least[i] * a.numel() ** 0.5 if least else 0.0
+            errors.append(relative_error(a.where(finite, 0), b.where(finite, 0), least_norm))
     return largest(errors)
 
 
@@ -308,12 +312,12 @@ def compare_outputs(
                     )
     reference = Float64Reference(source, expected, noise)
     predictors = accept_any_batch(expected, signature), accept_any_batch(exported, signature)
-    rounding = usual_rounding(predictors[0], signature, val_batches[:1])
-    check_axis_sizes(expected, exported, signature, tolerance, reference, limits, rounding)
+    usual = usual_sizes(predictors[0], signature, val_batches[:1])
+    check_axis_sizes(expected, exported, signature, tolerance, reference, limits, usual)
     errors = check_on_samples(*predictors, val_batches, tolerance, noise)
     cases = adversarial_inputs(signature, val_batches, operators)
     mismatch = find_adversarial_mismatch(
-        expected, exported, signature, cases, tolerance.adversarial, reference, rounding
+        expected, exported, signature, cases, tolerance, reference, usual
     )
     if mismatch:
         kind, inputs, error = mismatch
@@ -400,17 +404,19 @@ def check_axis_sizes(
     tolerance: Tolerance = FLOAT,
     reference: Float64Reference | None = None,
     limits: Limits | None = None,
-    rounding: float = 0.0,
+    usual: Sequence[float] = (),
 ) -> None:
     """Compare two models on seeded inputs, at several sizes of every named axis.
 
-    Raise StageFailed where an axis is baked in, or outputs differ; the message names the axis. No
-    element's difference of at most `rounding` counts.
+    Raise StageFailed where an axis is baked in, or outputs differ; the message names the axis.
+    Errors that are small beside `usual`, the usual size of each output, are none.
     """
-    limit, usual = tolerance.relative, _usual_sizes(expected, signature)
+    limit, seeded = tolerance.relative, usual_sizes(expected, signature)
+    shares = [tolerance.of_usual / limit * size for size in usual or seeded]
+    least = [*map(max, seeded or shares, shares)]
 
     def problem_at(inputs: Tensors, outputs: Tensors) -> str:
-        problem = _find_problem(exported, inputs, outputs, limit, usual, rounding)
+        problem = _find_problem(exported, inputs, outputs, limit, least)
         if problem and reference is not None:
             with suppress(Exception):  # each runtime raises its own, and the problem quotes it
                 if reference.explains(inputs, exported(*inputs), limit):
@@ -437,7 +443,7 @@ def check_axis_sizes(
                 advice = ""
                 if ASSERTED.search(problem):
                     advice = RULED_OUT
-                elif not problem_at(example, expected(*example)):
+                elif not _find_problem(exported, example, expected(*example), limit, seeded):
                     advice = BAKED_IN
                 raise ParityMismatch(
                     f"axis {axis!r} at size {size}: {problem}{advice}", f"{axis} of {size}", inputs
@@ -461,29 +467,16 @@ def _sizes(signature: Signature, axis: str, limits: Limits | None) -> tuple[int,
     return tuple(dict.fromkeys(sizes))
 
 
-def _usual_sizes(expected: Predictor, signature: Signature) -> list[float]:
-    # The one number that a regressor answers to a batch of 1 may be near 0 by chance, and any
-    # rounding is large beside that.
-    batch = {signature.batch_axis: max(BATCHES)} if signature.batch_axis else {}
-    for sizes in (batch, {}):
-        with suppress(Exception):  # whatever the user's own code raises
-            outputs = expected(*signature.example(sizes=sizes))
-            finite = [t[t.isfinite()].double() for t in outputs]
-            return [float(t.square().mean()) ** 0.5 if t.numel() else 0.0 for t in finite]
-    return []
-
-
 def _find_problem(
     exported: Predictor,
     inputs: Tensors,
     expected: Tensors,
     limit: float,
-    usual: Sequence[float],
-    rounding: float,
+    least: Sequence[float],
 ) -> str:
     """Return how the exported model's outputs for one input are wrong; empty where they are not.
 
-    `usual` holds the usual size of each output's elements: smaller outputs are compared with it.
+    Errors are relative to an output's norm, or to that of elements of the size `least`.
     """
     try:
         outputs = exported(*inputs)
@@ -495,9 +488,7 @@ def _find_problem(
     if all(a.numel() and not a.isfinite().any() for a in expected):
         return NOTHING_FINITE
     for i, (a, b) in enumerate(zip(expected, outputs, strict=True)):
-        if a.is_floating_point() and largest_difference(a, b) <= rounding:
-            continue
-        least_norm = usual[i] * a.numel() ** 0.5 if usual else 0.0
+        least_norm = least[i] * a.numel() ** 0.5 if least else 0.0
         relative = relative_error(a, b, least_norm)
         if math.isinf(relative):
             return OTHER_INFINITIES

@@ -26,7 +26,7 @@ from compress.common.forward import Predictor, accept_any_batch
 from compress.export.common.compiled_code import CUDA, in_parts
 from compress.export.common.runtime import failing_as
 from compress.export.onnx.stage import OnnxModel
-from compress.export.parity.compare import check_axis_sizes
+from compress.export.parity.compare import check_axis_sizes, usual_sizes
 from compress.export.parity.sample_parity import Float64Reference, check_on_samples, tolerance_for
 
 if TYPE_CHECKING:
@@ -265,15 +265,16 @@ def check_engine(
     """
     signature, tolerance = source.signature, tolerance_for(source)
     reference = Float64Reference(source, expected, noise)
+    predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
+    usual = usual_sizes(predictors[0], signature, val_batches[:1])
     for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
         at = dict(zip(sizes, profile, strict=True))
         sized = (spec.model_copy(update={"shape": spec.sized(at)}) for spec in signature.inputs)
         fixed = signature.model_copy(update={"inputs": tuple(sized)})
         try:
-            check_axis_sizes(expected, engine, fixed, tolerance, reference)
+            check_axis_sizes(expected, engine, fixed, tolerance, reference, usual=usual)
         except StageFailed as error:
             raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
-    predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
     return check_on_samples(*predictors, val_batches, tolerance, noise).allowed
 
 

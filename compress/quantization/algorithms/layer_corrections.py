@@ -143,7 +143,7 @@ def input_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torc
 
     For a convolution these are the patches of its input under the kernel, of the given sizes.
     """
-    if kernel:  # channels last, as all those of a pixel are chosen together
+    if math.prod(kernel) > 1:  # channels last, as all those of a pixel are chosen together
         values = values.movedim(1, -1).contiguous().movedim(-1, 1)
     patches = input_patches(layer, values, kernel).movedim(1, -1)
     places = patches.shape[: 1 + len(kernel)]

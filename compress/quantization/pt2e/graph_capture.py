@@ -216,9 +216,12 @@ class LayerInputs:
     """The inputs of a prepared graph's layers, while its weights are replaced one after another.
 
     A context manager. The graph is evaluated once: layers are asked for in graph order, and what
-    later nodes read is kept until then in a temporary folder, so that memory does not grow with the
-    sample.
+    later nodes read is kept until then, beyond `MEMORY` in a temporary folder, so that memory does
+    not grow with the sample.
     """
+
+    MEMORY = 2**29
+    """Bytes of values that are kept in memory: writing them takes as long as a convolution."""
 
     def __init__(self, prepared: GraphModule, batches: Iterable[Batch]) -> None:
         """Remember the current weights as those of the float model; observers are not updated."""
@@ -231,7 +234,8 @@ class LayerInputs:
         weights = {n.target: value_of(prepared, n) for n in self._nodes if n.op == "get_attr"}
         self._models = tuple(_Interpreter(prepared, self._constant, w) for w in (weights, None))
         self._batches = batches
-        self._files: list[Path] = []
+        self._kept: list[Path | list[dict[int, Any]]] = []
+        """Of each batch the values of both models by node, or the file that has them."""
         self._evaluated = 0  # number of nodes, in graph order, that are evaluated
 
     def __enter__(self) -> Self:
@@ -250,18 +254,18 @@ class LayerInputs:
         """
         source: Any = layer.args[0]
         self._evaluate(self._index[source] + 1)
-        for file in self._files:
-            both = zip(self._models, self._read(file), strict=True)
+        for i in range(len(self._kept)):
+            both = zip(self._models, self._read(i), strict=True)
             in_float, quantized = (model.value(source, values) for model, values in both)
             yield in_float, quantized
 
     def _evaluate(self, count: int) -> None:
-        if not self._files:
+        if not self._kept:
             inputs = [node for node in self._nodes if node.op == "placeholder"]
             for i, batch in enumerate(self._batches):
-                self._files.append(Path(self._folder.name) / f"{i}.pt")
+                self._kept.append([])
                 values = dict(zip(inputs, batch.inputs, strict=True))
-                self._write(self._files[-1], [values, values])
+                self._write(i, [values, values])
         # Weights are read when they are used: the layer's own may be replaced until then.
         todo = [
             node
@@ -273,28 +277,35 @@ class LayerInputs:
         self._evaluated = count
         for model in self._models:
             model.constants.clear()
-        for file in self._files:
-            both = self._read(file)
+        for i in range(len(self._kept)):
+            both = self._read(i)
             for model, values in zip(self._models, both, strict=True):
                 for node in todo:
                     values[node] = model.evaluate(node, values)
-            self._write(file, both)
+            self._write(i, both)
 
-    def _write(self, file: Path, both: list[Values]) -> None:
+    def _write(self, batch: int, both: list[Values]) -> None:
         """Keep the values that nodes read which are not evaluated yet."""
 
         def is_read(node: Node) -> bool:
             unread = any(self._index[user] >= self._evaluated for user in node.users)
             return unread and node not in self._constant
 
-        # Moved there: the values may be mapped from the file that is replaced.
-        written = file.with_suffix(".new")
         kept = [{self._index[n]: v for n, v in vs.items() if is_read(n)} for vs in both]
+        size = sum(getattr(value, "nbytes", 0) for values in kept for value in values.values())
+        if size * len(self._kept) <= self.MEMORY:
+            self._kept[batch] = kept
+            return
+        # Moved there: the values may be mapped from the file that is replaced.
+        self._kept[batch] = file = Path(self._folder.name) / f"{batch}.pt"
+        written = file.with_suffix(".new")
         torch.save(kept, written)
         written.replace(file)
 
-    def _read(self, file: Path) -> list[Values]:
-        both = torch.load(file, weights_only=True, mmap=True)
+    def _read(self, batch: int) -> list[Values]:
+        both = self._kept[batch]
+        if isinstance(both, Path):
+            both = torch.load(both, weights_only=True, mmap=True)
         return [{self._nodes[i]: value for i, value in values.items()} for values in both]
 
 
@@ -333,14 +344,18 @@ class _Interpreter(fx.Interpreter):
         return fake_quantize(self.module.get_submodule(str(n.target)), value)
 
 
+def fake_quantized(prepared: GraphModule) -> Callable[..., Any]:
+    """Return a function that runs a calibrated graph and rounds all that is observed."""
+    return _Interpreter(prepared, set(), None).run
+
+
 def fake_quantize(observer: Any, value: torch.Tensor) -> torch.Tensor:
     """Quantize and dequantize a tensor with an observer's scale and zero point."""
-    low, high = observer.quant_min, observer.quant_max
     scale, zero = observer.calculate_qparams()
-    if scale.numel() == 1 and value.dtype == torch.float32:
-        # One pass over memory in place of six: activations at 224² are larger than any cache.
-        return torch.fake_quantize_per_tensor_affine(value, float(scale), int(zero), low, high)
-    shape = (-1, *[1] * (value.dim() - 1))
-    scale, zero = scale.view(shape), zero.view(shape)
-    rounded: torch.Tensor = ((value / scale + zero).round().clamp(low, high) - zero) * scale
-    return rounded
+    if scale.numel() == 1:
+        scale, zero = float(scale), int(zero)
+    else:
+        scale, zero = (x.view(-1, *[1] * (value.dim() - 1)) for x in (scale, zero))
+    # In place: torch's own writes a mask for gradients, too, and takes nearly three times as long.
+    rounded: torch.Tensor = (value * (1 / scale)).round_()
+    return rounded.clamp_(observer.quant_min - zero, observer.quant_max - zero).mul_(scale)

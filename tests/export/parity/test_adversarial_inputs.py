@@ -21,12 +21,12 @@ from compress.export.parity.compare import (
     ParityMismatch,
     adversarial_inputs,
     find_adversarial_mismatch,
-    usual_rounding,
+    usual_sizes,
 )
 from compress.export.parity.compare import (
     ROWS as HOSTILE_ROWS,
 )
-from compress.export.parity.sample_parity import Float64Reference
+from compress.export.parity.sample_parity import FLOAT, Float64Reference
 from compress.pipelines.system.error_context import name_stage_in_errors
 from tests.export.builders import ROWS, check_parity, network_of
 
@@ -139,7 +139,7 @@ def test_each_kind_costs_one_call_of_each_model_and_all_are_few_rows() -> None:
 
     kinds = [*adversarial_inputs(TEXT, [(ids, torch.ones(64, 6, dtype=torch.bool))])]
     pair = counting("source"), counting("export")
-    assert find_adversarial_mismatch(*pair, TEXT, kinds, limit=1e-3) is None
+    assert find_adversarial_mismatch(*pair, TEXT, kinds) is None
     assert rows["source"][1:] == rows["export"], "and one seeded call for the usual size"
     assert len(rows["export"]) == len(kinds)
     assert sum(rows["export"]) <= 28
@@ -190,7 +190,7 @@ def test_where_the_source_has_no_answer_nothing_is_compared() -> None:
         return tuple(t + 0.5 * (x.std() == 0) for t in refuses_zeros(x))
 
     cases = list(adversarial_inputs(ROWS, [SEEN]))
-    assert find_adversarial_mismatch(refuses_zeros, another, ROWS, iter(cases), 1e-3) is None
+    assert find_adversarial_mismatch(refuses_zeros, another, ROWS, iter(cases)) is None
 
 
 def test_a_runtime_as_near_to_float64_as_torch_is_excused(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def refused_on(source: EagerModel, got: Predictor) -> str:
     with source.open() as expected:
         cases = adversarial_inputs(ROWS, [SEEN])
         truth = Float64Reference(source, expected)
-        found = find_adversarial_mismatch(expected, got, ROWS, cases, 1e-3, truth)
+        found = find_adversarial_mismatch(expected, got, ROWS, cases, FLOAT, truth)
     return found[0] if found else ""
 
 
@@ -296,20 +296,18 @@ def test_less_than_the_rounding_of_a_usual_answer_is_nothing_but_for_tiny_inputs
         return (x.sigmoid().where(x > -16, 0),)
 
     low = [("low", (torch.full((2, 4), -17.0),))]
-    assert find_adversarial_mismatch(sigmoid, flushed, ROWS, iter(low), 1e-3) is None
-    assert find_adversarial_mismatch(sigmoid, lambda x: (0 * x,), ROWS, iter(low), 1e-3) is None
+    assert find_adversarial_mismatch(sigmoid, flushed, ROWS, iter(low)) is None
+    assert find_adversarial_mismatch(sigmoid, lambda x: (0 * x,), ROWS, iter(low)) is None
     high = [("high", (torch.full((2, 4), -13.0),))]
-    assert (
-        find_adversarial_mismatch(sigmoid, lambda x: (0 * x,), ROWS, iter(high), 1e-3) is not None
-    )
+    assert find_adversarial_mismatch(sigmoid, lambda x: (0 * x,), ROWS, iter(high)) is not None
 
     def detector(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ((x - 17).sigmoid(),)
 
     cases = [("zeros", (torch.zeros(2, 4),)), (TINY_KIND, (torch.full((2, 4), 1e-9),))]
     nothing, found = (torch.full((2, 4), value) for value in (-20.0, 20.0))
-    compared = (detector, lambda x: (0 * x,), ROWS, cases, 1e-3, None)
-    of_nothing, of_found = (usual_rounding(detector, ROWS, [(x,)]) for x in (nothing, found))
+    compared = (detector, lambda x: (0 * x,), ROWS, cases, FLOAT, None)
+    of_nothing, of_found = (usual_sizes(detector, ROWS, [(x,)]) for x in (nothing, found))
     assert find_adversarial_mismatch(*compared, of_nothing) is not None
     assert find_adversarial_mismatch(*compared, of_found) is None
 

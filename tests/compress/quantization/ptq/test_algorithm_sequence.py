@@ -22,7 +22,7 @@ from compress.quantization.algorithms.layer_corrections import (
     weight_matrix,
 )
 from compress.quantization.config.dtype_scheme import scheme_for
-from compress.quantization.pt2e.graph_capture import functionalize
+from compress.quantization.pt2e.graph_capture import LayerInputs, functionalize
 from compress.quantization.pt2e.observer_ranges import (
     bias_of,
     fit_ranges_,
@@ -166,6 +166,19 @@ def test_gptq_of_inputs_far_from_zero(bias: bool, offset: float, most: float) ->
         return float((off - off.mean(0) * bias).square().mean())
 
     assert error(weight_of(graph, node)) < most * error(nearest)
+
+
+def test_values_that_memory_has_no_room_for_are_read_from_files(
+    digits: Splits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corrected = []
+    for room in (LayerInputs.MEMORY, 0):
+        monkeypatch.setattr(LayerInputs, "MEMORY", room)
+        graph = prepared("depthwise")
+        calibrate_(graph, IMAGE, sample(digits), lambda _: None)
+        Corrections(rounding="gptq", bias_correction=True).round_(graph, sample(digits))
+        corrected.append(graph.state_dict())
+    assert all(torch.equal(x, corrected[1][name]) for name, x in corrected[0].items())
 
 
 def test_equalized_channels_share_a_range_and_answers_stay(digits: Splits) -> None:
