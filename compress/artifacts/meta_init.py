@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, mismatches, storage_key
+from compress.checkpoint.state_dict import (
+    StoredTensor,
+    Weights,
+    describe_misfit,
+    in_memory,
+    mismatches,
+    storage_key,
+)
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -69,8 +76,7 @@ def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, sour
     own = module.state_dict(keep_vars=True)
     problems = mismatches(own, weights)
     if problems:
-        wrong = "; ".join(problems)
-        raise ArtifactInvalid(f"{source} does not hold the weights of {recipe.factory!r}: {wrong}")
+        raise ArtifactInvalid(describe_misfit(source, repr(recipe.factory), problems))
     by_storage: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
     for name, tensor in own.items():
         if name in weights:

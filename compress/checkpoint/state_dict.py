@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 COMPLEX = "complex numbers for the real"
+MISSING_BUFFERS, UNEXPECTED = "missing buffers", "unexpected"
 BYTES_AT_ONCE = 16 * 2**20
 """Bytes read from disk before they are copied into the module; a larger tensor is read alone."""
 
@@ -43,12 +44,12 @@ def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
     A name may be missing if the module ties it to a name that is present, and names may differ
     where the module's own loading makes up for it, such as BatchNorm's for older checkpoints.
     """
-    own = module.state_dict()
+    own = module.state_dict(keep_vars=True)
     problems = mismatches(own, state)
     if problems:
         built_by = inspect.getmodule(type(module))
         place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
-        refused = f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
+        refused = describe_misfit(source, place, problems)
         parts = (own, state)
         sizes = [sum(prod(x.shape) * x.dtype.itemsize for x in part.values()) for part in parts]
         is_larger = sizes[1] > 2 * sizes[0] + BYTES_AT_ONCE
@@ -94,12 +95,34 @@ def mismatches(own: Mapping[str, torch.Tensor], state: Weights) -> list[str]:
     ]
     # Copying would leave out the imaginary parts.
     complex_ = [k for k in shared if state[k].dtype.is_complex and not own[k].dtype.is_complex]
-    found = {"missing": missing, "unexpected": unexpected, "shape of": shapes, COMPLEX: complex_}
+    buffers = [k for k in missing if type(own[k]).__name__ != "Parameter"]
+    found = {
+        MISSING_BUFFERS: buffers,
+        "missing": [k for k in missing if k not in buffers],
+        UNEXPECTED: unexpected,
+        "shape of": shapes,
+        COMPLEX: complex_,
+    }
     return [
         f"{label} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
         for label, names in found.items()
         if names
     ]
+
+
+def describe_misfit(source: str, model: str, problems: list[str]) -> str:
+    """Return the refusal of weights that differ from a model's, with the way out if there is one.
+
+    A buffer that the model's constructor computes, and weights that it has no use for, may be left
+    to it; a missing weight is what was trained.
+    """
+    refused = f"{source} does not hold the weights of {model}: {'; '.join(problems)}"
+    if any(not problem.startswith((MISSING_BUFFERS, UNEXPECTED)) for problem in problems):
+        return refused
+    return (
+        f"{refused}; where the model is right without them, save it as it loads: "
+        "model.load_state_dict(…, strict=False), torch.save(model.state_dict(), …)"
+    )
 
 
 def storage_key(tensor: torch.Tensor | StoredTensor) -> tuple[object, ...]:

@@ -17,8 +17,9 @@ import torch.ao.quantization.fx._decomposed  # registers dequantize_per_channel 
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.export.pt2_archive import PT2ArchiveReader
 
+from compress.checkpoint.file_kinds import COMPILED, unreadable
 from compress.checkpoint.safe_zip import refuse_bomb
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import StageFailed, first_line
 from compress.common.foreign.patching import patched_attribute
 from compress.export.common.compiled_code import refuse_misfit
 from compress.export.common.macs import count_macs
@@ -123,9 +124,7 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
         # Not torch._inductor.aoti_load_package, which compiles test programs where no cache is.
         loader = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, index)
     except RuntimeError as error:
-        raise ArtifactInvalid(
-            f"{file}: not an AOTInductor package, or truncated ({first_line(error)})"
-        ) from error
+        raise unreadable(file, COMPILED, error) from error
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         refuse_misfit(signature, inputs)
