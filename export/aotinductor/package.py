@@ -89,6 +89,7 @@ def compile_package(
             widen_ranges_(program)
             if device == "cpu":
                 merge_products_(program)
+                make_contiguous_(program)
                 multiply_rows_(program)
             else:
                 program = move_program(program, device)
@@ -220,6 +221,21 @@ def widen_ranges_(program: ExportedProgram) -> None:
             most = _call(graph, aten.clamp_min.default, largest, 0)
             ends = _call(graph, aten.stack.default, [least, most])
         node.update_arg(0, ends)
+    program.graph_module.recompile()
+
+
+def make_contiguous_(program: ExportedProgram) -> None:
+    """Copy integers that a product reads and that lie transposed, in place."""
+    # Inductor has such products as bmm, and its check of their sizes raises TypeError where an axis
+    # is dynamic (torch 2.13). torch's own attention transposes what it reads with batch_first.
+    graph = program.graph
+    for product in graph.find_nodes(op="call_function", target=LINEAR):
+        floats: Any = product.args[0]
+        if floats.target in DEQUANTIZE and not floats.meta["val"].is_contiguous():
+            with graph.inserting_before(floats):
+                copied = _call(graph, aten.clone.default, floats.args[0])
+            copied.kwargs = {"memory_format": torch.contiguous_format}
+            floats.update_arg(0, copied)
     program.graph_module.recompile()
 
 
