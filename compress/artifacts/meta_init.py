@@ -17,7 +17,6 @@ from compress.checkpoint.state_dict import (
     Weights,
     describe_misfit,
     in_memory,
-    mismatches,
     storage_key,
 )
 from compress.common.errors import ArtifactInvalid
@@ -74,9 +73,8 @@ def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, sour
     module = build_skeleton(recipe, folder)
     module = recipe.build(folder) if module is None else module
     own = module.state_dict(keep_vars=True)
-    problems = mismatches(own, weights)
-    if problems:
-        raise ArtifactInvalid(describe_misfit(source, repr(recipe.factory), problems))
+    if refused := describe_misfit(source, repr(recipe.factory), own, weights):
+        raise ArtifactInvalid(refused)
     by_storage: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
     for name, tensor in own.items():
         if name in weights:

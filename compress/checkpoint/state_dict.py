@@ -45,15 +45,13 @@ def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
     where the module's own loading makes up for it, such as BatchNorm's for older checkpoints.
     """
     own = module.state_dict(keep_vars=True)
-    problems = mismatches(own, state)
-    if problems:
-        built_by = inspect.getmodule(type(module))
-        place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
-        refused = describe_misfit(source, place, problems)
+    built_by = inspect.getmodule(type(module))
+    place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
+    if refused := describe_misfit(source, place, own, state):
         parts = (own, state)
         sizes = [sum(prod(x.shape) * x.dtype.itemsize for x in part.values()) for part in parts]
         is_larger = sizes[1] > 2 * sizes[0] + BYTES_AT_ONCE
-        if is_larger or any(problem.startswith(COMPLEX) for problem in problems):
+        if is_larger or COMPLEX in refused:
             raise ArtifactInvalid(refused)
         try:
             weights = {name: in_memory(tensor) for name, tensor in state.items()}
@@ -110,19 +108,18 @@ def mismatches(own: Mapping[str, torch.Tensor], state: Weights) -> list[str]:
     ]
 
 
-def describe_misfit(source: str, model: str, problems: list[str]) -> str:
-    """Return the refusal of weights that differ from a model's, with the way out if there is one.
-
-    A buffer that the model's constructor computes, and weights that it has no use for, may be left
-    to it; a missing weight is what was trained.
-    """
+def describe_misfit(
+    source: str, model: str, own: Mapping[str, torch.Tensor], state: Weights
+) -> str:
+    """Return the refusal of weights that differ from a model's; empty where they fit."""
+    problems = mismatches(own, state)
     refused = f"{source} does not hold the weights of {model}: {'; '.join(problems)}"
     if any(not problem.startswith((MISSING_BUFFERS, UNEXPECTED)) for problem in problems):
         return refused
-    return (
-        f"{refused}; where the model is right without them, save it as it loads: "
-        "model.load_state_dict(…, strict=False), torch.save(model.state_dict(), …)"
-    )
+    # The constructor may compute a buffer, and have no use for what is left; nothing else can.
+    way_out = "model.load_state_dict(…, strict=False), torch.save(model.state_dict(), …)"
+    also = f"; where the model is right without them, save it as it loads: {way_out}"
+    return refused + also if problems else ""
 
 
 def storage_key(tensor: torch.Tensor | StoredTensor) -> tuple[object, ...]:

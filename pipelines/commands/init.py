@@ -519,7 +519,7 @@ def check_model(text: str) -> str:
     if text.startswith(TIMM_PREFIX) or is_known or REFERENCE.match(text):
         return text
     missing = "" if path.exists() else ": there is no such file or folder here, and it"
-    kind, advice = kind_of(path) if path.is_file() else ("", "")
+    kind, advice = kind_of(path)
     but = f", but {kind}: {advice}" if kind else ""
     raise PipelineInvalid(f"--model {text!r}{missing} is not one of: {MODEL_FORMS}{but}")
 
