@@ -9,7 +9,7 @@ from pathlib import Path
 from compress.common.errors import ArtifactInvalid, first_line
 
 TORCHSCRIPT, PROGRAM, COMPILED = "TorchScript", "a torch.export program", "an AOTInductor package"
-SAVED = "a file that torch.save wrote"
+SAVED, SAFETENSORS = "a file that torch.save wrote", "a readable safetensors file"
 AS_WEIGHTS = "give it as the checkpoint, and as the model the function that builds it"
 AS_MODEL = "it is a whole model, so give it as the model itself, named"
 AS_CODE = "it is code, so open it in a function of your own, and give that as the model"
@@ -47,5 +47,5 @@ def kind_of(file: Path) -> tuple[str, str]:
     if start[:1] == b"\x80" and start[2:4] != LEGACY_TORCH:
         return "a pickle", RESAVE
     if start[8:] == b"{":
-        return "a safetensors file", AS_WEIGHTS
+        return SAFETENSORS, AS_WEIGHTS
     return next((k for part, k in ARCHIVES.items() if any(part in n for n in names)), ("", ""))

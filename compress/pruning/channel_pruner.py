@@ -56,10 +56,7 @@ class ChannelPruner:
         if config.drawn_samples and (context.data is not None or config.needs_samples):
             data = context.need_data(config.title)
             if data.calibration_split in data.datasets or config.needs_samples:
-                samples = config.available_samples(data)
-                self._batches = calibration_batches(
-                    model, self._unpruned, context, config.title, samples
-                )
+                self._batches = calibration_batches(config, model, self._unpruned, context)
         loss = context.loss.for_model(model.signature)
         loss = loss.infer_targets(context.data if config.uses_loss else None)
         self._scoring = ScoringSamples(self._batches, context.device, context.seed, loss)

@@ -110,8 +110,8 @@ class PruneLayers(PruningStage):
                 recover_without_blocks_,
             )
 
-            samples, whole = self.available_samples(context.need_data(self.title)), model.load()
-            batches = calibration_batches(model, whole, context, self.title, samples)
+            whole = model.load()
+            batches = calibration_batches(self, model, whole, context)
             facts["refit"] = recover_without_blocks_(
                 module, whole, edit.kept, batches, context.device, context.work
             )

@@ -216,12 +216,11 @@ class PruneWeights(PruningStage):
 
         amount = self.amount or 0.0
         if self.calibrates:
-            why = f"method: {self.method}"
-            samples = self.available_samples(context.need_data(why))
+            context.need_data(f"method: {self.method}")
             left = set_calibrated_zeros_(
                 module,
                 {name: layout for name, layout in prunable.layouts.items() if layout},
-                calibration_batches(model, module, context, why, samples),
+                calibration_batches(self, model, module, context),
                 method=self.method,
                 amount=amount,
                 n_of_m=self.n_of_m,

@@ -473,22 +473,19 @@ def usual_calibration(
 
 
 def calibration_batches(
-    model: EagerModel, module: nn.Module, context: Context, why: str, samples: int
+    stage: Any, model: EagerModel, module: nn.Module, context: Context
 ) -> list[Batch]:
-    """Return calibration samples in batches of the data, or of the one size that a model takes.
-
-    A batch size that a model declares may be that of exports alone, and statistics over larger
-    batches are better.
-    """
-    data: Any = context.need_data(why)
+    """Return a stage's samples in batches of the data, or of the one size that the model takes."""
+    data: Any = context.need_data(stage.title)
+    size, samples = model.signature.smallest_batch, stage.available_samples(data)
     batches = list(data.calibration(samples, context.seed))
     if model.signature.batch_axis is None:
+        # The declared size may be that of exports alone, and larger batches have better statistics.
         try:
             run_in_eval(module, batches[0].inputs)
         except Exception:  # noqa: BLE001  # the model's own; what it still raises names the samples
-            size = model.signature.smallest_batch
             whole = max(size, samples - samples % size)
-            batches = list(data.replaced(batch_size=size).calibration(whole, context.seed))
+            return list(data.replaced(batch_size=size).calibration(whole, context.seed))
     return batches
 
 

@@ -31,6 +31,7 @@ def folder(tmp_path_factory) -> Path:
     torch.export.save(torch.export.export(NET, (ROW,)), folder / "program.pt2")
     with torch.package.PackageExporter(folder / "package.pt") as exporter:
         exporter.save_text("texts", "x", "x")
+    torch.save(NET.state_dict(), folder / "renamed.safetensors")
     (folder / "plain.pkl").write_bytes(pickle.dumps({"weight": np.ones(2)}))
     np.savez(folder / "arrays.npz", weight=np.ones(2))
     return folder
@@ -46,6 +47,11 @@ def folder(tmp_path_factory) -> Path:
         ),
         (read_state_dict, "program.pt2", "but a torch.export program: it is a whole model"),
         (read_state_dict, "package.pt", r"but a torch\.package: it is code, so open"),
+        (
+            read_state_dict,
+            "renamed.safetensors",
+            "not a readable safetensors file, but a file that",
+        ),
         (read_state_dict, "plain.pkl", "but a pickle: write the weights with torch.save"),
         (read_state_dict, "arrays.npz", "but arrays of NumPy: write the weights with torch.save"),
         (load_torchscript, "weights.pt", f"not TorchScript, but .* torch.save wrote: {AS_WEIGHTS}"),
