@@ -513,7 +513,7 @@ def bench(
         list[Path], typer.Argument(metavar="ARTIFACT...", help="Directories of artifacts.")
     ],
     runtimes: Annotated[str, typer.Option(help="Export one artifact to these too: onnx,aot.")] = "",
-    batch: Annotated[str, typer.Option(help="Rows of a call.")] = "1,8,32",
+    batch: Annotated[str, typer.Option(help="Rows of a call: by default 1,8,32.")] = "",
     threads: Annotated[str, typer.Option(help="CPU threads of a call.")] = "1",
     seconds: Annotated[float, typer.Option(min=0.01, help="Measured for each figure.")] = 0.6,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
@@ -529,7 +529,7 @@ def bench(
     found = measure(
         *artifacts,
         runtimes=[name.strip() for name in runtimes.split(",") if name.strip()],
-        batch=parse_numbers("--batch", batch),
+        batch=parse_numbers("--batch", batch) if batch else None,
         threads=parse_numbers("--threads", threads),
         seconds=seconds,
         web=web,

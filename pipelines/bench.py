@@ -29,13 +29,14 @@ from compress.profiling.benchmark import MEASURED_SECONDS
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
 
+BATCHES = (1, 8, 32)
 COLUMNS = ("model", "ms a call", "95 % interval", "rows/s", "faster", "95 % interval")
 
 
 def bench(
     *models: Any,
     runtimes: Sequence[str] = (),
-    batch: Sequence[int] = (1, 8, 32),
+    batch: Sequence[int] | None = None,
     threads: Sequence[int] = (1,),
     val: Any = None,
     example_inputs: Inputs | None = None,
@@ -49,7 +50,7 @@ def bench(
             what the others' speedup is against.
         runtimes: formats that the model, then a single one, is also exported to with default
             settings, checked, and measured in: `onnx`, `torchscript`, `aot`, `openvino`.
-        batch: rows of a call.
+        batch: rows of a call; by default 1, 8 and 32, or the one size that a model takes.
         threads: CPU threads of a call.
         val: samples to measure with; by default seeded inputs that fit the signature.
         example_inputs: inputs that show what a module takes, where there is no `val`.
@@ -75,7 +76,7 @@ def bench(
             f"runtimes: exports one model, and {len(models)} were given; name one, or no runtimes"
         )
     for name, numbers in (("batch", batch), ("threads", threads)):
-        if not numbers or min(numbers) < 1:
+        if numbers is not None and (not numbers or min(numbers) < 1):
             raise PipelineInvalid(f"{name}: found {list(numbers)}, expected numbers from 1")
     with TemporaryDirectory(prefix="compress-bench-") as folder, ExitStack() as stack:
         opened = [
@@ -89,7 +90,9 @@ def bench(
         wanted = tuple(r for r in get_args(Runtime) if r in runtimes and r != source.kind)
         exported, failures = export_to(wanted, source, context)
         artifacts |= {r if r != name else f"{r} export": a for r, a in exported.items()}
-        cells = measure_fastest(artifacts, context, batch, threads, seconds)
+        own = [a.signature.smallest_batch for a in artifacts.values() if not a.signature.batch_axis]
+        batches = batch or (own[:1] if own else BATCHES)
+        cells = measure_fastest(artifacts, context, batches, threads, seconds)
         if web is not None:
             page = _web_page(artifacts, context, cells, seconds)
             write_atomically(Path(web), page)

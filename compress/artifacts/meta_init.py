@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, mismatches, storage_key
+from compress.checkpoint.state_dict import (
+    StoredTensor,
+    Weights,
+    describe_misfit,
+    in_memory,
+    storage_key,
+)
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -67,10 +73,8 @@ def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, sour
     module = build_skeleton(recipe, folder)
     module = recipe.build(folder) if module is None else module
     own = module.state_dict(keep_vars=True)
-    problems = mismatches(own, weights)
-    if problems:
-        wrong = "; ".join(problems)
-        raise ArtifactInvalid(f"{source} does not hold the weights of {recipe.factory!r}: {wrong}")
+    if refused := describe_misfit(source, repr(recipe.factory), own, weights):
+        raise ArtifactInvalid(refused)
     by_storage: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
     for name, tensor in own.items():
         if name in weights:

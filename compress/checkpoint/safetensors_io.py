@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from pydantic import Field, ValidationError
 
+from compress.checkpoint.file_kinds import SAFETENSORS, unreadable
 from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, storage_key
 from compress.common.atomic_files import file_beside, open_atomically, open_regular
 from compress.common.config import Settings
@@ -130,9 +131,7 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
             size, entries, tied = read_header(stream)
             state = _stored_tensors(size, entries, file, read)
     except OSError as error:
-        raise ArtifactInvalid(
-            f"checkpoint {file}: not a readable safetensors file, or truncated ({error})"
-        ) from error
+        raise unreadable(file, SAFETENSORS, error, "checkpoint ") from error
     return state | {name: state[first] for name, first in tied.items() if first in state}
 
 
@@ -194,9 +193,7 @@ def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry],
         reason = str(error)
     else:
         return 8 + length, entries, tied
-    raise ArtifactInvalid(
-        f"{stream.name}: not a readable safetensors file, or truncated ({reason})"
-    )
+    raise unreadable(Path(stream.name), SAFETENSORS, reason)
 
 
 def _stored_tensors(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 COMPLEX = "complex numbers for the real"
+MISSING_BUFFERS, UNEXPECTED = "missing buffers", "unexpected"
 BYTES_AT_ONCE = 16 * 2**20
 """Bytes read from disk before they are copied into the module; a larger tensor is read alone."""
 
@@ -43,16 +44,14 @@ def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
     A name may be missing if the module ties it to a name that is present, and names may differ
     where the module's own loading makes up for it, such as BatchNorm's for older checkpoints.
     """
-    own = module.state_dict()
-    problems = mismatches(own, state)
-    if problems:
-        built_by = inspect.getmodule(type(module))
-        place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
-        refused = f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
+    own = module.state_dict(keep_vars=True)
+    built_by = inspect.getmodule(type(module))
+    place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
+    if refused := describe_misfit(source, place, own, state):
         parts = (own, state)
         sizes = [sum(prod(x.shape) * x.dtype.itemsize for x in part.values()) for part in parts]
         is_larger = sizes[1] > 2 * sizes[0] + BYTES_AT_ONCE
-        if is_larger or any(problem.startswith(COMPLEX) for problem in problems):
+        if is_larger or COMPLEX in refused:
             raise ArtifactInvalid(refused)
         try:
             weights = {name: in_memory(tensor) for name, tensor in state.items()}
@@ -94,12 +93,33 @@ def mismatches(own: Mapping[str, torch.Tensor], state: Weights) -> list[str]:
     ]
     # Copying would leave out the imaginary parts.
     complex_ = [k for k in shared if state[k].dtype.is_complex and not own[k].dtype.is_complex]
-    found = {"missing": missing, "unexpected": unexpected, "shape of": shapes, COMPLEX: complex_}
+    buffers = [k for k in missing if type(own[k]).__name__ != "Parameter"]
+    found = {
+        MISSING_BUFFERS: buffers,
+        "missing": [k for k in missing if k not in buffers],
+        UNEXPECTED: unexpected,
+        "shape of": shapes,
+        COMPLEX: complex_,
+    }
     return [
         f"{label} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
         for label, names in found.items()
         if names
     ]
+
+
+def describe_misfit(
+    source: str, model: str, own: Mapping[str, torch.Tensor], state: Weights
+) -> str:
+    """Return the refusal of weights that differ from a model's; empty where they fit."""
+    problems = mismatches(own, state)
+    refused = f"{source} does not hold the weights of {model}: {'; '.join(problems)}"
+    if any(not problem.startswith((MISSING_BUFFERS, UNEXPECTED)) for problem in problems):
+        return refused
+    # The constructor may compute a buffer, and have no use for what is left; nothing else can.
+    way_out = "model.load_state_dict(…, strict=False), torch.save(model.state_dict(), …)"
+    also = f"; where the model is right without them, save it as it loads: {way_out}"
+    return refused + also if problems else ""
 
 
 def storage_key(tensor: torch.Tensor | StoredTensor) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from compress.checkpoint.file_kinds import SAVED, unreadable
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.checkpoint.state_dict import StoredTensor, Weights
 from compress.common.atomic_files import file_beside, open_regular
@@ -93,10 +94,7 @@ def read_pickle(file: Path) -> dict[Any, Any]:
                 f"checkpoint {file}: holds pickled code{_of(names)}, which is never executed here, "
                 f"and cannot be read without it ({reason}); {ADVICE}"
             ) from error
-        raise ArtifactInvalid(
-            f"checkpoint {file}: is no file that torch.save wrote, or truncated "
-            f"({type(error).__name__}: {reason})"
-        ) from error
+        raise unreadable(file, SAVED, f"{type(error).__name__}: {reason}", "checkpoint ") from error
     if not isinstance(state, dict):
         raise ArtifactInvalid(
             f"checkpoint {file}: holds a {type(state).__name__}, expected a state_dict; {ADVICE}"

@@ -127,6 +127,11 @@ def extreme_rows(
     changed = []
     for array, spec in zip(inputs, specs, strict=True):
         rows = array.copy()
+        if array.ndim and array.size and array.dtype.kind in "iu":
+            # Within the range seen, of each place on a fixed axis (each may index a table of its
+            # own): a call with others may raise, or end the process (AOTInductor, torch 2.13).
+            varying = tuple(a for a, n in enumerate(spec.shape) if not a or isinstance(n, str))
+            low, high = (pick(array, axis=varying, keepdims=True)[0] for pick in (np.min, np.max))
         for i, row in enumerate(array if array.ndim and array.size else ()):
             if spec.unmasked_value is not None:
                 if masks:
@@ -143,13 +148,11 @@ def extreme_rows(
             elif array.dtype.kind == "b":
                 rows[i] = ~row
             else:
-                # Within the range seen: others may lie outside an embedding table.
-                low, high = int(array.min()), int(array.max())
                 integers = (
-                    np.full_like(row, high),
+                    high,
                     generator.integers(low, high, row.shape, dtype=array.dtype, endpoint=True),
-                    np.full_like(row, low),
-                    generator.permutation(row.ravel()).reshape(row.shape),
+                    low,
+                    high - (row - low),
                 )
                 rows[i] = integers[i // 2 % len(integers)]
         changed.append(rows)

@@ -22,7 +22,7 @@ from compress.pruning.allocation.ranking import (
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.widths import solve_widths
 from compress.pruning.pruning_stage import Finetune, finetune
-from compress.pruning.recovery.recovery import recover_
+from compress.pruning.recovery.recovery import calibration_batches, recover_
 from compress.pruning.verification.masked_equivalence import VerificationInputs
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
 
@@ -50,12 +50,13 @@ class ChannelPruner:
     def __init__(self, config: ChannelSettings, model: EagerModel, context: Context) -> None:
         """Load the model and the calibration samples."""
         self._config, self._source, self._context = config, model, context
+        # Twice, because the second is sliced in place.
+        self._unpruned, self._module = model.load(), model.load()
         self._batches: list[Batch] = []
         if config.drawn_samples and (context.data is not None or config.needs_samples):
             data = context.need_data(config.title)
             if data.calibration_split in data.datasets or config.needs_samples:
-                samples = config.available_samples(data)
-                self._batches = list(data.calibration(samples, context.seed))
+                self._batches = calibration_batches(config, model, self._unpruned, context)
         loss = context.loss.for_model(model.signature)
         loss = loss.infer_targets(context.data if config.uses_loss else None)
         self._scoring = ScoringSamples(self._batches, context.device, context.seed, loss)
@@ -64,8 +65,6 @@ class ChannelPruner:
         )
         sizes = context.typical_sizes(model.signature)
         self._one_sample = model.signature.example(batch=1, seed=context.seed, sizes=sizes)
-        # Twice, because the second is sliced in place.
-        self._unpruned, self._module = model.load(), model.load()
         self._weights: torch.nn.Module | Weights = self._module
         self._rewrites: tuple[AnyEdit, ...] = ()
         self._slices: list[AnyEdit] = []

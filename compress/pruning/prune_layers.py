@@ -105,12 +105,15 @@ class PruneLayers(PruningStage):
         module = model.load()
         edit.apply_(module)
         if self.refit:
-            from compress.pruning.recovery.recovery import recover_without_blocks_
+            from compress.pruning.recovery.recovery import (
+                calibration_batches,
+                recover_without_blocks_,
+            )
 
-            data = context.need_data(self.title)
-            batches = [*data.calibration(self.available_samples(data), context.seed)]
+            whole = model.load()
+            batches = calibration_batches(self, model, whole, context)
             facts["refit"] = recover_without_blocks_(
-                module, model.load(), edit.kept, batches, context.device, context.work
+                module, whole, edit.kept, batches, context.device, context.work
             )
         weights: torch.nn.Module | Weights = module
         if self.finetune is not None:

@@ -177,7 +177,7 @@ class PruneWeights(PruningStage):
             prunable = prunable.with_known_layout(self.n_of_m)
         self._require_weights(prunable)
         if self.schedule == "one_shot":
-            prunable = self._set_zeros_(module, prunable, context)
+            prunable = self._set_zeros_(model, module, prunable, context)
         if self.batch_norm == "reestimate":
             reestimate_batch_norms_(module, usual_calibration(context), context.device)
         weights: torch.nn.Module | Weights = module
@@ -201,9 +201,14 @@ class PruneWeights(PruningStage):
         return model.derive(context.root, weights, lineage=self.lineage(model), facts=facts)
 
     def _set_zeros_(
-        self, module: torch.nn.Module, prunable: PrunableWeights, context: Context
+        self,
+        model: EagerModel,
+        module: torch.nn.Module,
+        prunable: PrunableWeights,
+        context: Context,
     ) -> PrunableWeights:
         """Set all zeros at once, in place, and return the pruned weights."""
+        from compress.pruning.recovery.recovery import calibration_batches
         from compress.pruning.unstructured.masks import (
             set_calibrated_zeros_,
             set_uncalibrated_zeros_,
@@ -211,11 +216,11 @@ class PruneWeights(PruningStage):
 
         amount = self.amount or 0.0
         if self.calibrates:
-            data = context.need_data(f"method: {self.method}")
+            context.need_data(f"method: {self.method}")
             left = set_calibrated_zeros_(
                 module,
                 {name: layout for name, layout in prunable.layouts.items() if layout},
-                list(data.calibration(self.available_samples(data), context.seed)),
+                calibration_batches(self, model, module, context),
                 method=self.method,
                 amount=amount,
                 n_of_m=self.n_of_m,

@@ -17,8 +17,9 @@ import torch.ao.quantization.fx._decomposed  # registers dequantize_per_channel 
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.export.pt2_archive import PT2ArchiveReader
 
+from compress.checkpoint.file_kinds import COMPILED, unreadable
 from compress.checkpoint.safe_zip import refuse_bomb
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import StageFailed, first_line
 from compress.common.foreign.patching import patched_attribute
 from compress.export.common.compiled_code import refuse_misfit
 from compress.export.common.macs import count_macs
@@ -88,6 +89,7 @@ def compile_package(
             widen_ranges_(program)
             if device == "cpu":
                 merge_products_(program)
+                make_contiguous_(program)
                 multiply_rows_(program)
             else:
                 program = move_program(program, device)
@@ -123,9 +125,7 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
         # Not torch._inductor.aoti_load_package, which compiles test programs where no cache is.
         loader = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, index)
     except RuntimeError as error:
-        raise ArtifactInvalid(
-            f"{file}: not an AOTInductor package, or truncated ({first_line(error)})"
-        ) from error
+        raise unreadable(file, COMPILED, error) from error
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         refuse_misfit(signature, inputs)
@@ -221,6 +221,21 @@ def widen_ranges_(program: ExportedProgram) -> None:
             most = _call(graph, aten.clamp_min.default, largest, 0)
             ends = _call(graph, aten.stack.default, [least, most])
         node.update_arg(0, ends)
+    program.graph_module.recompile()
+
+
+def make_contiguous_(program: ExportedProgram) -> None:
+    """Copy integers that a product reads and that lie transposed, in place."""
+    # Inductor has such products as bmm, and its check of their sizes raises TypeError where an axis
+    # is dynamic (torch 2.13). torch's own attention transposes what it reads with batch_first.
+    graph = program.graph
+    for product in graph.find_nodes(op="call_function", target=LINEAR):
+        floats: Any = product.args[0]
+        if floats.target in DEQUANTIZE and not floats.meta["val"].is_contiguous():
+            with graph.inserting_before(floats):
+                copied = _call(graph, aten.clone.default, floats.args[0])
+            copied.kwargs = {"memory_format": torch.contiguous_format}
+            floats.update_arg(0, copied)
     program.graph_module.recompile()
 
 

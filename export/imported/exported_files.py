@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import MANIFEST, Artifact, FileVersion
 from compress.artifacts.carried_files import ONNX_FILE
+from compress.checkpoint.file_kinds import unreadable
 from compress.common.atomic_files import file_below, refuse_irregular, sha256_while_unchanged
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line, raised_as
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, raised_as
 from compress.common.foreign.child_process import read_in_child
 from compress.common.sealed_json import canonical_json
 from compress.common.signature import (
@@ -403,4 +404,4 @@ def _read_onnx(file: Path) -> Any:
     try:
         return onnx.load(file, load_external_data=False)
     except Exception as error:
-        raise ArtifactInvalid(f"{file}: not an ONNX file: {first_line(error)}") from error
+        raise unreadable(file, "an ONNX file", error) from error

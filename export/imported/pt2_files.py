@@ -18,7 +18,7 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
-from compress.common.errors import ArtifactInvalid, CompressError, first_line
+from compress.common.errors import ArtifactInvalid, CompressError
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def read_program(file: Path) -> ExportedProgram:
     """Read a program, without its pickled example inputs and its guards, which are source code."""
     from torch.export.pt2_archive import PT2ArchiveReader
 
+    from compress.checkpoint.file_kinds import PROGRAM, unreadable
     from compress.checkpoint.safe_zip import refuse_bomb
     from compress.graph.torch_export import copy_plain_records, load_program
 
@@ -116,9 +117,7 @@ def read_program(file: Path) -> ExportedProgram:
         except CompressError as error:
             raise type(error)(str(error).replace(str(plain), str(file))) from error
         except Exception as error:
-            raise ArtifactInvalid(
-                f"{file}: not a torch.export program, or truncated ({first_line(error)})"
-            ) from error
+            raise unreadable(file, PROGRAM, error) from error
 
 
 def _arguments(program: ExportedProgram) -> list[Any]:

@@ -160,8 +160,10 @@ def find_adversarial_mismatch(
     for kind, inputs, outputs, answers, refusal, failure in outputs_for(expected, exported, cases):
         if refusal:
             continue
-        if failure:
+        if failure and any(not a.numel() or a.isfinite().any() for a in outputs):
             return kind, inputs, math.inf
+        if failure:  # there is nothing to compare with
+            continue
         at_zero = outputs if kind == "zeros" else at_zero
         is_tiny = kind == TINY_KIND and not (at_zero and _error(at_zero, outputs) <= limit)
         error = _error(outputs, answers, () if is_tiny else least)
@@ -321,12 +323,15 @@ def compare_outputs(
     )
     if mismatch:
         kind, inputs, error = mismatch
-        raise ParityMismatch(
-            f"on adversarial inputs ({kind}) the exported model's answers differ from the source's "
-            f"by {error:.2g} of their norm, expected at most {tolerance.adversarial:g}",
-            kind,
-            inputs,
+        (case,) = outputs_for(*predictors, [(kind, inputs)])
+        how = (
+            f" fails where the source answers ({_summary_line(case.failure)})"
+            if case.failure
+            else f"'s answers differ from the source's by {error:.2g} of their norm, expected at "
+            f"most {tolerance.adversarial:g}"
         )
+        message = f"on adversarial inputs ({kind}) the exported model{how}"
+        raise ParityMismatch(message, kind, inputs)
     return errors.allowed
 
 

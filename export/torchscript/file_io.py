@@ -18,6 +18,7 @@ from torch import nn
 
 from compress.artifacts.edits.independent_calls import script_attributes, unchanged
 from compress.artifacts.recipe import AnyEdit, CallByName, IndependentCalls
+from compress.checkpoint.file_kinds import TORCHSCRIPT, unreadable
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.patching import patched_attribute
@@ -305,8 +306,7 @@ def load(file: Path, device: str = "cpu", *, optimized: bool = False) -> Any:
             # Convolutions in the memory layout of this processor, which torch (2.13) cannot save.
             return torch.jit.optimize_for_inference(module) if optimized else module
     except (RuntimeError, ValueError) as error:
-        sentence = re.split(r"\n|\. ", str(error).strip())[0]
-        raise ArtifactInvalid(f"{file}: not TorchScript, or truncated ({sentence})") from error
+        raise unreadable(file, TORCHSCRIPT, error) from error
 
 
 def count_weights(module: Any) -> int:

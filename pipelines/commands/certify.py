@@ -108,9 +108,11 @@ def certify(
         if on:
             gates = [gate.model_copy(update={"on": tuple(on)}) for gate in gates]
         if not gates:
+            task = plan.loss.task
+            more = "" if task is not None and task.has_labels else ", error: …"
             raise PipelineInvalid(
                 f"{pipeline.place('stages', planned.index)}: {run.name} has no gate that looks at "
-                "answers; add one to it, such as {gate: max_disagreement, percent: 1}"
+                f"answers; add one to it, such as {{gate: max_disagreement, percent: 1{more}}}"
             )
         for device in (device_named(name) for gate in gates for name in gate.on):
             require_all(device.requirements, device.name)

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from compress.artifacts import hf_folder
 from compress.artifacts.eager_model import EagerModel
+from compress.checkpoint.file_kinds import kind_of
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.common.factories import REFERENCE, Reference, resolve
@@ -514,12 +515,13 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
 def check_model(text: str) -> str:
     """Check that a text has one of the forms of a model, and return it."""
     path = Path(text.partition(".py:")[0] + ".py" if ".py:" in text else text)
-    if text.startswith(TIMM_PREFIX) or path.exists() or REFERENCE.match(text):
+    is_known = path.is_dir() or (path.exists() and path.suffix in (*KINDS, ".py"))
+    if text.startswith(TIMM_PREFIX) or is_known or REFERENCE.match(text):
         return text
-    raise PipelineInvalid(
-        f"--model {text!r}: there is no such file or folder here, and it is not one of: "
-        f"{MODEL_FORMS}"
-    )
+    missing = "" if path.exists() else ": there is no such file or folder here, and it"
+    kind, advice = kind_of(path)
+    but = f", but {kind}: {advice}" if kind else ""
+    raise PipelineInvalid(f"--model {text!r}{missing} is not one of: {MODEL_FORMS}{but}")
 
 
 def has_weights(model: str) -> bool:
@@ -614,7 +616,7 @@ def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], P
         file, _, name = text.partition(":")
         code = Path(file).parent
         model = {"factory": _reference_in(Path(file), name)}
-    elif REFERENCE.match(text):
+    else:
         module = text.partition(":")[0].partition(".")[0]
         # The file's folder is the default of `code:`; name this one where only it has the module.
         code = next(
@@ -622,8 +624,6 @@ def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], P
             None,
         )
         model = {"factory": text}
-    else:
-        raise PipelineInvalid(f"--model {text!r} is not one of: {MODEL_FORMS}")
     if "factory" in model:
         _check_arguments(model["factory"], code or folder, arguments)
     if arguments:

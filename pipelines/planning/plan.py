@@ -116,7 +116,7 @@ def stages_without_gate(stages: Sequence[PlannedStage]) -> tuple[str, ...]:
 
 
 def advice(plan: Plan) -> tuple[str, ...]:
-    """Advise a gate if none checks what compression costs in accuracy."""
+    """Advise a gate, which the pipeline can have, if none checks what compression costs."""
     unjudged = {*stages_without_gate(plan.stages)}
     for planned in plan.stages:
         if planned.stage.stage.startswith(UNCOMPRESSING_STAGES):
@@ -125,9 +125,12 @@ def advice(plan: Plan) -> tuple[str, ...]:
         return ()
     names = ", ".join(plan.ordered(unjudged))
     last = [leaf for leaf in plan.leaves if unjudged & {leaf, *plan.branch(leaf)}]
+    no_metric, gate = "", "max_drop, points: 1"
+    if not plan.metric.is_measured:
+        no_metric, gate = ", and there is no metric", "parity, atol: …"
     return (
-        f"no gate judges what {names} may cost in accuracy; add gates: "
-        f"[{{gate: max_drop, points: 1, against: {plan.baseline}}}] to {', '.join(last)}",
+        f"no gate judges what {names} may cost in accuracy{no_metric}; add gates: "
+        f"[{{gate: {gate}, against: {plan.baseline}}}] to {', '.join(last)}",
     )
 
 

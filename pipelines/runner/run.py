@@ -20,7 +20,7 @@ from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.executors.engines import check_engine, engine_for
 from compress.pipelines.executors.launched import check_processes, write_run_id
-from compress.pipelines.planning.plan import accuracy_drops
+from compress.pipelines.planning.plan import accuracy_drops, advice
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.results.schema import (
     Report,
@@ -329,6 +329,8 @@ def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]
         measurements = {plan.baseline: state.baseline} | measurements
     measured = {name: m.metric.value for name, m in measurements.items() if m.metric}
     values = {name: value for name, value in measured.items() if math.isfinite(value)}
+    if not metric.is_measured:  # not even a figure shows what compression cost
+        yield from ((line, ()) for line in advice(plan))
     if plan.baseline not in values:
         return
     for drop in accuracy_drops(plan, metric, values):

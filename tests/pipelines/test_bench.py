@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
+from onnx import helper
 
 import compress
 from compress import cli
@@ -45,6 +47,15 @@ def test_a_module_is_measured_in_each_runtime_that_takes_it() -> None:
     assert all(cell.verdict in page for cell in found.cells)
     assert page.count('<th scope="row">') == 3 * 2 + 3
     assert "Throughput against latency, 1 thread" in page
+
+
+def test_a_model_of_one_batch_size_is_measured_at_that(tmp_path: Path) -> None:
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [3, 4]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [x], [y])
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "net.onnx")
+    found = compress.bench(tmp_path / "net.onnx", seconds=0.001)
+    assert [cell.batch for cell in found.cells] == [3]
 
 
 def test_what_cannot_be_exported_here_is_named(

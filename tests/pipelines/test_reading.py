@@ -378,5 +378,5 @@ def test_a_pipe_that_an_index_names_is_not_waited_for(tmp_path) -> None:
 @pytest.mark.parametrize("text", ["hello world\n", "import torch\n", "version: 1\n", "", "{}"])
 def test_a_text_as_a_checkpoint_is_said_to_be_unreadable(tmp_path, text) -> None:
     (tmp_path / "model.pt").write_text(text)
-    with pytest.raises(ArtifactInvalid, match=r"model\.pt: is no file that torch.save wrote, or"):
+    with pytest.raises(ArtifactInvalid, match=r"model\.pt: not a file that torch.save wrote, or"):
         read_state_dict(tmp_path / "model.pt")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from compress.common.forward import copy_module, flatten_outputs, plain_attention
+from compress.common.forward import copy_module, flatten_outputs, plain_attention, run_in_eval
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.importance.layer_calls import (
@@ -46,6 +46,7 @@ from compress.pruning.verification.masked_equivalence import sliced_copy
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import Kept, SlicePlan
@@ -469,6 +470,23 @@ def usual_calibration(
     data: Any = context.need_data(why)
     available = len(data.split(data.calibration_split))
     return list(data.calibration(min(most, available), context.seed))
+
+
+def calibration_batches(
+    stage: Any, model: EagerModel, module: nn.Module, context: Context
+) -> list[Batch]:
+    """Return a stage's samples in batches of the data, or of the one size that the model takes."""
+    data: Any = context.need_data(stage.title)
+    size, samples = model.signature.smallest_batch, stage.available_samples(data)
+    batches = list(data.calibration(samples, context.seed))
+    if model.signature.batch_axis is None:
+        # The declared size may be that of exports alone, and larger batches have better statistics.
+        try:
+            run_in_eval(module, batches[0].inputs)
+        except Exception:  # noqa: BLE001  # the model's own; what it still raises names the samples
+            whole = max(size, samples - samples % size)
+            return list(data.replaced(batch_size=size).calibration(whole, context.seed))
+    return batches
 
 
 def _run(module: nn.Module, batch: Batch) -> Outputs:

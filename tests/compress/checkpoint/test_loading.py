@@ -228,3 +228,23 @@ def test_imaginary_parts_are_kept_or_refused(tmp_path) -> None:
     real = nn.ParameterDict({"w": torch.zeros(2)})
     with pytest.raises(ArtifactInvalid, match="complex numbers for the real w"):
         load_state_(real, state, "x")
+
+
+def test_a_missing_buffer_has_a_way_out_and_a_missing_weight_has_none() -> None:
+    class Filters(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("window", torch.hann_window(4))
+
+    state = {**Filters().state_dict()}
+    window = state.pop("window")
+    with pytest.raises(ArtifactInvalid, match=r"missing buffers window; .*strict=False\), torch"):
+        load_state_(Filters(), state, "x")
+    net = Filters()
+    net.load_state_dict(state, strict=False)
+    load_state_(Filters(), net.state_dict(), "x")
+    with pytest.raises(ArtifactInvalid, match=r"unexpected more; .*strict=False\), torch"):
+        load_state_(Filters(), {**state, "window": window, "more": window}, "x")
+    del state["bias"]
+    with pytest.raises(ArtifactInvalid, match=r"missing buffers window; missing bias$"):
+        load_state_(Filters(), state, "x")

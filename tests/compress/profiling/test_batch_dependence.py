@@ -241,6 +241,12 @@ def test_extreme_rows_are_far_from_real_ones_and_integers_stay_in_a_tables_range
     ids, masks = extreme_rows([TOKENS, MASKS], TEXTS.inputs)
     assert TOKENS.min() <= ids.min() and ids.max() <= TOKENS.max()
     assert (masks.sum(1) == 0).any() and masks.all(1).any()
+    # Characters and words, each of a table of its own.
+    both = np.stack([TOKENS, TOKENS + 1000], 1)
+    spec = TensorSpec(name="ids", shape=("batch", 2, "length"), dtype="int64")
+    (rows,) = extreme_rows([both], [spec])
+    assert rows[:, 0].max() <= TOKENS.max() and rows[:, 1].min() >= TOKENS.min() + 1000
+    assert (rows != both).any((1, 2)).all()
 
 
 NETS = """

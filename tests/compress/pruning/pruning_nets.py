@@ -185,3 +185,15 @@ class Tower(nn.Module):
         for block, back in zip(self.blocks, self.back, strict=True):
             x = x + back(block(x))
         return self.head(x.mean((2, 3)))
+
+
+class ThreeRows(nn.Module):
+    """Keeps something for each of three rows, as a recurrent layer its hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.arange(3.0)[:, None])
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x + self.rows)

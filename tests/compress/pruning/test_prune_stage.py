@@ -13,6 +13,7 @@ from compress.core.context import Context
 from compress.core.gates import MaxParameters
 from compress.data.splits import Splits
 from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.prune_weights import PruneWeights
 from compress.pruning.recovery.recovery import reestimate_batch_norms_
 from compress.training.config.training import Training
 from compress.training.stage import Train
@@ -133,6 +134,24 @@ def test_data_that_do_not_fit_are_refused_in_one_line(
         stage(resnet, Context(root=tmp_path / "slim", data=blobs))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "slim").exists()
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        PruneChannels(ratio=0.5, refit=True),
+        PruneChannels(ratio=0.5, importance="obs"),
+        PruneWeights(amount=0.5, method="wanda"),
+    ],
+    ids=["refit", "obs", "wanda"],
+)
+def test_samples_come_in_the_one_batch_size_that_a_model_takes(stage, tmp_path: Path) -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=(3, 4)),))
+    recipe = Recipe(factory="pruning_nets:ThreeRows")
+    model = import_checkpoint(tmp_path / "in", recipe, signature, checkpoint=None, folder=HERE)
+    data = Splits({"train": [(torch.randn(4), 0) for _ in range(64)]}, batch_size=16)
+    pruned = stage(model, Context(root=tmp_path / "out", data=data))
+    assert pruned.load()(torch.ones(3, 4)).shape == (3, 2)
 
 
 def test_random_channels_follow_the_seed(mlp: EagerModel, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._inductor.decomposition import choose_qparams_tensor as inductors
 
+import compress
 from compress.artifacts.graph_model import GraphModel
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
@@ -101,6 +102,25 @@ def test_a_product_of_queries_keys_and_values_is_one_kernel(tmp_path: Path) -> N
     kernels = artifact.manifest.facts["integer_kernels"]
     assert kernels == {"qlinear_pointwise_binary_tensor": 2, "qlinear_pointwise_tensor": 3}
     assert Parity(atol=0).measure(model, artifact, context) < 1e-4
+
+
+class SequenceFirst(torch.nn.Module):
+    """Transposes what it reads, as torch's own attention does with batch_first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.slow
+def test_transposed_rows_of_any_number_are_multiplied_as_integers(tmp_path: Path) -> None:
+    x = torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(1))
+    small = compress.quantize_dynamic(SequenceFirst(), example_inputs=x, target="inductor-cpu")
+    artifact = compress.export_aot(small, out=tmp_path / "aot")
+    assert sum(artifact.manifest.facts["integer_kernels"].values()) == 1
 
 
 class Rounded(torch.nn.Module):

@@ -192,6 +192,29 @@ def test_where_the_source_has_no_answer_nothing_is_compared() -> None:
     cases = list(adversarial_inputs(ROWS, [SEEN]))
     assert find_adversarial_mismatch(refuses_zeros, another, ROWS, iter(cases)) is None
 
+    def answers_nan(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x / (x.amax() - x.amin()),)
+
+    def fails_instead(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not answers_nan(x)[0].isfinite().any():
+            raise ValueError("no scale of NaN")
+        return answers_nan(x)
+
+    assert find_adversarial_mismatch(answers_nan, fails_instead, ROWS, iter(cases), 1e-3) is None
+
+
+def test_an_export_that_fails_is_said_to_fail(tmp_path: Path) -> None:
+    model = eager(tmp_path, "Plain")
+    data = Splits({"val": [(x, torch.tensor(0)) for x in SEEN[0]]}, batch_size=8)
+
+    def fails_where_large(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if float(x.abs().max()) > 50:
+            raise ValueError("too large for a byte")
+        return (2 * x,)
+
+    with pytest.raises(ParityMismatch, match=r"fails where the source answers \(too large for a b"):
+        check_parity(model, fails_where_large, Context(root=tmp_path / "next", data=data))
+
 
 def test_a_runtime_as_near_to_float64_as_torch_is_excused(tmp_path: Path) -> None:
     model = eager(tmp_path, "Cancel")

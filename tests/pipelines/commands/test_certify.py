@@ -99,7 +99,11 @@ def test_a_refused_verdict_is_not_proven(project, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "options", "wrong"),
     [
-        ("train", {}, r"small.yaml:7: stages\[0\]: train has no gate that looks at answers"),
+        (
+            "train",
+            {},
+            r"small.yaml:7: stages\[0\]: train has no gate .* max_disagreement, percent: 1}$",
+        ),
         ("export_onnx", {"on": ["cray"]}, r"there is no device 'cray'"),
         ("export_onnx", {"data": "nets:nothing"}, r"data.factory: .*nothing"),
         ("export_onnx", {"sign_key": "key.pem"}, r"--sign-key: .* give --attest FILE"),

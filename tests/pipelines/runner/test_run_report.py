@@ -89,6 +89,23 @@ def test_a_refusal_names_its_likely_cause(calibrated) -> None:
     assert "no gate judges" not in warning
 
 
+def test_without_a_metric_a_run_names_what_nothing_judges(calibrated) -> None:
+    line = (
+        "no gate judges what int8 may cost in accuracy, and there is no metric; add gates: "
+        "[{gate: parity, atol: …, against: source}] to int8"
+    )
+    calibrated.edit("stages:", "metric: none\nstages:")
+    calibrated.edit("  - {stage: train, epochs: 3, batch_size: 24}\n", "")
+    calibrated.edit("input: train", "input: source")
+    assert line in calibrated.run().warnings
+    file = calibrated.out.parent / "small.yaml"
+    assert check_pipeline(file, models=False).warnings == (line,)
+    calibrated.edit(
+        "samples: 64}", "samples: 64, gates: [{gate: parity, atol: 99, against: source}]}"
+    )
+    assert check_pipeline(file, models=False).warnings == ()
+
+
 def plan_of(tmp_path, *stages: str):
     """Return the plan of a pipeline with these stages."""
     lines = "".join(f"  - {{{stage}}}\n" for stage in stages)
