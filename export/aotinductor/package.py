@@ -25,6 +25,7 @@ from compress.export.common.compiled_code import refuse_misfit
 from compress.export.common.macs import count_macs
 from compress.export.common.runtime import NO_UINT16_KERNELS, kernel_facts, refuse_unrolled_rnn
 from compress.graph.torch_export import move_program, reshape_views_
+from compress.quantization.pt2e.torchao_api import register_integer_patterns
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -88,6 +89,7 @@ def compile_package(
         try:
             widen_ranges_(program)
             if device == "cpu":
+                register_integer_patterns()
                 merge_products_(program)
                 make_contiguous_(program)
                 multiply_rows_(program)
