@@ -112,8 +112,7 @@ for template in _environment(True).list_templates():
     _environment(template.endswith(".html.jinja")).get_template(template)
 
 assert "onnxruntime" not in sys.modules, "a fork lacks its threads, and would wait for them"
-if "triton" not in sys.modules:  # which reports frozen objects as leaked, as the command ends
-    gc.freeze()
+gc.freeze()
 gc.enable()
 print("ready", flush=True)
 def reap(*_):

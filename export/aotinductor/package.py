@@ -25,7 +25,6 @@ from compress.export.common.compiled_code import refuse_misfit
 from compress.export.common.macs import count_macs
 from compress.export.common.runtime import NO_UINT16_KERNELS, kernel_facts, refuse_unrolled_rnn
 from compress.graph.torch_export import move_program, reshape_views_
-from compress.quantization.pt2e.torchao_api import register_integer_patterns
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -116,6 +115,18 @@ def compile_package(
     raise StageFailed(
         f"AOTInductor cannot compile the model: {type(failure).__name__}: {first_line(failure)}"
     ) from failure
+
+
+def register_integer_patterns() -> None:
+    """Let Inductor compile quantized graphs to kernels of integers, as torch 2.13 does itself."""
+    from torch._inductor.fx_passes import quantization
+
+    name = "_register_quantization_weight_pack_pass"
+    if not hasattr(quantization, name):  # torch 2.15 left its patterns to torchao
+        # The import of torchao's quantizer for x86 would also set a pass for all graphs of a user.
+        from torchao.quantization.pt2e.inductor_passes import x86
+
+        getattr(x86, name)()
 
 
 def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -30,8 +30,9 @@ def install_handlers() -> None:
 
 def ignore_signals() -> None:
     """Ignore further signals while Python shuts down."""
-    # Triton (3.9), of torch's CUDA builds, reports on thirty lines what is not collected as leaked.
-    if "triton" not in sys.modules:
+    if "triton" in sys.modules:  # torch's CUDA builds have it
+        gc.unfreeze()  # version 3.9 reports on thirty lines what is not collected as leaked
+    else:
         gc.freeze()  # else the final collection scans all of torch's objects, for half a second
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

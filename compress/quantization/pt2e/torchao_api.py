@@ -60,15 +60,3 @@ def _replace_by_named(graph: GraphModule, node: Node, constant: Any = None) -> N
     name = FROZEN_NAME.format(str(source.target).replace(".", "_"))
     is_free = source.op == "get_attr" and not hasattr(graph, name)
     _replace(graph, node, constant, name if is_free else None)
-
-
-def register_integer_patterns() -> None:
-    """Let Inductor compile quantized graphs to kernels of integers, as torch 2.13 does itself."""
-    from torch._inductor.fx_passes import quantization
-
-    name = "_register_quantization_weight_pack_pass"
-    if not hasattr(quantization, name):  # torch 2.15 left its patterns to torchao
-        # The import of torchao's quantizer for x86 would also set a pass for all graphs of a user.
-        from torchao.quantization.pt2e.inductor_passes import x86
-
-        getattr(x86, name)()
