@@ -158,7 +158,7 @@ def _with_weights(file: Path) -> list[Path]:
     weights = [file_below(file, name) for name in names]
     for part in weights:
         if not part.is_file():
-            raise ArtifactInvalid(f"{part}: no such file, expected weights of {file.name}")
+            raise ArtifactInvalid(f"{file}: expected weights in {part}, found no such file")
     return [file, *weights]
 
 
