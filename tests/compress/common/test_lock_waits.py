@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock, Timeout
+from torch.utils import cpp_extension
 from torch.utils.cpp_extension import load
 from torch.utils.file_baton import FileBaton
 
@@ -31,6 +32,9 @@ def extension(folder: str) -> torch.nn.Module:
     return torch.nn.Linear(1, 1)
 
 
+@pytest.mark.skipif(
+    not hasattr(cpp_extension, "FileBaton"), reason="the lock of torch 2.15 ends with its process"
+)
 def test_an_extension_whose_lock_was_left_is_not_waited_for(tmp_path: Path, caplog) -> None:
     (tmp_path / "lock").touch()
     recipe = Recipe(factory=f"{__name__}:extension", arguments={"folder": str(tmp_path)})
