@@ -153,7 +153,7 @@ class AnswerAgreement(Metric):
     gate: Any = None
     """The gate `max_disagreement`, which says what counts as another answer."""
     context: Any = field(default=None, compare=False)
-    """What that is judged in."""
+    """Where the gate computes errors: its task says of what kind."""
 
     is_fraction = in_points = needs_reference = True
 

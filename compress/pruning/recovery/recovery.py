@@ -483,7 +483,7 @@ def calibration_batches(
         # The declared size may be that of exports alone, and larger batches have better statistics.
         try:
             run_in_eval(module, batches[0].inputs)
-        except Exception:  # noqa: BLE001  # the model's own; what it still raises names the samples
+        except Exception:  # noqa: BLE001 - the model's own; what it still raises names the samples
             whole = max(size, samples - samples % size)
             return list(data.replaced(batch_size=size).calibration(whole, context.seed))
     return batches
