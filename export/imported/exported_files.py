@@ -151,7 +151,9 @@ def digest_of(file: Path) -> str | None:
 
 def _with_weights(file: Path) -> list[Path]:
     def outside() -> list[str]:
-        entries = (e for tensor in _graph(file).initializer for e in tensor.external_data)
+        from compress.export.onnx.proto_io import tensors_apart
+
+        entries = (e for tensor in tensors_apart(_read_onnx(file)) for e in tensor.external_data)
         return sorted({e.value for e in entries if e.key == "location"})
 
     names = read_in_child(str(file), outside, file) if file.suffix == ".onnx" else []
@@ -207,7 +209,7 @@ def _import_onnx(
 
     from compress.data.infer_signature import described
     from compress.export.onnx.graph import class_names_in, remove_unread_
-    from compress.export.onnx.proto_io import LARGEST, WEIGHTS, read
+    from compress.export.onnx.proto_io import LARGEST, WEIGHTS, load_weights_
     from compress.export.onnx.session import counted_predictor
     from compress.export.onnx.stage import OnnxModel
     from compress.graph.from_onnx.reading import find_weights_
@@ -224,10 +226,10 @@ def _import_onnx(
     wanted = wanted or given
     outputs = tuple(OutputSpec(name=name) for name in wanted)
     signature = signature.model_copy(update={"outputs": outputs})
-    parts = _with_weights(file)
-    is_large = sum(part.stat().st_size for part in parts) > LARGEST
-    joins = len(parts) > 1 and not is_large
-    model = ir.to_proto(read(file, weights=True)) if joins else _read_onnx(file)
+    model = _read_onnx(file)
+    is_large = sum(part.stat().st_size for part in _with_weights(file)) > LARGEST
+    if not is_large:
+        load_weights_(model, file)
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
     if renames:
         for value, name in zip(model.graph.output, wanted, strict=True):

@@ -10,8 +10,14 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import torch
+from onnx.external_data_helper import (
+    ExternalDataInfo,
+    _get_all_tensors,
+    uses_external_data,
+)
 from onnx_ir.passes.common import CheckerPass
 
+from compress.common.atomic_files import file_below
 from compress.common.errors import ArtifactInvalid, StageFailed, raised_as
 from compress.export.onnx.graph import sizes
 from compress.graph.from_onnx.reading import find_weights_
@@ -29,14 +35,34 @@ INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
 def read(file: Path, *, weights: bool = False) -> ir.Model:
     """Read a model, on request with the weights beside its file; ArtifactInvalid if it is none."""
     try:
-        model = ir.load(file)
+        proto = onnx.load(file, load_external_data=False)
     except Exception as error:  # protobuf's own, which has no types to name
         raise ArtifactInvalid(f"{file}: not an ONNX file, or truncated") from error
-    find_weights_(model, file)
     if weights:
-        with raised_as(ArtifactInvalid, f"{file}: weights in a file beside it"):
-            ir.external_data.load_to_model(model)
+        load_weights_(proto, file)
+    model = ir.from_proto(proto)
+    find_weights_(model, file)
     return model
+
+
+def tensors_apart(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yield the weights, constants of subgraphs too, that are in files beside a model's."""
+    yield from filter(uses_external_data, _get_all_tensors(model))
+
+
+def load_weights_(model: onnx.ModelProto, file: Path) -> None:
+    """Read the weights in files beside a model's into it; ArtifactInvalid where there are none."""
+    # Not onnx's own, which takes neither links in Hugging Face's cache nor files with two names.
+    for tensor in tensors_apart(model):
+        info = ExternalDataInfo(tensor)
+        with (
+            raised_as(ArtifactInvalid, f"{file}: weight {tensor.name!r} in a file beside it"),
+            file_below(file, info.location).open("rb") as stream,
+        ):
+            stream.seek(info.offset or 0)
+            tensor.raw_data = stream.read(info.length or -1)
+        tensor.data_location = onnx.TensorProto.DEFAULT
+        tensor.ClearField("external_data")
 
 
 def write(model: ir.Model, file: Path) -> None:

@@ -326,6 +326,22 @@ def test_weights_of_an_onnx_file_lie_where_caches_put_them(tmp_path, way: str, t
     assert digest_of(file) != before, "the weights count, too"
 
 
+def test_weights_of_a_node_may_lie_in_another_file(tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    x, y = (onnx.helper.make_tensor_value_info(n, 1, ["n", 64]) for n in "xy")
+    constant = onnx.helper.make_node(
+        "Constant", [], ["w"], value=onnx.numpy_helper.from_array(weights)
+    )
+    multiply = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+    model = onnx.helper.make_model(onnx.helper.make_graph([constant, multiply], "g", [x], [y]))
+    apart = {"save_as_external_data": True, "convert_attribute": True, "size_threshold": 0}
+    onnx.save_model(model, file := tmp_path / "m.onnx", **apart, location="w.data")
+    imported = import_file("onnx", file, signature_of("onnx", file), tmp_path / "sealed")
+    with imported.open() as predict:
+        batch = torch.ones(2, 64)
+        torch.testing.assert_close(predict(batch)[0], batch @ torch.from_numpy(weights))
+
+
 YAML_BOMBS = {
     "aliases of aliases": "a0: &a0 [x, x]\n"
     + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)),

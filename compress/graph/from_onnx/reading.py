@@ -52,6 +52,7 @@ def find_weights_(model: ir.Model, file: Path) -> list[tuple[ir.Value, ir.Extern
     """
     import onnx_ir as ir
 
+    ir.external_data.set_base_dir(model.graph, file.parent)  # of what nodes hold
     found: list[tuple[ir.Value, ir.ExternalTensor]] = []
     for value in (v for graph in model.graphs() for v in graph.initializers.values()):
         tensor = value.const_value
