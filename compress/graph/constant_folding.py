@@ -71,8 +71,9 @@ def fuse_rounding_(graph: fx.GraphModule) -> None:
         # Readers of one tensor would see what another one has written to it.
         if not readers or not written.isdisjoint(readers):
             continue
-        read = DEQUANTIZE, quantize.args[1:], {}
-        if any((n.target, n.args[1:], n.kwargs) != read for n in readers):
+        if any(n.target is not DEQUANTIZE or n.kwargs for n in readers):
+            continue
+        if any(n.args[1:] != quantize.args[1:] for n in readers):
             continue
         with graph.graph.inserting_before(quantize):
             rounded = graph.graph.call_function(round_to_step, quantize.args[:5])
