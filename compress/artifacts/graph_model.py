@@ -81,10 +81,11 @@ class GraphModel(Artifact):
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the graph as a predictor for a ``with`` block; PyTorch runs it."""
-        from compress.graph.constant_folding import fold_constants_
+        from compress.graph.constant_folding import fold_constants_, fuse_rounding_
 
         module: Any = self.load(device)
         fold_constants_(module)
+        fuse_rounding_(module)
         with torch_predictor(module, device, threads) as predict:
             yield predict
 

@@ -80,7 +80,7 @@ class RoundingNoise:
         """The graph with noise before each of its quantizers; None where it has none."""
         import torch
 
-        from compress.graph.constant_folding import fold_constants_
+        from compress.graph.constant_folding import fold_constants_, fuse_rounding_
 
         module: Any = self._source.load()
         fold_constants_(module)
@@ -99,7 +99,7 @@ class RoundingNoise:
                 node.replace_input_with(
                     x, module.graph.call_function(disturb, (x, scale, least, most))
                 )
-        module.recompile()
+        fuse_rounding_(module)
         return module if quantizers else None
 
     def outputs(self, *inputs: torch.Tensor) -> Tensors | None:

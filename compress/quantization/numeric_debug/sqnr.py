@@ -24,10 +24,19 @@ class Deviation:
         Where the expected tensor is infinite or NaN, as in an attention mask, values are not
         compared; but a NaN where none is expected counts as infinite noise.
         """
-        self._add_rows(*_rows(expected, actual))
+        rows = len(expected) if expected.dim() > 1 else 1
+        is_single = expected.dtype is actual.dtype is torch.float32
+        dtype = torch.float32 if is_single else torch.float64
+        both = (x.detach().to(dtype).reshape(rows, -1) for x in (expected, actual))
+        expected_NF, actual_NF = both
+        signal = _sum_of_squares(expected_NF)
+        if not math.isfinite(signal):  # as a value is: only then are they looked at one by one
+            expected_NF, actual_NF = _where_finite(expected_NF, actual_NF)
+            signal = _sum_of_squares(expected_NF)
+        self.signal += signal
+        self._add_rows(expected_NF, actual_NF)
 
     def _add_rows(self, expected_NF: torch.Tensor, actual_NF: torch.Tensor) -> None:
-        self.signal += _sum_of_squares(expected_NF)
         noise = _sum_of_squares(expected_NF - actual_NF)
         self.noise += noise if math.isfinite(noise) else math.inf
 
@@ -75,16 +84,11 @@ def _sum_of_squares(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
-def _rows(expected: torch.Tensor, actual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as rows of float32 or float64, with zeros where the expected is not finite."""
-    rows = len(expected) if expected.dim() > 1 else 1
-    is_single = expected.dtype is actual.dtype is torch.float32
-    dtype = torch.float32 if is_single else torch.float64
-    expected_NF, actual_NF = (x.detach().to(dtype).reshape(rows, -1) for x in (expected, actual))
+def _where_finite(
+    expected_NF: torch.Tensor, actual_NF: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both with zeros where the expected is not finite, but for a NaN of the other alone."""
     finite = expected_NF.isfinite()
-    if not bool(finite.all()):
-        stray = actual_NF.isnan() & ~expected_NF.isnan()
-        expected_NF = expected_NF.where(finite, 0)
-        # Even where nothing is compared: infinity minus a finite number, as noise.
-        actual_NF = actual_NF.where(finite, 0).where(~stray, math.inf)
-    return expected_NF, actual_NF
+    stray = actual_NF.isnan() & ~expected_NF.isnan()
+    # Even where nothing is compared: infinity minus a finite number, as noise.
+    return expected_NF.where(finite, 0), actual_NF.where(finite, 0).where(~stray, math.inf)

@@ -49,6 +49,48 @@ def test_an_opened_graph_dequantizes_its_weights_once(quantized: GraphModel) -> 
     assert operators.calls[dequantize] == constants
 
 
+ROUND = "quantized_decomposed::quantize_per_tensor"
+
+
+def test_an_opened_graph_rounds_in_one_step(quantized: GraphModel) -> None:
+    (x,) = quantized.signature.example(batch=3)
+    x[0, 0], x[1, 0], x[2, 0] = torch.nan, torch.inf, -torch.inf
+    with CountedOperators() as operators:
+        expected = quantized.load()(x)
+    assert operators.calls[ROUND]
+    with CountedOperators() as operators, quantized.open() as predict:
+        assert torch.equal(predict(x)[0], expected)
+    assert not operators.calls[ROUND]
+
+
+class Rounds(nn.Module):
+    """Rounds to integers, of which more is read than what they stand for."""
+
+    def __init__(self, reader: str) -> None:
+        super().__init__()
+        self.reader = reader
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        limits = (0.1, 3, -128, 127, torch.int8)
+        integers = torch.ops.quantized_decomposed.quantize_per_tensor(x, *limits)
+        dequantize = torch.ops.quantized_decomposed.dequantize_per_tensor
+        first, second = dequantize(integers, *limits), dequantize(integers, *limits)
+        if self.reader == "another operator":
+            return first, second, integers + 1
+        if self.reader == "another scale":
+            return first, dequantize(integers, 0.2, *limits[1:])
+        return first, second.mul_(2)
+
+
+@pytest.mark.parametrize("reader", ["another operator", "another scale", "in place"])
+def test_integers_that_are_read_otherwise_stay(reader: str) -> None:
+    x = torch.linspace(-20, 20, 99)
+    graph: Any = torch.export.export(Rounds(reader), (x,)).module()
+    expected = graph(x)
+    constant_folding.fuse_rounding_(graph)
+    assert all(map(torch.equal, graph(x), expected))
+
+
 @pytest.mark.parametrize(("max_bytes", "folded"), [(2**30, True), (0, False)])
 def test_folding_stops_at_a_limit_of_memory(
     max_bytes: int, folded: bool, quantized: GraphModel
