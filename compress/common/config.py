@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
 
 from compress.common.errors import CompressError, PipelineInvalid
@@ -142,3 +142,8 @@ StageName = Annotated[
     AfterValidator(check_length),
 ]
 """Name of a stage and of its folders."""
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return what is wrong with the first of the values, in a validator's own words."""
+    return error.errors()[0]["msg"].removeprefix("Value error, ")

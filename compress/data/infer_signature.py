@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from compress.common.config import first_problem
 from compress.common.errors import CompressError, PipelineInvalid, located, raised_as
 from compress.common.signature import Signature, TensorSpec
 from compress.data.batch import LABELS, SampleWithTeacher, adapt
@@ -135,9 +136,9 @@ def _specs(
         try:
             spec = TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype})
         except ValidationError as error:
-            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise PipelineInvalid(
-                f"input {name!r} of the samples, {dtype} {shape}: {problem}; declare model.inputs"
+                f"input {name!r} of the samples, {dtype} {shape}: {first_problem(error)}; declare "
+                "model.inputs"
             ) from None
         yield spec.with_seen([x[None] for x in column])
 

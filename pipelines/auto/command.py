@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
+from compress.common.config import first_problem
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings, LatencyLimit
 from compress.pipelines.config.pipeline import PipelineConfig
@@ -158,8 +159,9 @@ def with_limits(settings: AutoSettings, given: dict[str, Any]) -> AutoSettings:
             name = "latency" if option == "p95" else option
             read = getattr(AutoLimits.model_validate({name: value}), name)
         except ValidationError as error:
-            message = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise PipelineInvalid(f"--{option.replace('_', '-')} {value}: {message}") from None
+            raise PipelineInvalid(
+                f"--{option.replace('_', '-')} {value}: {first_problem(error)}"
+            ) from None
         if name == "latency":
             field = "p95_ms" if option == "p95" else "p50_ms"
             read = latency = latency.model_copy(update={field: read.p50_ms})

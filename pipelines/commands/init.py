@@ -20,6 +20,7 @@ from compress.artifacts import hf_folder
 from compress.artifacts.eager_model import EagerModel
 from compress.checkpoint.file_kinds import kind_of
 from compress.common.atomic_files import write_atomically
+from compress.common.config import first_problem
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.common.factories import REFERENCE, Reference, resolve
 from compress.common.forward import run_in_eval
@@ -571,9 +572,8 @@ def parse_inputs(text: Sequence[str]) -> list[dict[str, Any]]:
         try:
             inputs.append(dump_input(TensorSpec.model_validate(content)))
         except ValidationError as error:
-            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise PipelineInvalid(
-                f"--input {each!r}: {problem}; expected name=batch,3,224,224 or "
+                f"--input {each!r}: {first_problem(error)}; expected name=batch,3,224,224 or "
                 "name=batch,length:int64"
             ) from None
     return inputs

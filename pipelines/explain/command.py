@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
+from compress.common.config import first_problem
 from compress.common.errors import CompressError, GateRefused, PipelineInvalid
 from compress.core.gates import rule_in_words
 from compress.pipelines.config.auto_settings import Seconds
@@ -91,5 +92,4 @@ def _seconds(text: str) -> float:
     try:
         return float(TypeAdapter(Seconds).validate_python(text))
     except ValidationError as error:
-        message = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise PipelineInvalid(f"--time {text}: {message}") from None
+        raise PipelineInvalid(f"--time {text}: {first_problem(error)}") from None

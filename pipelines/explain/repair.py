@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
+from compress.common.config import first_problem
 from compress.common.errors import CompressError
 from compress.core.gates import gate_class
 from compress.pipelines.api import Pipeline
@@ -153,8 +154,7 @@ class RepairSearch:
         try:
             pipeline = self._pipeline(tried.edits)
         except ValidationError as invalid:
-            message = str(invalid.errors()[0]["msg"]).removeprefix("Value error, ")
-            return tried.model_copy(update={"error": message})
+            return tried.model_copy(update={"error": first_problem(invalid)})
         folder.mkdir(parents=True, exist_ok=True)
         remove_report(folder)  # of an earlier search: an invalid pipeline leaves none
         report, error = self._run(pipeline, folder)

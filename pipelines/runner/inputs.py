@@ -29,7 +29,7 @@ from compress.artifacts import hf_folder
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import checkpoint_digest
 from compress.common.atomic_files import user_cache_folder
-from compress.common.config import Settings
+from compress.common.config import Settings, first_problem
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import CompressError, PipelineInvalid, located
 from compress.common.factories import forget_modules, local_sources, sources_digest
@@ -276,7 +276,7 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
     try:
         signature = Signature.model_validate({"inputs": spec.inputs, "axes": spec.axes, **outputs})
     except ValidationError as error:
-        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        message = first_problem(error)
         key = "axes" if message.startswith("axes: ") else "inputs"
         message = message.removeprefix("axes: ")
         raise PipelineInvalid(f"{pipeline.place('model', key)}: {message}") from None
