@@ -226,6 +226,7 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         found = {
             "threshold": threshold if math.isfinite(threshold) else None,
             "score": self.score or "margin",
+            "fallback": self.fallback,
             "fallback_share": round(share, 6),
             "chosen_on": halves[0],
             "confirmed_on": {**halves[1], "bound_percent": round(100 * bound, 4)},
