@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 CHECKED_ROWS = 32  # of `val`; half of them are answered by the fallback, if so many are
 CHECKED_BATCHES = (1, 7, CHECKED_ROWS)
+# Of int8 that takes half of float's time: 13 % of a ResNet-20's rows cost 1.6 times int8's mean.
+LARGE_SHARE = 0.1
+CLOSER = (
+    "Bring the input model closer to it (calibrate on inputs as they will come; for int8 "
+    "`corrections: auto` or quantize_mixed), allow a larger percent, or add samples to `val`"
+)
 
 
 class Cascade(Stage[OnnxModel, OnnxModel]):
@@ -152,6 +158,7 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         from compress.export.onnx.cascade_graph import RowScore
 
         names, how, seen = [output.name for output in model.signature.outputs], None, []
+        are_shares = True  # what says yes or no is from 0 to 1, of all samples
         for half in halves:
             scores, changed = [], []
             # All samples, where a run judges quickly, too.
@@ -159,10 +166,17 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
             for pair in paired_outputs(large, model, own):
                 how = how or RowScore.of(pair[1], names, context.task, self.score, self.title)
                 scores.append(how.measure(pair[1]))
+                are_shares &= how.says_shares(pair[0])
                 labels = [labels_of(dict(zip(names, x, strict=True)), own) for x in pair]
                 changed.append((labels[0] != labels[1]).any(1))
             seen.append((torch.cat(scores).numpy(), torch.cat(changed).numpy()))
         assert how is not None
+        if are_shares:
+            raise StageFailed(
+                f"{self.title}: an output that says yes or no does so by its sign, and all of "
+                f"{self.fallback}'s are from 0 to 1, as after a sigmoid, so that no label could "
+                "differ; leave the sigmoid out of the model"
+            )
         return how, seen
 
     def _choose(self, seen: Sequence[Seen]) -> tuple[float, float, dict[str, Any]]:
@@ -176,7 +190,8 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         if (threshold := score_threshold(scores, changed, limit, self.confidence)) is None:
             raise StageFailed(
                 f"{asked} cannot be shown: of {len(scores)} samples {int(changed.sum())} differ, "
-                f"that of the largest score, too; {self.fallback} would have to answer all"
+                f"that of the largest score, too; {self.fallback} would have to answer all. "
+                + CLOSER
             )
         sure_of = [own > threshold for own, _ in seen]
         counts = [int((c & s).sum()) for (_, c), s in zip(seen, sure_of, strict=True)]
@@ -192,6 +207,12 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
             )
         if not share:
             logger.warning("%s: no sample falls back; %s is not needed", self.title, self.fallback)
+        elif share > LARGE_SHARE:
+            logger.warning(
+                "%s: %.3g %% of `val` fall back to %s, which may cost more than the input model "
+                "saves; limit the mean by min_speedup or max_latency. %s, so that fewer do",
+                *(self.title, 100 * share, self.fallback, CLOSER),
+            )
         certificate = (
             f"At most {self.percent:g} % of all inputs are labelled otherwise than by "
             f"{self.fallback}, {sure} (fixed-sequence testing; {counts[0]} of the {samples[0]} "
@@ -205,6 +226,7 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         found = {
             "threshold": threshold if math.isfinite(threshold) else None,
             "score": self.score or "margin",
+            "fallback": self.fallback,
             "fallback_share": round(share, 6),
             "chosen_on": halves[0],
             "confirmed_on": {**halves[1], "bound_percent": round(100 * bound, 4)},

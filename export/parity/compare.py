@@ -86,12 +86,7 @@ def _all_kinds(
     shape = signature.inputs[0].shape
     batch = shape[0] if shape and isinstance(shape[0], int) else None
 
-    def first_rows(rows: int) -> Tensors:
-        # From the start again where there are too few.
-        places = torch.arange(batch or rows)
-        return tuple(x[places % len(x)] if x.dim() else x for x in val_batches[0])
-
-    base = first_rows(ROWS)
+    base = first_rows(val_batches[0], batch or ROWS)
 
     def filled(values: Sequence[float]) -> Tensors:
         return tuple(
@@ -126,11 +121,19 @@ def _all_kinds(
         yield MIXED_KIND, with_floats(_mixed)
     if has_masks:
         rows = batch or RAGGED_ROWS
-        ragged = _masked(signature, first_rows(rows), torch.linspace(0, 1, rows), least=1)
+        ragged = _masked(
+            signature, first_rows(val_batches[0], rows), torch.linspace(0, 1, rows), least=1
+        )
         yield "rows of every length", ragged
         shares = torch.ones(batch or ROWS)
         yield "masks that let everything through", _masked(signature, base, shares, least=1)
         yield NOTHING_KIND, _masked(signature, base, 0 * shares, least=0)
+
+
+def first_rows(inputs: Tensors, rows: int) -> Tensors:
+    """Return so many rows of a batch, from the start again where there are too few."""
+    places = torch.arange(rows)
+    return tuple(x[places % len(x)] if x.dim() else x for x in inputs)
 
 
 def find_adversarial_mismatch(
@@ -315,7 +318,9 @@ def compare_outputs(
     reference = Float64Reference(source, expected, noise)
     predictors = accept_any_batch(expected, signature), accept_any_batch(exported, signature)
     usual = usual_sizes(predictors[0], signature, val_batches[:1])
-    check_axis_sizes(expected, exported, signature, tolerance, reference, limits, usual)
+    check_axis_sizes(
+        expected, exported, signature, tolerance, reference, limits, usual, val_batches
+    )
     errors = check_on_samples(*predictors, val_batches, tolerance, noise)
     cases = adversarial_inputs(signature, val_batches, operators)
     mismatch = find_adversarial_mismatch(
@@ -410,11 +415,13 @@ def check_axis_sizes(
     reference: Float64Reference | None = None,
     limits: Limits | None = None,
     usual: Sequence[float] = (),
+    val_batches: Sequence[Tensors] = (),
 ) -> None:
     """Compare two models on seeded inputs, at several sizes of every named axis.
 
     Raise StageFailed where an axis is baked in, or outputs differ; the message names the axis.
-    Errors that are small beside `usual`, the usual size of each output, are none.
+    Errors that are small beside `usual`, the usual size of each output, are none. Seeded integers
+    are 0 or 1, which may be a row like no other: where outputs differ on it, rows of `val` decide.
     """
     limit, seeded = tolerance.relative, usual_sizes(expected, signature)
     shares = [tolerance.of_usual / limit * size for size in usual or seeded]
@@ -444,6 +451,11 @@ def check_axis_sizes(
                 continue
             accepted += 1
             problem = problem_at(inputs, outputs)
+            is_real = axis == signature.batch_axis and bool(val_batches)
+            if problem and is_real and not any(x.is_floating_point() for x in inputs):
+                seeded_problem, inputs = problem, first_rows(val_batches[0], size)
+                if not (problem := problem_at(inputs, expected(*inputs))):
+                    logger.warning("on rows of zeros and ones, unlike `val`, %s", seeded_problem)
             if problem:
                 advice = ""
                 if ASSERTED.search(problem):

@@ -20,10 +20,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
@@ -234,11 +234,35 @@ class Float64Reference:
         try:
             if self._double is None:
                 self._double = self._source.load().double()
-            return run_in_eval(
-                self._double, tuple(x.double() if x.is_floating_point() else x for x in inputs)
-            )
-        except Exception:  # noqa: BLE001 - code that names float32 cannot run in float64
+            with _float64_for_float32():
+                return run_in_eval(
+                    self._double, tuple(x.double() if x.is_floating_point() else x for x in inputs)
+                )
+        except Exception:  # noqa: BLE001 - some code cannot run in float64
             return None
+
+
+def _float64_for_float32() -> AbstractContextManager[Any]:
+    """Return a context in which code that names float32 computes in float64.
+
+    Casts of an imported ONNX file name it, and constants that a module's code makes.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map
+
+    def widened(x: object) -> object:
+        if isinstance(x, torch.Tensor) and x.dtype == torch.float32:
+            return x.double()
+        return torch.float64 if x is torch.float32 else x
+
+    class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            return func(*tree_map(widened, args), **tree_map(widened, kwargs or {}))
+
+    return cast("AbstractContextManager[Any]", Mode())  # type: ignore[no-untyped-call]
 
 
 def _errors(expected: Tensors, outputs: Tensors, where: Tensors) -> list[float]:

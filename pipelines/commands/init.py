@@ -167,7 +167,7 @@ def draft(file: Path, options: InitOptions) -> Draft:
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
         try:
             source = import_source(_pipeline(file, content), Path(folder) / model_spec.SOURCE)
-            trained = options.checkpoint is not None or "huggingface" in content["model"]
+            trained = bool({"checkpoint", "huggingface", "file"} & content["model"].keys())
         except ArtifactInvalid as error:
             if data is None or NO_HEAD not in str(error):
                 raise

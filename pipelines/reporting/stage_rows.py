@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from compress.artifacts.artifact import NOT_RUN
+from compress.artifacts.artifact import CASCADE, NOT_RUN
 from compress.common.errors import CompressError
 from compress.core.metrics import Metric, metric_class
 from compress.core.verdict import explain
@@ -251,13 +251,18 @@ def headline(report: Report) -> Headline | None:
 
     None where a stage did not pass, nothing was exported, there is no baseline to compare with, or
     all files are slower than the uncompressed model in their runtime, were not run here, have a
-    warning about their accuracy, or an output that moved and that nothing reads.
+    warning about their accuracy, or an output that moved and that nothing reads. The two models of
+    a cascade are its parts: one is faster, and labels more inputs otherwise than the cascade may.
     """
+    parts = set[str]()
+    for stage in report.stages:
+        found: Any = stage.artifact.facts.get(CASCADE)
+        parts |= {stage.input, found.get("fallback", "")} if found else set()
     unsure = {stage.name for stage in report.stages if stage.unread_outputs}
     exported = [
         (stage.measurements, stage.artifact)
         for stage in report.stages
-        if stage.name not in (report.baseline_name, *report.accuracy_doubts)
+        if stage.name not in (report.baseline_name, *report.accuracy_doubts, *parts)
         and stage.artifact.kind not in NOT_FOR_DEPLOYMENT
         and NOT_RUN not in stage.artifact.facts
         # Who exports the uncompressed model to the same runtime has the faster file.

@@ -166,6 +166,20 @@ def test_no_row_falls_back_where_no_label_differs(caplog, exported, cascade) -> 
     assert torch.equal(answer(model, x[:9]), answer(exported("small"), x[:9]))
 
 
+def test_many_rows_that_fall_back_are_a_warning(caplog, cascade) -> None:
+    cascade(rows())
+    assert "may cost more" not in caplog.text
+    share = cascade(rows(flipped=100)).manifest.facts["cascade"]["fallback_share"]
+    assert f"{100 * share:.3g} % of `val` fall back to float, which may cost more" in caplog.text
+    assert "Bring the input model closer" in caplog.text
+
+
+def test_answers_after_a_sigmoid_are_refused(cascade) -> None:
+    x = rows(flipped=0) * torch.tensor([0.1, 1, 1])
+    with pytest.raises(StageFailed, match=r"from 0 to 1, .* leave the sigmoid out of the model"):
+        cascade(x, "multilabel", classes=1)
+
+
 @pytest.mark.parametrize("opset", [18, 20])
 def test_a_batch_of_rows_that_all_fall_back_and_one_that_is_not_a_number(
     opset: int, exported, cascade
@@ -244,7 +258,7 @@ def test_gates_judge_the_half_that_chose_nothing(tmp_path: Path, exported, casca
     [
         ({"score": "nothing"}, "expected an output with one number a row, found 'nothing'"),
         ({"task": "regression"}, "compares labels, and a model for regression gives"),
-        ({"percent": 1.2, "flipped": 500}, "would have to answer all"),
+        ({"percent": 1.2, "flipped": 500}, r"would have to answer all\. Bring the input"),
     ],
 )
 def test_what_makes_no_cascade_is_refused(

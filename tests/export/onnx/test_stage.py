@@ -124,6 +124,23 @@ def test_one_answer_near_zero_is_compared_with_the_usual_ones() -> None:
         check_axis_sizes(regressor, off_by(1e-2), ROWS)
 
 
+def test_integers_unlike_those_of_val_refuse_no_export(caplog: pytest.LogCaptureFixture) -> None:
+    bytes_ = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4), dtype="int32"),))
+    val = [(torch.tensor([[200, 3, 90, 41], [7, 0, 1, 255]], dtype=torch.int32),)]
+
+    def right(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.float(),)
+
+    def off_where(share: float) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+        return lambda x: (x * torch.where(x.amax() > 1, share, 1.01),)
+
+    check_axis_sizes(right, off_where(1.0), bytes_, val_batches=val)
+    assert "on rows of zeros and ones, unlike `val`, the exported model's answers" in caplog.text
+    for share, batches in ((1.0, []), (1.01, val)):
+        with pytest.raises(StageFailed, match=r"axis 'batch' at size 1: .* answers differ"):
+            check_axis_sizes(right, off_where(share), bytes_, val_batches=batches)
+
+
 def test_only_what_is_right_elsewhere_is_called_baked_in() -> None:
     def right(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x * 2,)

@@ -46,6 +46,10 @@ class Cancel(nn.Module):
     def forward(self, x):
         return (x + 3e4) - 3e4
 
+class CancelInFloat32(nn.Module):
+    def forward(self, x):
+        return (x.to(torch.float32) + torch.full((4,), 3e4, dtype=torch.float32)) - 3e4
+
 class Step(nn.Module):
     def forward(self, x):
         return (x.sum(-1, keepdim=True) > 0).to(x.dtype) + x
@@ -216,8 +220,9 @@ def test_an_export_that_fails_is_said_to_fail(tmp_path: Path) -> None:
         check_parity(model, fails_where_large, Context(root=tmp_path / "next", data=data))
 
 
-def test_a_runtime_as_near_to_float64_as_torch_is_excused(tmp_path: Path) -> None:
-    model = eager(tmp_path, "Cancel")
+@pytest.mark.parametrize("factory", ["Cancel", "CancelInFloat32"])
+def test_a_runtime_as_near_to_float64_as_torch_is_excused(factory: str, tmp_path: Path) -> None:
+    model = eager(tmp_path, factory)
 
     def off_by(error: float) -> Predictor:
         return lambda x: (x * (1 + error),)

@@ -320,6 +320,12 @@ def test_a_file_gets_the_stages_that_take_it(
     assert check_pipeline(file, models=True).content["valid"]
 
 
+def test_a_file_that_has_its_weights_is_not_trained_anew(exported: Path, user: Path) -> None:
+    (user / "net.onnx").write_bytes((exported / "net.onnx").read_bytes())
+    found = write_draft(user / "p.yaml", InitOptions("net.onnx", data="nets:blobs"))
+    assert [*found.stages] == ["quantize_dynamic", "export_onnx"]
+
+
 @pytest.mark.slow  # importing transformers is what takes long
 @pytest.mark.parametrize(
     ("name", "labels", "task", "inputs", "gate"),

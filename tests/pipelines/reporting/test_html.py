@@ -208,6 +208,11 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     )
     named = headline(report.model_copy(update={"stages": (*stages[:-1], packaged, fastest)}))
     assert named == replace(found, gains=f"{gained}, in onnx (faster than aot)")
+    joins = {"path": "artifacts/joined", "facts": {"cascade": {"fallback": "onnx"}}}
+    artifact = last.artifact.model_copy(update=joins)
+    joined = slower.model_copy(update={"name": "joined", "input": "fast", "artifact": artifact})
+    named = headline(report.model_copy(update={"stages": (*stages[:-2], faster, joined)}))
+    assert named and named.artifact == "artifacts/joined", "what it was made to correct is faster"
     alone = headline(report.model_copy(update={"stages": stages[:-1]}))
     assert alone and "2.5× faster by compression (0.5× against eager PyTorch" in alone.gains
     assert headline(broken(report)) is None
