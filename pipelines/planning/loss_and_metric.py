@@ -35,6 +35,7 @@ TARGET_WORDS = {"binary": "0 and 1", "probabilities": "probabilities of classes"
 SAME_LOSS_RTOL = 1e-3
 """Relative difference within which the loss of a batch is the mean of those of its halves."""
 TRIED_SAMPLES = 32
+FIRST_SAMPLES = 2  # a metric may take one alone for something else
 """Samples of a split that the model runs on, to check its outputs against the targets."""
 MAX_SAMPLES = 512  # samples that a metric is tried with that fails on fewer
 MEASURED_SPLITS = ("val", "test")  # splits that the metric is computed on
@@ -100,6 +101,28 @@ def fitting_loss(
                 for batch in _samples(pipeline, data, split, 1):
                     _outputs_for(pipeline, predict, batch.inputs, split)
     return "\n".join(lines)
+
+
+def metric_takes_first(plan: Plan, source: Artifact, context: Context) -> bool:
+    """Whether the metric takes a model's answers to the first samples of `val`; true without any.
+
+    For the price of two calls it says whether :func:`fitting_loss`, which names what is wrong,
+    should come before anything else is done with a large model.
+    """
+    data, metric = context.data, plan.metric.for_model(source.signature)
+    if data is None or "val" not in data.datasets or not metric.is_measured:
+        return True
+    try:
+        meter = metric.with_inferred_loss(data).meter()
+        with context.predictor(source) as predict:
+            for batch in data.batches("val", limit=FIRST_SAMPLES):
+                if not metric.passes_over(batch):
+                    targets = metric.targets_of(batch, "val", predict)
+                    for inputs, known in metric.parts(batch.inputs, targets):
+                        meter.update(metric.outputs_read(predict(*inputs)), known)
+    except Exception:  # noqa: BLE001 - a model and a metric of the user's may raise any
+        return False
+    return True
 
 
 def _refuse_nan(predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]) -> None:

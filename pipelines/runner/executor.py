@@ -20,7 +20,7 @@ from compress.core.stage import refusal
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.executors.task import StageTask
-from compress.pipelines.planning.loss_and_metric import fitting_loss
+from compress.pipelines.planning.loss_and_metric import fitting_loss, metric_takes_first
 from compress.pipelines.results.measurements import Measurements
 from compress.pipelines.results.schema import FIDELITY, TestReport
 from compress.pipelines.runner import evaluator
@@ -75,24 +75,29 @@ class PipelineExecutor:
         publish(source, state.out / "artifacts" / SOURCE)
         cache = evaluator.MeasurementCache(lookup.entry, source)
         context, plan, pipeline = state.context(SOURCE), state.plan, state.pipeline
-        if plan.baseline == SOURCE:
-            if SOURCE in state.unmeasured:
-                state.baseline = Measurements.sizes(source, source, context, state.why_unmeasured)
-            else:
-                with state.profiler.section(SOURCE, "evaluation"):
-                    self._answer_by_file(cache)
-                    state.baseline = evaluator.measure_artifact(state, SOURCE, cache)
-        self._emit_finished(lookup, cache.seconds, state.baseline)
         loss_key: dict[str, Any] = {
             "loss": plan.loss.identity(),
             "metric": plan.metric.identity(),
             "data": state.fingerprint,
             "stages": [planned.stage.own_settings() for planned in plan.stages],
         }
-        context = state.context(SOURCE)  # with the file that answers for the model from now on
-        line = cache.get_or_measure(
-            loss_key, lambda: fitting_loss(plan, pipeline, source, context, state.contents)
-        )
+
+        def fit() -> str:  # by the file that answers for the model, once there is one
+            context = state.context(SOURCE)
+            return fitting_loss(plan, pipeline, source, context, state.contents)
+
+        if plan.baseline == SOURCE:
+            if SOURCE in state.unmeasured:
+                state.baseline = Measurements.sizes(source, source, context, state.why_unmeasured)
+            else:
+                with state.profiler.section(SOURCE, "evaluation"):
+                    takes = partial(metric_takes_first, plan, source, context)
+                    if not cache.get_or_measure({"first samples": 1, **loss_key}, takes):
+                        fit()
+                    self._answer_by_file(cache)
+                    state.baseline = evaluator.measure_artifact(state, SOURCE, cache)
+        self._emit_finished(lookup, cache.seconds, state.baseline)
+        line = cache.get_or_measure(loss_key, fit)
         if line:
             state.emit("task_known", None, line)
 

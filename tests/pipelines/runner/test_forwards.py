@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from compress.common.counts import counted
-from compress.common.errors import GateRefused, StageFailed
+from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
 from compress.core.gates.runtime import BaselineArtifact
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines import Pipeline
@@ -182,6 +182,24 @@ def test_a_model_whose_file_cannot_be_written_answers_itself(
     rows, report = run(tmp_path / "run", 60, "source", measured="all")
     assert (report.status, report.baseline_answered_by) == ("passed", "")
     assert rows["eager"] >= 60
+
+
+def test_targets_for_other_answers_are_refused_before_a_large_models_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[object] = []
+
+    def write(file: BaselineArtifact) -> None:
+        written.append(file)
+        raise StageFailed("no file today")
+
+    monkeypatch.setattr(executor, "DEAR_MACS", 1)
+    monkeypatch.setattr(BaselineArtifact, "written", write)
+    of_pixels = NETS.replace("TensorDataset(x[s], y[s])", "TensorDataset(x[s], y[s, None, None])")
+    monkeypatch.setitem(globals(), "NETS", of_pixels)
+    with pytest.raises(PipelineInvalid, match=r"labels have shape .* and targets"):
+        run(tmp_path / "run", 60, "source", measured="all")
+    assert not written
 
 
 @pytest.mark.slow
