@@ -117,9 +117,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         if inputs is None and data is None and isinstance(spec, HuggingFaceModel | TimmModel):
             (inputs, axes), origin = _declared_inputs(pipeline, spec), "the model's configuration"
             spec = spec.model_copy(update={"axes": spec.axes or axes})
-        if inputs is not None:
-            inputs = with_values_seen(inputs, data) if data else inputs
-        else:
+        if not (is_known := inputs is not None):
             if data is None:
                 raise PipelineInvalid(
                     "inputs are not declared, and there is no `data:` whose samples show them"
@@ -132,6 +130,9 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
                 if isinstance(spec, HuggingFaceModel) and not spec.axes:
                     spec = spec.model_copy(update={"axes": _declared_inputs(pipeline, spec)[1]})
     if data is not None:
+        if is_known:
+            with located(f"{pipeline.place('model', 'inputs')}: "):
+                inputs = with_values_seen(inputs, data)
         names, dtypes = zip(*((spec.name, spec.dtype) for spec in inputs), strict=True)
         source = data.source and replace(data.source, input_names=names, input_dtypes=dtypes)
         data = replace(data, input_names=names, input_dtypes=dtypes, source=source)
