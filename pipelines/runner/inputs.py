@@ -226,7 +226,8 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
     task, _ = task_of(pipeline)
     predicts_numbers = task is not None and not task.has_labels and bool(task.losses)
     spec, place = with_class_names(spec, pipeline.folder), (pipeline.folder, pipeline.code_folder)
-    return Files(spec, preparation, *place, predicts_numbers, carried)
+    continues = task is not None and task.next_token
+    return Files(spec, preparation, *place, predicts_numbers, carried, continues)
 
 
 def measuring_context(
