@@ -190,14 +190,14 @@ def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
         is_shown = len(pairs) + bool(constant) < len(numbers)
         return sum_ if is_shown and fits(sum_ := Sum(pairs, constant)) else None
 
-    simple = (*((g,) for g in groups), *combinations(groups, 2))
-    found = next(filter(None, map(fitted, simple)), None) or _as_branches(numbers, widths)
-    # Last, as a size is rounded up: free coefficients of many groups may fit by chance.
-    return found or fitted(groups)
+    # Pairs and all groups last: as a size is rounded up, their free coefficients may fit by chance.
+    one = next(filter(None, (fitted((group,)) for group in groups)), None)
+    found = one or _as_branches(numbers, widths)
+    return found or next(filter(None, map(fitted, (*combinations(groups, 2), groups))), None)
 
 
 def _as_branches(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
-    """Return the multiple of a sum of three or four widths, as of branches, if it is one alone.
+    """Return the multiple of a sum of two to four widths, as of branches, if it is one alone.
 
     Too few numbers for as many free coefficients determine which widths are added.
     """
@@ -210,14 +210,16 @@ def _as_branches(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None
     factor = gcd(*numbers)
     found = set()
     for scale in {1, factor}:
-        for part in (*((group,) for group in rows), *combinations(rows, 2)):
+        for part in ((), *((group,) for group in rows), *combinations(rows, 2)):
             rest = np.array(numbers) // scale - sum(rows[group] for group in part)
             for pair in pairs.get(tuple(rest.tolist()), ()):
                 if not {*part} & {*pair}:
                     found.add((scale, frozenset((*part, *pair))))
-    if len(found) != 1:
+    fewest = min((len(groups) for _, groups in found), default=0)
+    simplest = [each for each in found if len(each[1]) == fewest]
+    if len(simplest) != 1:
         return None
-    scale, groups = found.pop()
+    ((scale, groups),) = simplest
     return Sum(tuple((g, Fraction(scale)) for g in rows if g in groups), Fraction(0))
 
 
