@@ -32,6 +32,7 @@ from compress.serve.shadow.options import ShadowOptions
 from compress.serve.torchserve.served_archive import (
     check_archive,
     default_name,
+    handler_settings,
     is_archive,
     load_archive,
 )
@@ -57,6 +58,12 @@ NO_TLS = (
 MAX_JSON_VALUES = 1024  # more are sent as raw bytes, to keep the command short enough to read
 GIVEN = re.compile(f"({NAME.pattern})(?:@({VERSION.pattern}))?=(.+)")  # NAME@VERSION=path
 PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?)%")
+RAW_BODIES = {
+    "text": "-H 'Content-Type: text/plain' -d 'A short text.'",
+    "image": "-H 'Content-Type: image/jpeg' --data-binary @photo.jpg",
+    "audio": "-H 'Content-Type: audio/wav' --data-binary @sound.wav",
+}
+"""Form of a request → curl's options for one."""
 EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 
@@ -138,9 +145,10 @@ def _example(
     """Return the URL of a model, which is checked, and a command that asks it."""
     place = f"{url}/v2/models/{name}" + (f"/versions/{version}" if version else "")
     if is_archive(path):
-        _, _, origin = check_archive(path, options.sha256)
+        _, members, origin = check_archive(path, options.sha256)
         place = f"{url}/predictions/{name}" + (f"/{version}" if version else "")
-        return place, open_inference_line(place, origin.signature, header)
+        prepared = raw_body_line(handler_settings(members), header, place)
+        return place, prepared or open_inference_line(place, origin.signature, header)
     if (signature := signature_of_file(path)) is not None:
         return place, open_inference_line(f"{place}/infer", signature, header)
     with opened_artifact(path, options.sha256) as artifact:
@@ -151,7 +159,7 @@ def _example(
             body = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
             return f"{url}/v1", _post_json(header, body, f"{url}/v1/completions")
         target = f"{place}/infer"
-        prepared = raw_body_line(artifact, header, target)
+        prepared = raw_body_line(forms_of(artifact).by_name, header, target)
         return place, prepared or open_inference_line(target, artifact.signature, header)
 
 
@@ -317,18 +325,10 @@ def bearer(token: str, made: bool, file: Path | None, variable: str) -> str:
     return f'-H "Authorization: Bearer {source}"'
 
 
-def raw_body_line(artifact: Artifact, authorization: str, target: str) -> str:
-    """Return a command that sends what the artifact prepares itself; empty if it takes tensors."""
-    forms = forms_of(artifact)
-    if forms.text:
-        body = "-H 'Content-Type: text/plain' -d 'A short text.'"
-    elif forms.image:
-        body = "-H 'Content-Type: image/jpeg' --data-binary @photo.jpg"
-    elif forms.audio:
-        body = "-H 'Content-Type: audio/wav' --data-binary @sound.wav"
-    else:
-        return ""
-    return f"curl -sS {authorization} {body} {target}"
+def raw_body_line(forms: Mapping[str, Any], authorization: str, target: str) -> str:
+    """Return a command that sends what a model's server prepares; empty if it takes tensors."""
+    body = next((body for form, body in RAW_BODIES.items() if forms.get(form)), "")
+    return f"curl -sS {authorization} {body} {target}" if body else ""
 
 
 def open_inference_line(target: str, signature: Signature, authorization: str) -> str:

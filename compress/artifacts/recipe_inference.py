@@ -22,6 +22,7 @@ from compress.common.forward import (
     image_advice,
     match_outputs,
     positional_parameters,
+    unbatched_advice,
 )
 from compress.common.tensor_difference import relative_error
 
@@ -153,14 +154,16 @@ def fit_call(
 
 
 def _one_row_advice(call: Callable[..., Any], signature: Signature, inputs: Sequence[Any]) -> str:
-    """Return that the batch is to be declared as 1 where a model takes one row; else nothing."""
+    """Return how to declare a model that takes one row, or one sample without a batch axis."""
     has_rows = [spec.shape[:1] == (signature.batch_axis,) for spec in signature.inputs]
-    with suppress(Exception):
-        if any(has_rows):
-            call([x[:1] if has else x for x, has in zip(inputs, has_rows, strict=True)])
-            first = signature.inputs[0]
-            shape = ",".join(map(str, (1, *first.shape[1:])))
-            return f"; a batch of one row is taken: declare its size as 1 ({first.name}={shape})"
+    first = signature.inputs[0]
+    shape = ",".join(map(str, (1, *first.shape[1:])))
+    one_row = f"a batch of one row is taken: declare its size as 1 ({first.name}={shape})"
+    for rows, text in ((slice(1), one_row), (0, unbatched_advice(first))):
+        with suppress(Exception):
+            if any(has_rows):
+                call([x[rows] if has else x for x, has in zip(inputs, has_rows, strict=True)])
+                return f"; {text}"
     return ""
 
 

@@ -20,7 +20,7 @@ from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.foreign.patching import patched_attribute
 from compress.common.lazy_modules import torch
 from compress.common.process import torch_threads
-from compress.common.signature import OutputSpec, Signature
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 
 if TYPE_CHECKING:
     Tensors: TypeAlias = tuple[torch.Tensor, ...]
@@ -313,6 +313,15 @@ def image_advice(inputs: Sequence[torch.Tensor]) -> str:
         if x.ndim == 4 and scaled and str(x.dtype) == "torch.uint8":
             return f"; it looks like images of bytes, and models take floats: return x{scaled}"
     return ""
+
+
+def unbatched_advice(spec: TensorSpec) -> str:
+    """Return how to give a batch axis to a model that takes one sample of an input without one."""
+    shape = ",".join(map(str, (1, *spec.shape[1:])))
+    return (
+        "put a model of one sample without a batch axis into a module whose forward returns "
+        f"model({spec.name}.squeeze(0))[None], and declare a batch of 1 ({spec.name}={shape})"
+    )
 
 
 def first_output(outputs: Outputs) -> torch.Tensor:

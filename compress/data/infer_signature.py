@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from compress.common.config import first_problem
 from compress.common.errors import CompressError, PipelineInvalid, located, raised_as
+from compress.common.forward import unbatched_advice
 from compress.common.signature import Signature, TensorSpec
 from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
@@ -144,7 +145,10 @@ def _specs(
 
 
 def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
-    """Return declared inputs with the range, mask, NaN or infinities that fitting samples show."""
+    """Return declared inputs with the range, mask, NaN or infinities that fitting samples show.
+
+    Raises PipelineInvalid where an input has another number of axes than a batch of samples.
+    """
     names = [spec.name for spec in inputs]
     count = SAMPLES if any(spec.holds_integers for spec in inputs) else SAMPLES_OF_FLOATS
     try:
@@ -152,6 +156,13 @@ def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[Te
         pairs = [*zip(inputs, columns, strict=True)]
     except (CompressError, ValueError):
         return inputs
+    for spec, (sample, *_) in pairs:
+        if spec.shape and len(spec.shape) != sample.dim() + 1:
+            batch = spec.model_copy(update={"shape": (BATCH, *sample.shape)})
+            raise PipelineInvalid(
+                f"a batch of samples is {described([batch])}, and declared is {described([spec])}; "
+                f"declare the former, or {unbatched_advice(batch)}"
+            )
     return tuple(spec.with_seen([x[None] for x in column]) for spec, column in pairs)
 
 

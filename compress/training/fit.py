@@ -17,8 +17,9 @@ from compress.checkpoint.safetensors_io import read_safetensors
 from compress.checkpoint.state_dict import StoredTensor, Weights, load_state_
 from compress.common.atomic_files import write_atomically
 from compress.common.dependency_recorder import Recording, add_to_recordings
-from compress.common.errors import CompressError, StageFailed
+from compress.common.errors import CompressError, StageFailed, raised_as
 from compress.common.factories import local_sources, resolve, sources_digest
+from compress.common.forward import run_in_eval
 from compress.common.process import threads_to_use
 from compress.common.requirements import refuse_unmet, requirements_of, unmet_in
 from compress.common.sealed_json import canonical_json
@@ -144,6 +145,7 @@ def fit(
     try:
         callbacks = CallbackRunner.from_settings(training.callbacks, context.loss.folder)
         job = _create_job(start, training, objective, context, data, accept_start, constraint)
+        job = replace(job, fixed_batch=_fixed_batch(start, job))
         profiles = results / "profiles" / task
         (profiles / OPERATORS_FILE).unlink(missing_ok=True)  # of an earlier training
         every = 1 if callbacks.wants_steps else training.profile.log_every
@@ -225,6 +227,26 @@ def _log_separate_statistics(start: EagerModel, training: Training, task: str) -
             "that of one process; parallel.sync_batchnorm: true uses all",
             task,
         )
+
+
+def _fixed_batch(start: EagerModel, job: Job) -> int | None:
+    """Return the one batch size that steps and evaluation use where the model declares it.
+
+    It may be that of exports alone: steps may have another one, unless the model takes no other,
+    which raises StageFailed.
+    """
+    parts = job.training.parallel.replicas * job.training.accumulate
+    size, rows = start.signature.smallest_batch, job.training.batch_size // parts
+    if start.signature.batch_axis is not None or not start.signature.inputs[0].shape:
+        return None
+    if rows == size:
+        return size
+    samples = range(min(rows, job.train_samples))
+    batch = next(iter(job.data.read("train", samples, rows, job.seed)))
+    advice = f"; model.inputs declares batches of {size}: set batch_size: {size * parts}"
+    with raised_as(StageFailed, f"the model takes no batch of {len(samples)}", advice):
+        run_in_eval(start.load(), batch.inputs)
+    return None
 
 
 def _create_job(

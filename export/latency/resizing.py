@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, count
-from math import ceil
+from math import ceil, gcd
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -49,6 +49,7 @@ LAYERS = {"Conv", "Gemm", "MatMul", "MatMulInteger", PACKED_MATMUL}
 CLAMPS = {"Relu", "Clip"}  # operators after a layer that its kernel computes too
 MOVES = {"MaxPool", "AveragePool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"}
 """Operators that are computed in integers where what they read is some layer's integers."""
+EXPORTS_OF_BRANCHES = 4  # that show which widths are added: of 90, two sums of four rarely agree
 FLOAT = "float"  # value of the decision about a layer that is put back
 
 
@@ -103,8 +104,8 @@ class ResizableModel:
             found = known[numbers]
             if found is None:
                 raise StageFailed(
-                    f"a size of {[*numbers]} at widths of {[dict(each) for each in widths]} is no "
-                    "sum over widths"
+                    f"a size of {[*numbers]} at {len(widths)} settings of {len(widths[0])} widths "
+                    "is no sum over widths that these show"
                 )
             sums[place] = found
         return cls(models[0], sums)
@@ -179,15 +180,47 @@ def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
         proportional = Sum(((group, Fraction(numbers[0], widths[0][group])),), Fraction(0))
         if fits(proportional):
             return proportional
-    for chosen in (*((g,) for g in groups), *combinations(groups, 2), tuple(groups)):
+
+    def fitted(chosen: Sequence[str]) -> Sum | None:
         columns = [[each[group] for group in chosen] + [1] for each in widths]
         # Sizes never shrink where a width grows.
         found, _ = nnls(np.array(columns, float), np.array(numbers, float))
         *slopes, constant = (Fraction(x).limit_denominator(LARGEST_DENOMINATOR) for x in found)
         pairs = tuple((g, c) for g, c in zip(chosen, slopes, strict=True) if c)
-        if len(pairs) + bool(constant) < len(numbers) and fits(candidate := Sum(pairs, constant)):
-            return candidate
-    return None
+        is_shown = len(pairs) + bool(constant) < len(numbers)
+        return sum_ if is_shown and fits(sum_ := Sum(pairs, constant)) else None
+
+    # Pairs and all groups last: as a size is rounded up, their free coefficients may fit by chance.
+    one = next(filter(None, (fitted((group,)) for group in groups)), None)
+    found = one or _as_branches(numbers, widths)
+    return found or next(filter(None, map(fitted, (*combinations(groups, 2), groups))), None)
+
+
+def _as_branches(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
+    """Return the multiple of a sum of two to four widths, as of branches, if it is one alone.
+
+    Too few numbers for as many free coefficients determine which widths are added.
+    """
+    if len(numbers) < EXPORTS_OF_BRANCHES:
+        return None
+    rows = {group: np.array([each[group] for each in widths]) for group in widths[0]}
+    pairs: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for one, other in combinations(rows, 2):
+        pairs.setdefault(tuple((rows[one] + rows[other]).tolist()), []).append((one, other))
+    factor = gcd(*numbers)
+    found = set()
+    for scale in {1, factor}:
+        for part in ((), *((group,) for group in rows), *combinations(rows, 2)):
+            rest = np.array(numbers) // scale - sum(rows[group] for group in part)
+            for pair in pairs.get(tuple(rest.tolist()), ()):
+                if not {*part} & {*pair}:
+                    found.add((scale, frozenset((*part, *pair))))
+    fewest = min((len(groups) for _, groups in found), default=0)
+    simplest = [each for each in found if len(each[1]) == fewest]
+    if len(simplest) != 1:
+        return None
+    ((scale, groups),) = simplest
+    return Sum(tuple((g, Fraction(scale)) for g in rows if g in groups), Fraction(0))
 
 
 def _canonical(model: ir.Model) -> ir.Model:

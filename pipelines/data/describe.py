@@ -99,9 +99,11 @@ def _columns_of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _chosen(columns: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return which column is the text, if one is, and which the label."""
-    lower = {name.lower(): name for name in columns}
-    label = next((lower[name] for name in LABEL_COLUMNS if name in lower), [*columns][-1])
+    """Return which column is the text, if one is, and which the label, if another is left."""
+    lower, last = {name.lower(): name for name in columns}, [*columns][-1]
+    label = next((lower[name] for name in LABEL_COLUMNS if name in lower), last)
+    if len(columns) == 1 and not all(map(_is_number, columns[last])):
+        return {"text": last}
     texts = {n: c for n, c in columns.items() if n != label and not all(map(_is_number, c))}
     if not texts:
         return {"label": label}

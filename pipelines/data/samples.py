@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid
-from compress.data.batch import LABELS, stack_columns
+from compress.data.batch import IGNORED_LABEL, LABELS, stack_columns
 from compress.pipelines.config.data_spec import FileData, TableData
 from compress.pipelines.config.model_spec import refuse_repeated
 from compress.pipelines.data.records import MOST_SHOWN, Parts, Records, read_records
@@ -58,6 +58,8 @@ class Files:
     """Whether whole numbers among the labels are no classes, but what is predicted."""
     carried: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Files beside the model that tell the preparation to servers."""
+    continues_texts: bool = False
+    """Whether the targets of texts without labels are their own tokens."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -72,16 +74,28 @@ class Files:
             "inputs": [*prepared.inputs],
             "class_names": [*prepared.class_names],
             "has_numbers": self.has_numbers,
+            "continues_texts": self.continues_texts,
         }
 
 
 class RawSamples(Dataset[Any]):
-    """Images, sounds or texts, each prepared when it is asked for, with a target or without."""
+    """Images, sounds or texts, each prepared when it is asked for, with a target or without.
+
+    With ``continues_texts`` a text without a target has its own tokens as labels, for a language
+    model; padding does not count.
+    """
 
     class_names: tuple[str, ...] = ()
 
-    def __init__(self, raw: Sequence[Any], targets: Any, preparation: Preparation) -> None:
+    def __init__(
+        self,
+        raw: Sequence[Any],
+        targets: Any,
+        preparation: Preparation,
+        continues_texts: bool = False,
+    ) -> None:
         self.raw, self.targets, self.preparation = raw, targets, preparation
+        self.continues_texts = continues_texts
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -92,7 +106,9 @@ class RawSamples(Dataset[Any]):
             names = [spec["name"] for spec in self.preparation.inputs]
             rows = (torch.from_numpy(row[0]) for row in self._read([entry]))
             sample = dict(zip(names, rows, strict=True))
-            return sample if self.targets is None else {**sample, LABELS: self.targets[index]}
+            if self.targets is not None:
+                return {**sample, LABELS: self.targets[index]}
+            return {**sample, LABELS: self._own_tokens(sample)} if self.continues_texts else sample
         place = entry if isinstance(entry, Path) else f"sample {index}"
         body = sound_body(entry) if form == "audio" else image_body(entry)
         if body is None:
@@ -102,6 +118,12 @@ class RawSamples(Dataset[Any]):
         except ValueError as error:
             raise PipelineInvalid(f"{place}: {error.args[-1]}") from None
         return (x,) if self.targets is None else (x, self.targets[index])
+
+    def _own_tokens(self, sample: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        by_kind = {kind: sample[n] for n, kind in self.preparation.settings["fields"].items()}
+        ids = by_kind["ids"]
+        counts = by_kind.get("attention_mask", ids != self.preparation.settings["pad_id"])
+        return ids.where(counts.bool(), IGNORED_LABEL)
 
     @cached_property
     def _read(self) -> Any:
@@ -165,7 +187,8 @@ def _dataset(files: Files, records: Records, targets: Any) -> Dataset[Any]:
             raise PipelineInvalid(
                 f"{files.spec.place} has {', '.join(columns)}, expected one array of images"
             )
-        return RawSamples(next(iter(columns.values())), targets, files.preparation)
+        raw = next(iter(columns.values()))
+        return RawSamples(raw, targets, files.preparation, files.continues_texts)
     tensors: Any = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in columns.items()}
     tensors = {n: x.float() if x.dtype == torch.float64 else x for n, x in tensors.items()}
     if isinstance(files.spec, TableData):

@@ -117,9 +117,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         if inputs is None and data is None and isinstance(spec, HuggingFaceModel | TimmModel):
             (inputs, axes), origin = _declared_inputs(pipeline, spec), "the model's configuration"
             spec = spec.model_copy(update={"axes": spec.axes or axes})
-        if inputs is not None:
-            inputs = with_values_seen(inputs, data) if data else inputs
-        else:
+        if not (is_known := inputs is not None):
             if data is None:
                 raise PipelineInvalid(
                     "inputs are not declared, and there is no `data:` whose samples show them"
@@ -132,6 +130,9 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
                 if isinstance(spec, HuggingFaceModel) and not spec.axes:
                     spec = spec.model_copy(update={"axes": _declared_inputs(pipeline, spec)[1]})
     if data is not None:
+        if is_known:
+            with located(f"{pipeline.place('model', 'inputs')}: "):
+                inputs = with_values_seen(inputs, data)
         names, dtypes = zip(*((spec.name, spec.dtype) for spec in inputs), strict=True)
         source = data.source and replace(data.source, input_names=names, input_dtypes=dtypes)
         data = replace(data, input_names=names, input_dtypes=dtypes, source=source)
@@ -225,7 +226,8 @@ def _files_of(pipeline: PipelineConfig, spec: FileData) -> Files:
     task, _ = task_of(pipeline)
     predicts_numbers = task is not None and not task.has_labels and bool(task.losses)
     spec, place = with_class_names(spec, pipeline.folder), (pipeline.folder, pipeline.code_folder)
-    return Files(spec, preparation, *place, predicts_numbers, carried)
+    continues = task is not None and task.next_token
+    return Files(spec, preparation, *place, predicts_numbers, carried, continues)
 
 
 def measuring_context(

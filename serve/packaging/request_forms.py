@@ -232,6 +232,9 @@ def _tokenizer_settings(
     return longest, pad, tokenizer.token_to_id(pad) if pad else None
 
 
+FORMS = {form.kind: form for form in (ImageInput, TextInput, AudioInput)}
+
+
 @dataclass(frozen=True)
 class RequestForms:
     """Settings of texts, images, sounds and class names."""

@@ -16,7 +16,7 @@ from compress.export.imported.exported_files import refuse_wrong_artifact_hash
 from compress.serve.http.loaded_model import WARM_CALLS, ServedModel
 from compress.serve.packaging.model_interface import infer_interface
 from compress.serve.packaging.provenance import PROVENANCE, Provenance
-from compress.serve.packaging.request_forms import ImageInput, TextInput
+from compress.serve.packaging.request_forms import FORMS
 from compress.serve.torchserve.artifact import PROBE, TorchServeArchive, check_bare_mar
 from compress.serve.torchserve.mar_file import (
     CONFIG,
@@ -31,7 +31,6 @@ from compress.serve.worker.wire import from_npz
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-FORMS: dict[str, type[ImageInput | TextInput]] = {"image": ImageInput, "text": TextInput}
 NOT_SHOWN = (
     "the run that packed it did not show that the rows of a batch do not influence each other"
 )
@@ -85,6 +84,12 @@ def default_name(path: Path) -> str:
     return model_name_of(path / TorchServeArchive.payload if path.is_dir() else path)
 
 
+def handler_settings(members: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the settings of an archive's handler."""
+    settings: dict[str, Any] = yaml.safe_load(members[CONFIG])["handler"]
+    return settings
+
+
 @contextmanager
 def load_archive(
     mar: Path,
@@ -97,9 +102,9 @@ def load_archive(
 
     Bodies are read as its handler reads them, by its own settings. `threads` are by default those
     that it records. StageFailed where the model does not answer the probe as packaged; Unavailable
-    where a library that reads texts or images is missing.
+    where a library that reads texts, images or sounds is missing.
     """
-    settings: dict[str, Any] = yaml.safe_load(members[CONFIG])["handler"]
+    settings = handler_settings(members)
     forms = {name: settings[name] for name in FORMS if settings.get(name)}
     missing = [r for name in forms for r in FORMS[name].requirements if r.missing()]
     if missing:

@@ -78,6 +78,8 @@ class Job:
     flops_per_unit: float | None = None
     """Floating-point operations of forward and backward pass for a token, or for a sample of a
     model without tokens; None if the MFU is not reported."""
+    fixed_batch: int | None = None
+    """The only number of samples that the model is called with; None for any number."""
     trusted: str | None = None
     """Name of the checkpoint whose hashes the parent process has just verified."""
 

@@ -21,7 +21,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.foreign.lock_waits import bounded_lock_waits
-from compress.common.forward import Predictor, flatten_outputs, plain_attention
+from compress.common.forward import Predictor, flatten_outputs, plain_attention, split_batches
 from compress.common.process import derive_seed, reseed, seeded, torch_threads
 from compress.data.dataloader import Reader, StreamReader
 from compress.data.fingerprint import hash_of_state
@@ -286,6 +286,7 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
         with torch.no_grad(), precision, plain_attention():
             return flatten_outputs(module(*(x.to(job.device) for x in inputs)))
 
+    answer = split_batches(predict, job.fixed_batch) if job.fixed_batch else predict
     opened: AbstractContextManager[Predictor | None] = nullcontext()
     if job.reference:
         artifact = Artifact.from_directory(job.reference)
@@ -299,11 +300,11 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
             # A function of all outputs gets those of all ranks in order: none may be left out.
             adds = strategy.ranks == 1 or not meter.keeps_outputs
             if adds and job.metric.passes_over(batch):
-                predict(*batch.inputs)  # the other ranks' forward may wait for this one
+                answer(*batch.inputs)  # the other ranks' forward may wait for this one
                 continue
             targets = job.metric.targets_of(batch, "val", reference)
             for inputs, known in job.metric.parts(batch.inputs, targets):
-                outputs = predict(*inputs)
+                outputs = answer(*inputs)
                 meter.update(job.metric.outputs_read(outputs, own), select(known, own))
     strategy.release_buffers_(module)
     shares, value = strategy.gather_shares(meter.state()), 0.0

@@ -12,9 +12,11 @@ from compress.data.splits import DataReference, Splits
 HERE = Path(__file__).parent
 
 
-def import_net(path: Path, factory: str = "nets:classifier", **arguments) -> EagerModel:
+def import_net(
+    path: Path, factory: str = "nets:classifier", rows: int | str = "batch", **arguments
+) -> EagerModel:
     """Import a freshly initialized network with one input of four features."""
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+    signature = Signature(inputs=(TensorSpec(name="features", shape=(rows, 4)),))
     recipe = Recipe(factory=factory, arguments=arguments)
     return import_checkpoint(path, recipe, signature, checkpoint=None, folder=HERE)
 

@@ -52,6 +52,16 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
+class FourRows(nn.Linear):
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return super().forward(features.view(4, 4))
+
+
+def four_rows() -> nn.Module:
+    """Return a network that takes batches of four alone."""
+    return FourRows(4, 3)
+
+
 def tensors(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 4, generator=generator)

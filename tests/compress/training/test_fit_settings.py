@@ -206,3 +206,14 @@ def test_mixed_precision_trains_on_cuda(tmp_path, source, precision):
     where = Context(root=where.root, data=where.data, device="cuda:0")
     result = run(source, where, precision=precision, epochs=6, clip_norm=1.0)
     assert result.history[-1].loss < result.history[0].loss
+
+
+def test_a_model_of_one_batch_size_is_trained_and_evaluated_in_it(tmp_path):
+    """Of any other size nothing is trained, and the error says which one to set."""
+    fixed = import_net(tmp_path / "source", "nets:four_rows", rows=4)
+    result = run(fixed, context(tmp_path / "a"), epochs=1, batch_size=4)
+    assert result.history[0].metric is not None
+    result = run(fixed, context(tmp_path / "b"), epochs=1, batch_size=8, accumulate=2)
+    assert result.history[0].metric is not None
+    with pytest.raises(StageFailed, match=r"no batch of 8: .*batches of 4: set batch_size: 8"):
+        run(fixed, context(tmp_path / "c"), epochs=1, batch_size=16, accumulate=2)

@@ -67,6 +67,31 @@ def test_sizes_are_those_of_an_export_at_these_widths(exports, tmp_path: Path) -
     assert found.shape == (1, 5)
 
 
+def test_four_branches_are_added(tmp_path: Path) -> None:
+    class Branches(nn.Module):
+        def __init__(self, widths: dict[str, int]) -> None:
+            super().__init__()
+            *branches, stem, after = widths.values()
+            self.stem, self.branches = nn.Conv2d(3, stem, 3), nn.ModuleList()
+            self.branches.extend(nn.Conv2d(stem, width, 1) for width in branches)
+            self.after = nn.Conv2d(sum(branches), after, 1)
+            self.head = nn.Linear(36 * sum(branches), 5)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            stem = self.stem(x)
+            joined = torch.cat([branch(stem) for branch in self.branches], 1)
+            return self.after(joined), self.head(joined.reshape(1, -1))
+
+    settings = (9, 22, 17, 31, 13, 40), (25, 13, 26, 11, 8, 33), (26, 24, 7, 27, 5, 21)
+    exports = [
+        (widths, export(tmp_path, 0, 0, Branches(widths)))
+        for widths in (dict(zip("abcdst", each, strict=True)) for each in (*settings, range(2, 8)))
+    ]
+    new = dict(zip("abcdst", (4, 6, 8, 10, 3, 5), strict=True))
+    resized = ResizableModel.fit(exports).resize(new)
+    assert [*sizes(resized)] == [*sizes(export(tmp_path, 0, 0, Branches(new)))]
+
+
 @pytest.mark.soak
 def test_two_exports_are_enough_where_each_size_has_one_group(tmp_path: Path) -> None:
     def chain(a: int, b: int) -> ir.Model:

@@ -100,6 +100,24 @@ class Stream(nn.Module):
 
 def steps():
     return {"train": torch.randn(20, 5, 4), "val": torch.randn(20, 5, 4)}
+
+class Sample(nn.Linear):
+    def forward(self, x):
+        return torch.mv(self.weight, x) + self.bias
+
+class Row(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Sample(4, 3)
+
+    def forward(self, x):
+        return self.model(x.squeeze(0))[None]
+
+def sample():
+    return Sample(4, 3)
+
+def vectors():
+    return {name: [(torch.randn(4), i % 3) for i in range(20)] for name in ("train", "val")}
 """
 
 
@@ -111,6 +129,18 @@ def test_a_model_that_takes_one_row_is_declared_so(user: Path) -> None:
     write_draft(file, replace(options, inputs=["steps=1,5,4"]))
     content = yaml.safe_load(file.read_text())
     assert content["model"]["inputs"] == [{"name": "steps", "shape": [1, 5, 4]}]
+
+
+def test_a_model_without_a_batch_axis_is_told_how_to_get_one(user: Path) -> None:
+    (user / "stream.py").write_text(STREAM)
+    file, options = user / "p.yaml", InitOptions("stream:sample", data="stream:vectors")
+    advice = r"returns model\(x.squeeze\(0\)\)\[None\], and declare a batch of 1 \(x=1,4\)"
+    with pytest.raises(CompressError, match=rf"--input: .*does not take x \[2, 4\].*{advice}"):
+        write_draft(file, options)
+    declared = r"--input: .* x \[batch, 4\] float32, and declared is x \[4\] float32; "
+    with pytest.raises(CompressError, match=rf"{declared}.*{advice}"):
+        write_draft(file, replace(options, inputs=["x=4"]))
+    write_draft(file, replace(options, model="stream:Row", inputs=["x=1,4"]))
 
 
 @pytest.mark.parametrize("target", get_args(Target))

@@ -14,6 +14,7 @@ from PIL import Image
 from compress.artifacts.carried_files import IMAGES
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.data.describe import describe_files
 from compress.pipelines.runner.inputs import import_source, resolve_inputs
 from compress.serve.packaging.request_forms import forms_of
 from compress.serve.packaging.val_preparation import compare_preparation
@@ -71,6 +72,29 @@ def test_a_table_of_texts_is_tokenized_as_a_server_does(
     assert source.class_names == order
     (compared,) = compare_preparation(forms_of(source), source.signature, splits)
     assert (compared.form, compared.column, compared.difference) == ("text", "raw", "")
+
+
+def test_texts_alone_are_what_a_language_model_continues(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        vocab_size=len(WORDS), max_position_embeddings=LONGEST,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    tokenizer(model_max_length=LONGEST).save_pretrained(tmp_path / "llama")
+    texts = [text for text in TEXTS if "\0" not in text and text]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in texts))
+    described = describe_files(tmp_path / "t.jsonl")
+    assert described["text"] == "body" and "label" not in described
+
+    content = {"version": 1, "stages": [{"stage": "export_onnx"}]}
+    content |= {"model": {"huggingface": "llama"}, "data": described}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(content))
+    _, splits, _ = resolve_inputs(PipelineConfig.from_yaml(tmp_path / "p.yaml"))
+    assert splits is not None
+    (batch,) = splits.batches("train")
+    ids, mask = batch.inputs[:2]
+    assert not mask.all() and torch.equal(batch.target, ids.where(mask.bool(), -100))
 
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")

@@ -14,6 +14,7 @@ from PIL import Image
 import compress
 from compress.common.errors import PipelineInvalid
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.pipelines.api import Pipeline
 from compress.pipelines.commands.init import InitOptions, draft
 from compress.pipelines.config.pipeline import PipelineConfig
@@ -21,6 +22,7 @@ from compress.pipelines.data.describe import describe_files
 from compress.pipelines.runner.inputs import import_source, resolve_inputs
 from compress.serve.packaging.request_forms import AudioInput, RequestForms, forms_of
 from compress.serve.packaging.val_preparation import compare_preparation
+from compress.serve.torchserve.stage import PackageTorchServe
 from compress.serve.worker.wire import audio_reader, create_readers
 from tests.serve.served_here import serving
 
@@ -115,17 +117,25 @@ def test_a_run_and_its_server_take_the_same_files(clips: Path, tmp_path: Path) -
     exported = tmp_path / "out/artifacts/export_onnx"
     with compress.Artifact.from_directory(exported).open() as predict:
         (scores,) = predict(*batch.inputs)
-    with serving(exported) as server:
+    package = PackageTorchServe(gates=())
+    mar = package.run(compress.Artifact.from_directory(exported), Context(root=tmp_path / "mar"))
+    assert_served(exported, "/v2/models/model/infer", clips, scores)
+    assert_served(mar.payload_path, "/predictions/model", clips, scores)
+
+
+def assert_served(path: Path, place: str, clips: Path, scores: torch.Tensor) -> None:
+    """Assert that a server takes the files of `val`, and answers each with its row of scores."""
+    with serving(path) as server:
         assert "Content-Type: audio/wav' --data-binary @sound.wav" in server.curl
         for row, file in enumerate(sorted((clips / "val").rglob("*.*"))):
             kind = {"Content-Type": f"audio/{file.suffix[1:]}"}
-            status, _, answer = server.ask(file.read_bytes(), kind)
+            status, _, answer = server.ask(file.read_bytes(), kind, place)
             assert status == 200
             content = json.loads(answer)
             assert np.allclose(content["outputs"]["output"], scores[row : row + 1], atol=1e-5)
             expected = ("high", "low")[int(scores[row].argmax())]
             assert content["labels"][0][0]["label"] == expected
-        status, _, answer = server.ask(b"no sound", {"Content-Type": "audio/wav"})
+        status, _, answer = server.ask(b"no sound", {"Content-Type": "audio/wav"}, place)
         assert status == 400 and b"no WAV or FLAC file" in answer
 
 

@@ -50,6 +50,7 @@ def job(metric: Metric, data: Splits) -> SimpleNamespace:
         metric=metric.with_inferred_loss(data),
         device="cpu",
         reference=None,
+        fixed_batch=None,
         training=training,
     )
 
