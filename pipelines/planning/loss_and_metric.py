@@ -14,6 +14,7 @@ from compress.common.forward import Predictor, image_advice, output_argument
 from compress.core.context import QUICK_SAMPLES
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric, default_metric
+from compress.core.metrics.builtin import are_shares
 from compress.core.objectives import task
 from compress.core.objectives.loss import Loss, loss_kind
 from compress.pipelines.config.pipeline import MetricSpec, PipelineConfig
@@ -100,6 +101,17 @@ def fitting_loss(
             else:
                 for batch in _samples(pipeline, data, split, 1):
                     _outputs_for(pipeline, predict, batch.inputs, split)
+        if metric.needs_reference and metric.labels and "val" in data.datasets:
+            read = [*_samples(pipeline, data, "val", TRIED_SAMPLES)]
+            answers = [_outputs_for(pipeline, predict, batch.inputs, "val")[0] for batch in read]
+            # Of fewer samples all outputs may lie between 0 and 1 by chance.
+            is_sure = sum(map(len, answers)) >= TRIED_SAMPLES
+            if is_sure and all(are_shares(x, metric.loss.task) for x in answers):
+                lines.append(
+                    f"warning: metric {metric.name} reads a yes from each positive output, and the "
+                    "model's are all from 0 to 1, as after a sigmoid; leave the sigmoid out, or "
+                    "let label_agreement or max_disagreement judge, to which one half is the limit"
+                )
     return "\n".join(lines)
 
 

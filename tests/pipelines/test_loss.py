@@ -298,6 +298,12 @@ def test_outputs_that_are_probabilities_already_are_warned_of(tmp_path, model, d
     assert not any("warning" in line for line in check_pipeline(fine.file, models=True).lines)
 
 
+def test_signs_of_shares_say_nothing_and_a_metric_of_them_is_warned_of(tmp_path) -> None:
+    found = project(tmp_path, "shares", "binary", "metric: fidelity")
+    lines = check_pipeline(found.file, models=True).lines
+    assert any("warning: metric fidelity reads a yes from each positive" in line for line in lines)
+
+
 def test_the_schema_contains_the_names(tmp_path) -> None:
     file = Path(__file__).parents[2] / "pipelines" / "pipeline.schema.json"
     assert '"smooth_l1"' in file.read_text()

@@ -18,6 +18,7 @@ from compress.core.gates.gate import Gate
 from compress.core.gates.quality import (
     NO_ELEMENTS,
     paired_outputs,
+    paired_scores,
     refuse_other_shapes,
     sample_cosines,
     too_few_samples,
@@ -28,6 +29,8 @@ from compress.core.metrics.metric import Metric
 from compress.core.verdict import Bound
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.objectives.task import Task
@@ -93,6 +96,13 @@ class MaxDisagreement(Gate):
             return f"score is for boxes, and a model for {task.name} gives {task.answer}"
         return ""
 
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return what a value is stored under.
+
+        It is apart from those of earlier versions, to which all shares after a sigmoid were a yes.
+        """
+        return {**super().measurement_key(), "shares": "one half"}
+
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the bound, in percent."""
         return self.bound(before, after, context).value
@@ -110,7 +120,8 @@ class MaxDisagreement(Gate):
         kind = _errors_of(context.task, self.error)
         names = [spec.name for spec in before.signature.outputs]
         errors, classes, count = list[torch.Tensor](), list[torch.Tensor](), 0
-        for pair in paired_outputs(before, after, context):
+        read = paired_scores if kind is LABELS else paired_outputs
+        for pair in read(before, after, context):
             one, other = (dict(zip(names, outputs, strict=True)) for outputs in pair)
             errors.append(self.errors(one, other, context))
             if kind is LABELS and (labels := labels_of(one, context)).shape[1] == 1:

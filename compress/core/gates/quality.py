@@ -15,7 +15,7 @@ from compress.common.lazy_modules import F, torch
 from compress.common.tensor_difference import largest, largest_difference, measured
 from compress.core.bounds import samples_for
 from compress.core.gates.gate import Gate, Measured, describe_value
-from compress.core.metrics.builtin import labelled_outputs, predicted_decisions
+from compress.core.metrics.builtin import are_shares, labelled_outputs, predicted_decisions
 from compress.core.metrics.metric import Metric, metric_class
 
 if TYPE_CHECKING:
@@ -40,6 +40,29 @@ def paired_outputs(
             if len(one) != len(other):
                 raise StageFailed(f"{len(one)} outputs against {len(other)}")
             yield one, other
+
+
+def paired_scores(
+    before: Artifact, after: Artifact, context: Context
+) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
+    """Yield outputs as :func:`paired_outputs` does; those that say yes or no are above 0 for a yes.
+
+    Shares of 0 to 1, as after a sigmoid, are made so by taking one half from them: their signs
+    would all be the same. Shares are outputs of which the first model has nothing beyond 0 and 1.
+    """
+    shares: set[int] | None = None
+    for expected, _ in paired_outputs(before, after, context):
+        labelled = labelled_outputs(expected, context.task)
+        own = {i for i in labelled if are_shares(expected[i], context.task)}
+        shares = own if shares is None else shares & own
+        if not shares:
+            break
+    for pair in paired_outputs(before, after, context):
+        one, other = (
+            tuple(x - 0.5 if i in (shares or ()) else x for i, x in enumerate(outputs))
+            for outputs in pair
+        )
+        yield one, other
 
 
 def refuse_other_shapes(a: torch.Tensor, b: torch.Tensor, what: str = "outputs") -> None:
@@ -142,9 +165,10 @@ def _worst(found: Mapping[int, float], before: Artifact, count: int) -> Measured
 class LabelAgreement(_OutputsGate):
     """The largest score of an output is the same one for at least this share of samples.
 
-    Of a model with one score, or of several labels each: whether a score is above 0. The task says
-    on which axis the classes are; for tokens every position counts. Of several outputs those of
-    floats are read that have as many labels as the first, and the worst decides.
+    Of a model with one score, or of several labels each: whether a score is above 0, or above one
+    half where all are from 0 to 1, as after a sigmoid. The task says on which axis the classes are;
+    for tokens every position counts. Of several outputs those of floats are read that have as many
+    labels as the first, and the worst decides.
     """
 
     gate: Literal["label_agreement"] = "label_agreement"
@@ -155,10 +179,17 @@ class LabelAgreement(_OutputsGate):
     rule_template = "equal labels >= {minimum:g}"
     report_template = "at least {percent:g} % of the labels are equal"
 
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return what a value is stored under.
+
+        It is apart from those of earlier versions, to which all shares after a sigmoid were a yes.
+        """
+        return {**super().measurement_key(), "shares": "one half"}
+
     def measure_by_output(self, before: Artifact, after: Artifact, context: Context) -> Measured:
         """Return the fraction of equal labels, of the worst output and of each."""
         equal, total, count = Counter[int](), Counter[int](), 0
-        for expected, got in paired_outputs(before, after, context):
+        for expected, got in paired_scores(before, after, context):
             count = len(expected)
             for i in labelled_outputs(expected, context.task):
                 labels, others = (predicted_decisions(x[i], context.task) for x in (expected, got))

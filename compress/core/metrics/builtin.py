@@ -327,3 +327,11 @@ def has_classes(outputs: torch.Tensor, task: Task | None) -> bool:
     """Whether a sample, or a place of it, has one class of those on axis 1."""
     exclusive = task is None or task.labels != "each output"
     return exclusive and outputs.dim() > 1 and outputs.shape[1] > 1
+
+
+def are_shares(outputs: torch.Tensor, task: Task | None) -> bool:
+    """Whether outputs say yes or no, and are all from 0 to 1, as after a sigmoid."""
+    outputs = outputs if task is None else task.classes_first(outputs)
+    if has_classes(outputs, task) or not outputs.is_floating_point():
+        return False
+    return bool(((outputs >= 0) & (outputs <= 1)).all())

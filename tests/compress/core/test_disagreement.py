@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from compress import Context, EagerModel, MaxDisagreement, MaxDrop
+from compress import Context, EagerModel, LabelAgreement, MaxDisagreement, MaxDrop
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.bounds import paired_bound, share_bound
 from compress.core.gates import rule_in_words
@@ -38,12 +38,21 @@ class Table(nn.Module):
         return boxes + (answers[:, None, :1] < 0) * 0.5, boxes[..., 0] * 0 + 1, boxes[..., 0] * 0
 
 
-def table(changed: int = 0, outputs: tuple[str, ...] = ("scores",)) -> EagerModel:
+class Shares(Table):
+    """Says yes or no by a share of 0 to 1, as after a sigmoid."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(super().forward(x)[:, :1] - 0.5)
+
+
+def table(
+    changed: int = 0, outputs: tuple[str, ...] = ("scores",), kind: type[Table] = Table
+) -> EagerModel:
     signature = Signature(
         inputs=(TensorSpec(name="x", shape=("batch", 4)),),
         outputs=tuple(OutputSpec(name=name) for name in outputs),
     )
-    module = Table(changed, len(outputs))
+    module = kind(changed, len(outputs))
     arguments = {"changed": changed, "outputs": len(outputs)}
     return EagerModel.from_module(module, arguments=arguments, signature=signature)
 
@@ -54,6 +63,14 @@ def context(tmp_path, task: str | None = None) -> Context:
     x = torch.cat([torch.arange(SAMPLES)[:, None].float(), nn.functional.one_hot(labels, 3)], 1)
     data = Splits({"val": TensorDataset(x, labels)}, batch_size=64)
     return Context(root=tmp_path, data=data, loss=Loss(task=TASKS[task] if task else None))
+
+
+def test_shares_after_a_sigmoid_are_a_yes_above_one_half(tmp_path) -> None:
+    # All are positive: by their signs no label could differ. Of the first six samples two are yes.
+    pair = table(kind=Shares), table(6, kind=Shares)
+    found = MaxDisagreement(percent=2).bound(*pair, context(tmp_path))
+    assert (found.changed, found.classes.keys()) == (2, {"0", "1"})
+    assert LabelAgreement().evaluate(*pair, context(tmp_path)).value == 1 - 2 / SAMPLES
 
 
 def test_labels_are_judged_by_their_bound_and_not_by_their_share(tmp_path) -> None:
