@@ -50,19 +50,22 @@ def paired_scores(
     Shares of 0 to 1, as after a sigmoid, are made so by taking one half from them: their signs
     would all be the same. Shares are outputs of which the first model has nothing beyond 0 and 1.
     """
-    shares: set[int] | None = None
-    for expected, _ in paired_outputs(before, after, context):
-        labelled = labelled_outputs(expected, context.task)
-        own = {i for i in labelled if are_shares(expected[i], context.task)}
-        shares = own if shares is None else shares & own
-        if not shares:
-            break
-    for pair in paired_outputs(before, after, context):
+
+    def shares_in(outputs: tuple[torch.Tensor, ...]) -> set[int]:
+        labelled = labelled_outputs(outputs, context.task)
+        return {i for i in labelled if are_shares(outputs[i], context.task)}
+
+    pairs = paired_outputs(before, after, context)
+    pair = next(pairs, None)
+    if shares := shares_in(pair[0]) if pair else set():
+        for expected, _ in paired_outputs(before, after, context):  # of which answers are kept
+            shares &= shares_in(expected)
+    while pair:
         one, other = (
-            tuple(x - 0.5 if i in (shares or ()) else x for i, x in enumerate(outputs))
-            for outputs in pair
+            tuple(x - 0.5 if i in shares else x for i, x in enumerate(outputs)) for outputs in pair
         )
         yield one, other
+        pair = next(pairs, None)
 
 
 def refuse_other_shapes(a: torch.Tensor, b: torch.Tensor, what: str = "outputs") -> None:
