@@ -17,6 +17,7 @@ from compress.common.tensor_difference import relative_error
 from compress.core.bounds import score_threshold, share_bound
 from compress.core.gates.disagreement import MaxDisagreement, labels_of
 from compress.core.gates.quality import paired_outputs, too_few_samples
+from compress.core.metrics.builtin import are_shares, labelled_outputs
 from compress.core.stage import Stage
 from compress.export.onnx.stage import ROUNDING, OnnxModel
 
@@ -158,7 +159,7 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         from compress.export.onnx.cascade_graph import RowScore
 
         names, how, seen = [output.name for output in model.signature.outputs], None, []
-        are_shares = True  # what says yes or no is from 0 to 1, of all samples
+        only_shares = True  # of all samples
         for half in halves:
             scores, changed = [], []
             # All samples, where a run judges quickly, too.
@@ -166,12 +167,13 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
             for pair in paired_outputs(large, model, own):
                 how = how or RowScore.of(pair[1], names, context.task, self.score, self.title)
                 scores.append(how.measure(pair[1]))
-                are_shares &= how.says_shares(pair[0])
+                labelled = labelled_outputs(pair[0], context.task)
+                only_shares &= all(are_shares(pair[0][i], context.task) for i in labelled)
                 labels = [labels_of(dict(zip(names, x, strict=True)), own) for x in pair]
                 changed.append((labels[0] != labels[1]).any(1))
             seen.append((torch.cat(scores).numpy(), torch.cat(changed).numpy()))
         assert how is not None
-        if are_shares:
+        if only_shares:
             raise StageFailed(
                 f"{self.title}: an output that says yes or no does so by its sign, and all of "
                 f"{self.fallback}'s are from 0 to 1, as after a sigmoid, so that no label could "

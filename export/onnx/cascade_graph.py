@@ -65,11 +65,6 @@ class RowScore:
         kinds = ("classes" if has_classes(answers[i], task) else "logits" for i in places)
         return cls(tuple(zip(places, kinds, strict=True)))  # type: ignore[arg-type]
 
-    def says_shares(self, answers: Sequence[torch.Tensor]) -> bool:
-        """Whether there are logits of yes or no, and all of them are from 0 to 1."""
-        found = [answers[place] for place, kind in self.of_outputs if kind == "logits"]
-        return bool(found) and all(bool(((x >= 0) & (x <= 1)).all()) for x in found)
-
     def measure(self, answers: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the score of each row, `(rows,)`, float32, as the graph computes it."""
         found = []

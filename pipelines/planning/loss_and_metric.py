@@ -116,14 +116,12 @@ def fitting_loss(
 
 
 def metric_takes_first(plan: Plan, source: Artifact, context: Context) -> bool:
-    """Whether the metric takes a model's answers to the first samples of `val`; true without any.
+    """Whether the metric takes a model's answers to the first samples of `val`.
 
     For the price of two calls it says whether :func:`fitting_loss`, which names what is wrong,
     should come before anything else is done with a large model.
     """
-    data, metric = context.data, plan.metric.for_model(source.signature)
-    if data is None or "val" not in data.datasets or not metric.is_measured:
-        return True
+    data, metric = context.need_data("val"), plan.metric.for_model(source.signature)
     try:
         meter = metric.with_inferred_loss(data).meter()
         with context.predictor(source) as predict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,29 +84,34 @@ class PipelineExecutor:
 
         def fit() -> str:  # by the file that answers for the model, once there is one
             context = state.context(SOURCE)
-            return fitting_loss(plan, pipeline, source, context, state.contents)
+            tried = partial(fitting_loss, plan, pipeline, source, context, state.contents)
+            return cache.get_or_measure(loss_key, tried)
+
+        def fit_early() -> None:  # the price of two calls; all of `fit` would take the model itself
+            key, takes = {"first samples": 1, **loss_key}, metric_takes_first
+            if not cache.get_or_measure(key, partial(takes, plan, source, state.context(SOURCE))):
+                fit()
 
         if plan.baseline == SOURCE:
             if SOURCE in state.unmeasured:
                 state.baseline = Measurements.sizes(source, source, context, state.why_unmeasured)
             else:
                 with state.profiler.section(SOURCE, "evaluation"):
-                    takes = partial(metric_takes_first, plan, source, context)
-                    if not cache.get_or_measure({"first samples": 1, **loss_key}, takes):
-                        fit()
-                    self._answer_by_file(cache)
+                    self._answer_by_file(cache, fit_early)
                     state.baseline = evaluator.measure_artifact(state, SOURCE, cache)
         self._emit_finished(lookup, cache.seconds, state.baseline)
-        line = cache.get_or_measure(loss_key, fit)
-        if line:
+        if line := fit():
             state.emit("task_known", None, line)
 
-    def _answer_by_file(self, cache: evaluator.MeasurementCache) -> None:
+    def _answer_by_file(
+        self, cache: evaluator.MeasurementCache, fit_early: Callable[[], None]
+    ) -> None:
         """Write the uncompressed model as an ONNX file now, which then answers for it.
 
         Only where the speed of a later stage's file is compared with it anyway, and the model is so
         large that its calls are what judging costs. It is compared with the model as any export is,
-        but on few samples of `val`. Where it cannot be written, the model answers.
+        but on few samples of `val`. Where it cannot be written, the model answers. `fit_early` is
+        called before it is written, and raises where the data do not fit the model.
         """
         state, source, context = self.state, cache.artifact, self.state.context(SOURCE)
         stages = [p for p in state.plan.stages if isinstance(p.stage, ExportOnnx)]
@@ -126,21 +131,29 @@ class PipelineExecutor:
             key = {"multiply-accumulates": 1, "data": state.fingerprint}
             sizes = partial(context.typical_sizes, source.signature)
             macs = cache.get_or_measure(key, lambda: context.macs(source, sizes()) or 0)
-            if macs * len(state.data.split("val")) < DEAR_MACS:  # type: ignore[arg-type]
-                return
+        except Exception as error:  # noqa: BLE001 - the user's own code may raise any
+            self._without_file(error)
+            return
+        if macs * len(state.data.split("val")) < DEAR_MACS:  # type: ignore[arg-type]
+            return
+        fit_early()
+        try:
             began = time.monotonic()
             runtime = BASELINES[ExportOnnx.runtime.name]
             quick = replace(context, is_quick=True)
             file = BaselineArtifact(runtime, source, source, quick).written()
             cache.seconds += time.monotonic() - began
-        except Exception as error:
-            # Whatever the user's own code raises here, it raises again where the model is called.
-            if signals.exit_code():  # the error is a consequence of it
-                raise
-            why = f"{type(error).__name__}: {first_line(error)}"
-            state.emit("message", None, f"{SOURCE}: no ONNX file answers for the model ({why})")
+        except Exception as error:  # noqa: BLE001 - the user's own code may raise any
+            self._without_file(error)
         else:
             state.baseline_file = file
+
+    def _without_file(self, error: Exception) -> None:
+        # Whatever the user's own code raises here, it raises again where the model is called.
+        if signals.exit_code():  # the error is a consequence of it
+            raise error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        self.state.emit("message", None, f"{SOURCE}: no ONNX file answers for the model ({why})")
 
     def lookup(self, name: str, parts: dict[str, Any]) -> CacheLookup:
         """Look a stage's artifact up in the store; where it is not there, announce that it runs."""
