@@ -19,11 +19,13 @@ def write(data: Splits, inputs: int, file: Path) -> None:
     save_file(tensors, file)
 
 
-def read(file: str) -> dict[str, TensorDataset]:
-    """Return what :func:`write` wrote, by split."""
+def read(file: str, without: str = "") -> dict[str, TensorDataset]:
+    """Return what :func:`write` wrote, by split, without one of them."""
     splits: dict[str, tuple[list, list]] = {}
     for name, tensor in sorted(load_file(file).items()):
         split, kind, _ = name.split(".")
+        if split == without:
+            continue
         splits.setdefault(split, ([], []))[kind == "target"].append(tensor)
     return {split: Samples(inputs, targets) for split, (inputs, targets) in splits.items()}
 

@@ -25,7 +25,10 @@ model:
   {checkpoint}
   inputs: {inputs}
   outputs: {outputs}
-data: {{factory: "peer_tools.stored_data:read", arguments: {{file: {data}}}, batch_size: 32}}
+data:
+  factory: "peer_tools.stored_data:read"
+  arguments: {{file: {data}, without: test}}
+  batch_size: 32
 metric: {metric}
 """
 COSINE = '{name: "real_models.scores:cosine", higher_is_better: true}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -255,5 +256,12 @@ class EagerModel(Artifact):
         """Count multiply-accumulates for one sample."""
         from compress.graph.flops import count_macs
 
-        inputs = self.signature.example(batch=1, sizes=sizes)
-        return count_macs(self._callable_module(), inputs)
+        at = tuple((sizes or {}).items())
+        if at not in self._counted:
+            inputs = self.signature.example(batch=1, sizes=sizes)
+            self._counted[at] = count_macs(self._callable_module(), inputs)
+        return self._counted[at]
+
+    @cached_property
+    def _counted(self) -> dict[tuple[tuple[str, int], ...], int]:
+        return {}

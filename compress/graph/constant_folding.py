@@ -88,10 +88,13 @@ def round_to_step(
     x: torch.Tensor, scale: float, zero_point: int, least: int, most: int
 ) -> torch.Tensor:
     """Return float32 numbers as integers of these limits would have them, scaled back."""
-    rounded = x.to(torch.float32) * (1.0 / scale)
-    rounded.round_().add_(zero_point).clamp_(least, most)
-    rounded.nan_to_num_(0.0)  # what a NaN is as an integer of 8 bits
-    return rounded.sub_(zero_point).mul_(scale)
+    steps = x.to(torch.float32) * (1.0 / scale)
+    # As many steps from zero as the integer is from its zero point, without adding that first.
+    steps.round_().clamp_(least - zero_point, most - zero_point)
+    if steps.sum().isnan():  # a pass less than replacing what is seldom there
+        steps.nan_to_num_(-zero_point)  # a NaN is 0 as an integer of 8 bits
+    # Zero plus them: a number that is rounded to zero from below is no zero with a sign.
+    return torch.add(steps.new_zeros(()), steps, alpha=scale, out=steps)
 
 
 def _bytes(value: Any) -> int:

@@ -296,10 +296,11 @@ def _nudged(inputs: Tensors, sign: int) -> Tensors:
 SAMPLES, FEWEST_SAMPLES = 128, 32
 """Samples of `val` that are compared, spread over it; a run compares all where it measures a
 metric."""
-# A graph with integers takes torch 25 ms for each 10^9 (ResNet-18, one thread), ten times as long
-# as its file takes ONNX Runtime: half of what export_onnx took in all was for 128 samples of it.
-LARGEST_MACS = 6 * 10**10
-"""Multiply-accumulates of all samples in a graph with integers, beyond the fewest."""
+# A graph with integers takes torch 25 ms for each 10^9 in ResNet-18 on one thread, and 160 in
+# EfficientNet-Lite0, whose rounding takes longer than its products: ten times as long as its file
+# takes ONNX Runtime. More than half of what export_onnx took there was for 128 samples of it.
+LARGEST_MACS = 12 * 10**9
+"""Multiply-accumulates of all samples that the source runs, beyond the fewest."""
 NEAR_TIE = 0.05
 """Distance of two classes, as a share of that of best and worst, below which either may win."""
 NOTHING_FINITE = "all answers of the source are infinite or NaN: nothing can be compared"
@@ -582,10 +583,8 @@ def problem_of(
 def val_inputs(context: Context, model: Artifact) -> Iterator[Tensors]:
     """Yield inputs of samples that are spread over ``val``; none where there is no data."""
     if context.data is not None and "val" in context.data.datasets:
-        limit = SAMPLES
-        if isinstance(model, GraphModel):
-            macs = context.macs(model, context.typical_sizes(model.signature)) or 1
-            limit = max(FEWEST_SAMPLES, min(SAMPLES, LARGEST_MACS // macs))
+        macs = context.macs(model, context.typical_sizes(model.signature)) or 1
+        limit = max(FEWEST_SAMPLES, min(SAMPLES, LARGEST_MACS // macs))
         if context.is_quick:
             limit = QUICK_SAMPLES
         for batch in context.data.batches("val", limit=limit):

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 LayerCall = tuple[str, int]
 """A module's name, and how many times it was called before in the same run."""
 SAMPLES, FEWEST_SAMPLES = 256, 8
-LARGEST_MACS = 2 * 10**10
+LARGEST_MACS = 8 * 10**9
 """Multiply-accumulates of all samples in the float model, beyond the fewest: torch takes several
-times as long for a graph with integers, which runs twice. By a count and not by time, as manifests
-record what was found."""
+times as long for a graph with integers, which runs twice, and each output of a layer is read. By a
+count and not by time, as manifests record what was found."""
 LARGEST_BATCH = 64
 FEW_ROWS = 1
 """Samples of the comparison where each call reads all weights from disk: the scores of a long text

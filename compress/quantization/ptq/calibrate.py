@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -229,7 +230,12 @@ def calibrate_(
     """Run batches through a graph, to find ranges; StageFailed if data do not fit or vary."""
     reference: list[torch.Tensor] = []
     samples, differ = 0, False
-    with monitor_ranges(prepared, signature) as monitors, torch.inference_mode():
+    with ExitStack() as stack:
+        monitors = stack.enter_context(monitor_ranges(prepared, signature))
+        # A histogram would copy each tensor into the order of its axes.
+        if all(monitor.histogram is None for monitor in monitors):
+            stack.enter_context(channels_last(prepared))
+        stack.enter_context(torch.inference_mode())  # last: weights must not be of this mode
         for batch in batches:
             require_matching_inputs(batch.inputs, signature)
             for spec, values in zip(signature.inputs, batch.inputs, strict=True):
@@ -254,6 +260,20 @@ def calibrate_(
                 "expected values that vary; bring samples like those of use"
             )
     return monitors
+
+
+@contextmanager
+def channels_last(graph: GraphModule) -> Iterator[None]:
+    """Let a graph's convolutions keep the channels of a pixel together, in a block.
+
+    What follows a convolution has the layout of its weight. EfficientNet-Lite0 and ResNet-18 take
+    a fifth less time on a processor so.
+    """
+    graph.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    try:
+        yield
+    finally:
+        graph.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
 
 def leave_vanishing_float_(

@@ -1,5 +1,6 @@
 """What depends on weights alone is computed once, and answers stay what they were."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -89,6 +90,20 @@ def test_integers_that_are_read_otherwise_stay(reader: str) -> None:
     expected = graph(x)
     constant_folding.fuse_rounding_(graph)
     assert all(map(torch.equal, graph(x), expected))
+
+
+@pytest.mark.parametrize("zero_point", [-128, 0, 3])
+def test_every_number_is_rounded_as_torch_does(zero_point: int) -> None:
+    signs = torch.tensor([-1.0, 1.0])
+    x = torch.cat([torch.linspace(-20, 20, 999), *(signs * v for v in (0, 0.03, 1e30, math.inf))])
+    x = torch.cat([x, torch.tensor([math.nan])])
+    limits = (0.1, zero_point, -128, 127)
+    integers = torch.ops.quantized_decomposed.quantize_per_tensor(x, *limits, torch.int8)
+    dequantize = torch.ops.quantized_decomposed.dequantize_per_tensor
+    expected = dequantize(integers, *limits, torch.int8)
+    found = constant_folding.round_to_step(x, *limits)
+    assert torch.equal(found, expected)
+    assert torch.equal(found.signbit(), expected.signbit())
 
 
 @pytest.mark.parametrize(("max_bytes", "folded"), [(2**30, True), (0, False)])

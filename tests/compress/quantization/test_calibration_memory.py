@@ -13,7 +13,7 @@ from compress.quantization.ptq.calibrate import calibrate_
 from compress.quantization.pt2e.observers import OBSERVERS
 from compress.quantization.pt2e.torchao_api import prepare_pt2e
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.pt2e.observer_ranges import fit_ranges_, monitor_ranges, range_facts
+from compress.quantization.pt2e.observer_ranges import fit_ranges_, range_facts
 from compress.quantization.stages.base import CalibrationData
 from compress.quantization.config.dtype_scheme import scheme_for
 
@@ -34,9 +34,8 @@ graph = capture(network.eval(), signature)
 def calibrate(observer, samples):
     quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), observer)
     prepared = prepare_pt2e(copy.deepcopy(graph), quantizer)
-    with monitor_ranges(prepared, signature) as ranges:
-        calibration = CalibrationData(Splits({"train": Images()}, 32), samples, seed=0)
-        calibrate_(prepared, signature, calibration, lambda seen: None)
+    calibration = CalibrationData(Splits({"train": Images()}, 32), samples, seed=0)
+    ranges = calibrate_(prepared, signature, calibration, lambda seen: None)
     fit_ranges_(prepared)
     range_facts(ranges)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,5 +1,6 @@
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from compress.quantization.pt2e.observer_ranges import (
     weight_of,
 )
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
+from compress.quantization.pt2e.torchao_api import MinMaxObserver, convert_pt2e, prepare_pt2e
 from compress.quantization.ptq.calibrate import Corrections, calibrate_
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import IMAGE, NETWORKS, build_model
@@ -56,6 +57,21 @@ def prepared(factory: str, weight_bits: int = 3) -> fx.GraphModule:
 
 def sample(digits: Splits) -> list:
     return list(digits.calibration(240, 0))
+
+
+@pytest.mark.parametrize("factory", ["depthwise", "two_additions"])
+def test_ranges_are_those_of_torchao_and_layouts_stay(factory: str, digits: Splits) -> None:
+    graph, alone, batches = prepared(factory), prepared(factory), sample(digits)
+    layouts = {name: tensor.stride() for name, tensor in graph.state_dict().items()}
+    calibrate_(graph, IMAGE, batches, lambda seen: None)
+    for batch in batches:
+        alone(*batch.inputs)
+    observers = {n: m for n, m in alone.named_modules() if type(m) is MinMaxObserver}
+    assert len(observers) > 3
+    for name, expected in observers.items():
+        found: Any = graph.get_submodule(name)
+        torch.testing.assert_close(found.calculate_qparams(), expected.calculate_qparams())
+    assert {name: tensor.stride() for name, tensor in graph.state_dict().items()} == layouts
 
 
 def rounded(digits: Splits, corrections: Corrections, factory: str = "depthwise") -> fx.GraphModule:
