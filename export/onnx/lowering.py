@@ -30,6 +30,7 @@ from compress.common.foreign.patching import patched_attribute
 from compress.common.forward import batched_experts, plain_attention
 from compress.common.process import gc_disabled
 from compress.export.common.runtime import NO_BFLOAT16, NO_UINT16_IN_OPSET, UINT16_OPSET
+from compress.export.onnx.decomposition import retraced_where_needed
 from compress.export.onnx.graph import INPUT, OUTPUT, count_operators, name_values_, strip_
 from compress.export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_, lower_quantized_rnns_
@@ -107,6 +108,7 @@ def lower(
             cached_registry(),
             cached_composite_ops(),
             numbers_for_tensors(),
+            retraced_where_needed(),
             # With gradients, attention with a learned mask is decomposed otherwise than traced.
             torch.no_grad(),
         ):

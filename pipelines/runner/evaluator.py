@@ -276,9 +276,11 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     Latency and memory of what only simulates its export are not.
     """
     baseline, artifact = state.artifacts[state.plan.baseline], state.artifacts[name]
-    dependence = batch_dependence(state, name, cache)
-    if state.data and "val" in state.data.datasets and state.plan.metric.is_measured:
-        score_of(state, name, "val", cache)
+    # What answers is opened once for both, and closed before two models are timed.
+    with state.context(name).form_of(artifact).keep_loaded():
+        dependence = batch_dependence(state, name, cache)
+        if state.data and "val" in state.data.datasets and state.plan.metric.is_measured:
+            score_of(state, name, "val", cache)
     context = state.context(name)
     conditions = state.measurement_conditions()
     # The number goes up where other things are measured: stored values are then measured again.
