@@ -44,12 +44,6 @@ NOT_DEPLOYED = (
     "neither KServe nor Triton was run: the gates measured the packaged file with the runtime of "
     "this process"
 )
-DATA_TYPES = {
-    "bool": "TYPE_BOOL",
-    "uint8": "TYPE_UINT8",
-    **{f"int{bits}": f"TYPE_INT{bits}" for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
-}
 CONFIG, VERSION = "config.pbtxt", "1"
 LABELS = "labels.txt"  # names of the classes, one a line, for Triton's classification extension
 PREPARATION = "preprocessing"  # parameter with what becomes of an image or a text, as JSON
@@ -157,13 +151,15 @@ def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> 
 def _tensors(
     tensors: tuple[Tensor, ...], backend: TritonBackend, role: str, batched: bool
 ) -> list[dict[str, Any]]:
+    from compress.serve.worker.wire import DATATYPES  # which imports NumPy
+
     entries = []
     for i, tensor in enumerate(tensors):
         name, dtype = backend.tensor_name.format(name=tensor.name, role=role, index=i), tensor.dtype
-        if dtype not in DATA_TYPES:
+        if dtype not in DATATYPES:
             raise StageFailed(f"{tensor.name} is {dtype}, which Triton's requests do not carry")
         dims = [*(tensor.shape[1:] if batched else tensor.shape)]
-        entry: dict[str, Any] = {"name": name, "data_type": EnumName(DATA_TYPES[dtype])}
+        entry: dict[str, Any] = {"name": name, "data_type": EnumName(f"TYPE_{DATATYPES[dtype]}")}
         # Triton requires a dimension: for a scalar it passes one element, reshaped to none.
         entry |= {"dims": dims} if dims else {"dims": [1], "reshape": {"shape": []}}
         entries.append(entry)

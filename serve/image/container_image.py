@@ -28,7 +28,7 @@ from compress.common.atomic_files import open_regular, sha256_of
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
 from compress.common.foreign.child_process import read_in_child
 from compress.common.requirements import DISTRIBUTION
-from compress.common.sealed_json import write_sealed
+from compress.common.sealed_json import canonical_json, write_sealed
 from compress.export.exporter import EXPORTERS
 from compress.profiling.batch_dependence import seeded_rows
 from compress.serve.http.loaded_model import RUNTIMES, open_model
@@ -349,8 +349,8 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
         reference = {"org.opencontainers.image.ref.name": "latest"}
         manifests = [descriptor | {"annotations": reference}]
         index = {"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}
-        (partial / "index.json").write_bytes(_as_bytes(index))
-        (partial / "oci-layout").write_bytes(_as_bytes({"imageLayoutVersion": "1.0.0"}))
+        (partial / "index.json").write_text(canonical_json(index))
+        (partial / "oci-layout").write_text(canonical_json({"imageLayoutVersion": "1.0.0"}))
         size = _make_readable(partial)
     return ImageFiles(str(out), artifact.digest, size, descriptor["digest"])
 
@@ -475,11 +475,7 @@ def write_layer(root: Path, blobs: Path) -> tuple[Json, str]:
 
 
 def _write_blob(blobs: Path, content: Json, media_type: str) -> Json:
-    raw = _as_bytes(content)
+    raw = canonical_json(content).encode()
     digest = hashlib.sha256(raw).hexdigest()
     (blobs / digest).write_bytes(raw)
     return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(raw)}
-
-
-def _as_bytes(content: Json) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
