@@ -27,7 +27,7 @@ from compress.training.launch.worker import (
     record_failure,
     recorded_failure,
 )
-from compress.training.loop.metrics import RECORDS, TrainingRecord
+from compress.training.loop.metrics import RECORDS, OnRecord
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -41,7 +41,7 @@ def run_ranks(
     folder: Path,
     ranks: LocalRanks,
     store: Store,
-    on_record: Callable[[TrainingRecord], None],
+    on_record: OnRecord,
     raise_if_lost: Callable[[], None] = lambda: None,
 ) -> str:
     """Run some ranks of a training in processes of their own, until all of them have ended.
@@ -85,7 +85,7 @@ def _wait(
     store: Store,
     logs: Path,
     records: Connection,
-    on_record: Callable[[TrainingRecord], None],
+    on_record: OnRecord,
     raise_if_lost: Callable[[], None],
 ) -> None:
     """Return when all processes have ended, or one has failed here or on another machine."""
