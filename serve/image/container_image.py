@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import distribution, distributions
@@ -25,7 +24,7 @@ from typing_extensions import TypedDict
 
 from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
 from compress.common.atomic_files import open_regular, sha256_of
-from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, raised_as
 from compress.common.foreign.child_process import read_in_child
 from compress.common.requirements import DISTRIBUTION
 from compress.common.sealed_json import canonical_json, write_sealed
@@ -399,17 +398,15 @@ def _read_base(base: Path) -> tuple[Json, Json]:
 
 
 def _holds(layer: Path, name: str) -> bool:
-    try:
-        most = MOST_UNPACKED + MOST_RATIO * layer.stat().st_size
-        with tarfile.open(layer, "r|*") as archive:
-            for member in archive:  # its data are read only to find the next one
-                if member.name.endswith(name):
-                    return True
-                if member.offset_data + member.size > most:
-                    raise ArtifactInvalid(f"{layer}: unpacks to more than {most} bytes")
-                archive.members.clear()  # type: ignore[attr-defined]  # or it would keep all
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise ArtifactInvalid(f"{layer}: not a readable layer ({first_line(error)})") from error
+    most = MOST_UNPACKED + MOST_RATIO * layer.stat().st_size
+    what = f"{layer}: not a readable layer"
+    with raised_as(ArtifactInvalid, what), tarfile.open(layer, "r|*") as archive:
+        for member in archive:  # its data are read only to find the next one
+            if member.name.endswith(name):
+                return True
+            if member.offset_data + member.size > most:
+                raise ArtifactInvalid(f"{layer}: unpacks to more than {most} bytes")
+            archive.members.clear()  # type: ignore[attr-defined]  # or it would keep all
     return False
 
 
