@@ -284,7 +284,7 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
             refuse_code_for_gpu,
             why_not_joined,
         )
-        from compress.serve.packaging.request_forms import forms_of
+        from compress.serve.packaging.request_forms import form_settings, forms_of
 
         backend = backends()[model.kind]
         refuse_code_for_gpu(model, self.title, "the repository's instances are on the CPU")
@@ -309,8 +309,11 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         payload = f"{self.model_name}/{VERSION}/{backend.file}"
         batched = interface.rows_stay_first
         facts = packaged_facts(model, self.model_name, payload, warnings, batched=batched)
-        carried, forms, names = model.carried_files(), forms_of(model), model.class_names
-        prepared, scores = forms.handler_settings(model.signature), interface.outputs[0].shape
+        carried, names = model.carried_files(), model.class_names
+        prepared, scores = (
+            form_settings(forms_of(model), model.signature),
+            interface.outputs[0].shape,
+        )
         labelled = bool(names) and len(scores) == 2 and scores[1] == len(names)
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
