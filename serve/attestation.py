@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import MANIFEST, Artifact, Step
 from compress.common.atomic_files import open_regular
 from compress.common.config import Settings
-from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, raised_as
 from compress.common.requirements import Requirement, pip_install, require_all
-from compress.common.sealed_json import canonical_json, reject_duplicate_keys
+from compress.common.sealed_json import canonical_json, load_strictly
 from compress.core.verdict import Verdict
 from compress.version import __version__
 
@@ -197,7 +197,7 @@ def read_attestation(file: Path, key_file: Path | None) -> Attestation:
         content = _parse_json(payload, file)
     elif key_file is not None:
         raise ArtifactInvalid(f"{file}: is not signed, expected a signature of {key_file}")
-    try:
+    with raised_as(ArtifactInvalid, f"{file}: not an in-toto Statement"):
         if content["_type"] != STATEMENT:
             raise ArtifactInvalid(
                 f"{file}: _type is {str(content['_type'])[:80]!r}, expected {STATEMENT}"
@@ -207,10 +207,6 @@ def read_attestation(file: Path, key_file: Path | None) -> Attestation:
         files = [(each["name"], each["digest"].get("sha256")) for each in named]
         own = content["predicate"].get("compress_verification", {}) if kind == PROVENANCE else {}
         certificates = [Certificate.model_validate(c) for c in own.get("certificates", ())]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ArtifactInvalid(
-            f"{file}: not an in-toto Statement ({type(error).__name__}: {error})"
-        ) from error
     texts = (each for each in files if {*map(type, each)} == {str})
     return Attestation(frozenset(texts), kind, signed_by, tuple(certificates))
 
@@ -231,15 +227,13 @@ def _open_envelope(content: dict[str, Any], file: Path, key_file: Path | None) -
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import VerificationError
 
-    try:
+    with raised_as(ArtifactInvalid, f"{file}: not a DSSE envelope"):
         # A key's id is a hint, which others derive otherwise, or leave out.
         signatures = [
             {"keyid": str(number), "sig": signature["sig"]}
             for number, signature in enumerate(content["signatures"])
         ]
         envelope = Envelope.from_dict({**content, "signatures": signatures})
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactInvalid(f"{file}: not a DSSE envelope ({error})") from None
     if envelope.payload_type != PAYLOAD_TYPE:
         found = repr(envelope.payload_type)[:80]
         raise ArtifactInvalid(f"{file}: payloadType is {found}, expected {PAYLOAD_TYPE}")
@@ -259,28 +253,19 @@ def _open_envelope(content: dict[str, Any], file: Path, key_file: Path | None) -
 def _load_key(file: Path, *, private: bool) -> Any:
     """Return a private key as a signer of securesystemslib, or a public one as its key."""
     require_all([REQUIREMENT], "signatures")
-    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from securesystemslib import signer
 
     library: Any = signer  # whose stubs export none of its classes
-    which = "private" if private else "public"
-    try:
+    what = f"{file}: not a {'private' if private else 'public'} key in PEM that can be read"
+    pair = f"; make a pair with {MAKE_KEY} and `openssl pkey -in key.pem -pubout -out public.pem`"
+    with raised_as(PipelineInvalid, what, pair):
         content = file.read_bytes()
         if private:
-            key: Any = serialization.load_pem_private_key(content, password=None)
-        else:
-            key = serialization.load_pem_public_key(content)
-        return library.CryptoSigner(key) if private else library.SSlibKey.from_crypto(key)
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise PipelineInvalid(
-            f"{file}: not a {which} key in PEM that can be read ({error}); make a pair with "
-            f"{MAKE_KEY} and `openssl pkey -in key.pem -pubout -out public.pem`"
-        ) from None
+            return library.CryptoSigner(serialization.load_pem_private_key(content, None))
+        return library.SSlibKey.from_crypto(serialization.load_pem_public_key(content))
 
 
 def _parse_json(content: bytes, file: Path) -> Any:
-    try:
-        return json.loads(content, object_pairs_hook=reject_duplicate_keys)
-    except (ValueError, RecursionError) as error:
-        raise ArtifactInvalid(f"{file}: not an attestation in JSON ({error})") from None
+    with raised_as(ArtifactInvalid, f"{file}: not an attestation in JSON"):
+        return load_strictly(content)

@@ -44,12 +44,6 @@ NOT_DEPLOYED = (
     "neither KServe nor Triton was run: the gates measured the packaged file with the runtime of "
     "this process"
 )
-DATA_TYPES = {
-    "bool": "TYPE_BOOL",
-    "uint8": "TYPE_UINT8",
-    **{f"int{bits}": f"TYPE_INT{bits}" for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
-}
 CONFIG, VERSION = "config.pbtxt", "1"
 LABELS = "labels.txt"  # names of the classes, one a line, for Triton's classification extension
 PREPARATION = "preprocessing"  # parameter with what becomes of an image or a text, as JSON
@@ -157,13 +151,15 @@ def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> 
 def _tensors(
     tensors: tuple[Tensor, ...], backend: TritonBackend, role: str, batched: bool
 ) -> list[dict[str, Any]]:
+    from compress.serve.worker.wire import DATATYPES  # which imports NumPy
+
     entries = []
     for i, tensor in enumerate(tensors):
         name, dtype = backend.tensor_name.format(name=tensor.name, role=role, index=i), tensor.dtype
-        if dtype not in DATA_TYPES:
+        if dtype not in DATATYPES:
             raise StageFailed(f"{tensor.name} is {dtype}, which Triton's requests do not carry")
         dims = [*(tensor.shape[1:] if batched else tensor.shape)]
-        entry: dict[str, Any] = {"name": name, "data_type": EnumName(DATA_TYPES[dtype])}
+        entry: dict[str, Any] = {"name": name, "data_type": EnumName(f"TYPE_{DATATYPES[dtype]}")}
         # Triton requires a dimension: for a scalar it passes one element, reshaped to none.
         entry |= {"dims": dims} if dims else {"dims": [1], "reshape": {"shape": []}}
         entries.append(entry)
@@ -288,7 +284,7 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
             refuse_code_for_gpu,
             why_not_joined,
         )
-        from compress.serve.packaging.request_forms import forms_of
+        from compress.serve.packaging.request_forms import form_settings, forms_of
 
         backend = backends()[model.kind]
         refuse_code_for_gpu(model, self.title, "the repository's instances are on the CPU")
@@ -313,8 +309,11 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         payload = f"{self.model_name}/{VERSION}/{backend.file}"
         batched = interface.rows_stay_first
         facts = packaged_facts(model, self.model_name, payload, warnings, batched=batched)
-        carried, forms, names = model.carried_files(), forms_of(model), model.class_names
-        prepared, scores = forms.handler_settings(model.signature), interface.outputs[0].shape
+        carried, names = model.carried_files(), model.class_names
+        prepared, scores = (
+            form_settings(forms_of(model), model.signature),
+            interface.outputs[0].shape,
+        )
         labelled = bool(names) and len(scores) == 2 and scores[1] == len(names)
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts

@@ -25,7 +25,7 @@ from compress.export.imported.exported_files import (
     signature_of_file,
 )
 from compress.serve.http import multiprocess, uvicorn_server
-from compress.serve.http.loaded_model import open_model
+from compress.serve.http.loaded_model import ServedModel, open_model
 from compress.serve.http.model_repository import NAME, VERSION, ModelRepository
 from compress.serve.packaging.request_forms import forms_of
 from compress.serve.shadow.options import ShadowOptions
@@ -41,7 +41,6 @@ from compress.serve.worker.wire import DATATYPES
 if TYPE_CHECKING:
     from compress.common.signature import Signature, TensorSpec
     from compress.serve.http.asgi_app import Application
-    from compress.serve.http.loaded_model import ServedModel
     from compress.serve.http.options import Options
     from compress.serve.http.shared_state import Served, SharedState
 
@@ -159,7 +158,7 @@ def _example(
             body = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
             return f"{url}/v1", _post_json(header, body, f"{url}/v1/completions")
         target = f"{place}/infer"
-        prepared = raw_body_line(forms_of(artifact).by_name, header, target)
+        prepared = raw_body_line(forms_of(artifact), header, target)
         return place, prepared or open_inference_line(target, artifact.signature, header)
 
 

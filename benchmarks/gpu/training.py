@@ -19,7 +19,7 @@ from torch import nn
 
 from compress.data.batch import Batch
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess, process_group
+from compress.training.distributed.base import Strategy, process_group
 from compress.training.launch.worker import create_strategy
 from compress.training.loop.train_state import TrainState
 from compress.training.loop.trainer import on_device
@@ -141,7 +141,7 @@ def measure(size: Size, settings: dict) -> tuple[float, float]:
     """Return the median seconds of a step and the peak of memory in GiB."""
     fixed = {"epochs": 1, "optimizer": "adamw", "learning_rate": 1e-4}
     training = Training(batch_size=size.batch, **fixed, **settings)
-    strategy = create_strategy(training.parallel) if "parallel" in settings else SingleProcess()
+    strategy = create_strategy(training.parallel) if "parallel" in settings else Strategy()
     module = Language(size).to(size.device)
     loss = TargetLoss().prepare(size.device)
     state = TrainState(module, loss, training, strategy, size.device, lambda: batch)

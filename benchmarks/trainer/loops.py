@@ -30,7 +30,7 @@ from compress.core.metrics import Metric
 from compress.data.splits import Splits
 from compress.training.checkpoint import TrainProgress
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.base import Strategy
 from compress.training.launch.worker import create_strategy
 from compress.training.loop.metrics import recording_metrics
 from compress.training.loop.train_state import CheckpointManager, Job, TrainState
@@ -195,7 +195,7 @@ def our_epochs(folder: Path, processes: int, saves: bool, task: Task = TASKS["tr
         folder=folder,
         accept_start=False,
     )
-    strategy = create_strategy(training.parallel) if processes > 1 else SingleProcess()
+    strategy = create_strategy(training.parallel) if processes > 1 else Strategy()
     loss = TargetLoss(label_smoothing=0.0).prepare("cpu")
     state = TrainState(net(task), loss, training, strategy, "cpu", job.example_batch)
     schedule = Schedule(state.optimizer, training, job.steps_per_epoch, job.metric)

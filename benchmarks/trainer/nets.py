@@ -8,7 +8,7 @@ from torch import nn
 
 from compress.data.batch import Batch
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.base import Strategy
 from compress.training.launch.worker import create_strategy
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
@@ -71,9 +71,7 @@ def batch(samples: int, length: int, width: int) -> Batch:
 def train_state(module: nn.Module, **settings) -> TrainState:
     """Create the state that trains a module; several processes need a process group."""
     training = Training(epochs=1, learning_rate=1e-3, **settings)
-    strategy = (
-        SingleProcess() if training.parallel.ranks == 1 else create_strategy(training.parallel)
-    )
+    strategy = Strategy() if training.parallel.ranks == 1 else create_strategy(training.parallel)
     loss = TargetLoss().prepare("cpu")
     state = TrainState(
         module, loss, training, strategy, "cpu", lambda: batch(2, 1, module.head.in_features)

@@ -22,7 +22,7 @@ from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
 from compress.training.checkpoint import checkpoints
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.base import Strategy
 from compress.training.launch.worker import create_strategy
 from compress.training.loop.train_state import Job
 from compress.training.loop.trainer import train
@@ -173,7 +173,7 @@ def train_all(root: Path, trainings: dict[str, tuple[str, dict]]) -> None:
             accept_start=False,
         )
         in_process = training.parallel.in_process
-        strategy = SingleProcess() if in_process else create_strategy(training.parallel)
+        strategy = Strategy() if in_process else create_strategy(training.parallel)
         train(job, strategy, lambda record: None)
 
 

@@ -7,19 +7,17 @@ import pickle
 from contextlib import suppress
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from compress.checkpoint.safetensors_io import bytes_of, read_exactly
 from compress.checkpoint.state_dict import StoredTensor
 from compress.common.atomic_files import file_beside
-from compress.common.errors import ArtifactInvalid, first_line
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from compress.common.errors import ArtifactInvalid, located, raised_as
 
 METADATA = ".metadata"
 BYTES_AT_ONCE = 2**20
@@ -58,27 +56,24 @@ class _Unpickler(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise PermissionError(f"{module}.{name}")
+        raise ArtifactInvalid(
+            f"names {module}.{name}, which is not part of an index of torch.distributed.checkpoint "
+            "and is never executed here; save the weights anew"
+        )
 
 
 def read_distributed(folder: Path) -> dict[Any, Any]:
     """Return the nested state dict, its tensors still on disk, or raise ArtifactInvalid."""
-    try:
+    unreadable = f"checkpoint {folder}: {METADATA} cannot be read, or truncated"
+    with raised_as(ArtifactInvalid, unreadable), located(f"checkpoint {folder}: {METADATA} "):
         metadata = _Unpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
-    except PermissionError as error:
-        raise ArtifactInvalid(
-            f"checkpoint {folder}: {METADATA} names {error}, which is not part of an index of "
-            "torch.distributed.checkpoint and is never executed here; save the weights anew"
-        ) from error
-    except Exception as error:  # for bytes that are no pickle, the reader raises anything
-        raise _unreadable(folder, error) from error
     if not isinstance(metadata, dcp.Metadata):
         raise ArtifactInvalid(
             f"checkpoint {folder}: {METADATA} holds a {type(metadata).__name__}, "
             "expected an index of torch.distributed.checkpoint"
         )
     state: dict[Any, Any] = {}
-    try:
+    with raised_as(ArtifactInvalid, unreadable):  # values that torch never writes fail anywhere
         paths = metadata.planner_data or {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, dcp.TensorStorageMetadata):
@@ -87,10 +82,6 @@ def read_distributed(folder: Path) -> dict[Any, Any]:
                 for parent in parents:
                     branch = branch.setdefault(parent, {})
                 branch[leaf] = _stored(folder, metadata, name, entry)
-    except ArtifactInvalid:
-        raise
-    except Exception as error:  # an index with values that torch never writes fails anywhere
-        raise _unreadable(folder, error) from error
     return state
 
 
@@ -116,73 +107,35 @@ def _stored(
     shape, dtype = tuple(entry.size), entry.properties.dtype
 
     def assemble() -> torch.Tensor:
-        try:
+        unreadable = f"{name} cannot be read, or truncated"
+        with raised_as(ArtifactInvalid, f"checkpoint {folder}: {unreadable}"):
             tensor = torch.empty(shape, dtype=dtype)
-        except (RuntimeError, TypeError) as error:
-            raise _unreadable(folder, error) from error
         for chunk, info, file in chunks:
-            try:
+            with raised_as(ArtifactInvalid, f"checkpoint {file}: {unreadable}"):
                 ends = zip(chunk.offsets, chunk.sizes, strict=True)
                 region = tensor[tuple(slice(begin, begin + size) for begin, size in ends)]
                 if region.shape != chunk.sizes:
                     raise ValueError(f"a part of {tuple(chunk.sizes)} reaches beyond {shape}")
-                with file.open("rb", buffering=0) as stream:
-                    _read_tensor_(_Window(stream, info.offset, info.length), region)
-            except Exception as error:
-                raise ArtifactInvalid(
-                    f"checkpoint {file}: {name} cannot be read, or truncated ({first_line(error)})"
-                ) from error
+                with file.open("rb") as stream:
+                    _read_tensor_(_create_file_view(stream, info.offset, info.length), region)
         return tensor
 
     def read_headers() -> None:
         for _, info, file in chunks:
-            with suppress(Exception), file.open("rb", buffering=0) as stream:
-                _load_on_meta(io.BufferedReader(_Window(stream, info.offset, info.length)))
+            with suppress(Exception), file.open("rb") as stream:
+                _load_on_meta(_create_file_view(stream, info.offset, info.length))
 
     return StoredTensor(shape, dtype, assemble, read_headers)
 
 
-def _unreadable(folder: Path, error: Exception) -> ArtifactInvalid:
-    return ArtifactInvalid(
-        f"checkpoint {folder}: {METADATA} cannot be read, or truncated "
-        f"({type(error).__name__}: {first_line(error)})"
-    )
-
-
-class _Window(io.RawIOBase):
-    """A byte range of an open file, as a read-only file of its own; it does not close the file."""
-
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        self.file, self.start, self.length, self.position = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
-        self.position = max(0, origin + offset)
-        return self.position
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        wanted = memoryview(buffer).cast("B")[: max(0, self.length - self.position)]
-        self.file.seek(self.start + self.position)
-        count = self.file.readinto(wanted) or 0
-        self.position += count
-        return count
-
-
-def _load_on_meta(stream: io.BufferedReader[_Window]) -> torch.Tensor:
+def _load_on_meta(stream: Any) -> torch.Tensor:
     """Return a saved tensor without its data; torch records the offset at which they begin."""
     saved: torch.Tensor = torch.load(stream, map_location="meta", weights_only=True)
     return saved
 
 
-def _read_tensor_(window: _Window, region: torch.Tensor) -> None:
+def _read_tensor_(stream: Any, region: torch.Tensor) -> None:
     """Read the tensor that torch.save wrote to a range of a file into another one, in place."""
-    stream = io.BufferedReader(window)  # closes the window when it is not referenced any more
     saved = _load_on_meta(stream)
     if saved.shape != region.shape:
         raise ValueError(f"{tuple(saved.shape)} instead of {tuple(region.shape)}")
@@ -198,19 +151,19 @@ def _read_tensor_(window: _Window, region: torch.Tensor) -> None:
         stream.seek(0)
         region.copy_(torch.load(stream, weights_only=True))
     elif saved.numel():
-        window.seek(start + saved.storage_offset() * saved.element_size())
-        _fill_(region.permute(axes), window)
+        stream.seek(start + saved.storage_offset() * saved.element_size())
+        _fill_(region.permute(axes), stream)
 
 
-def _fill_(region: torch.Tensor, window: _Window) -> None:
+def _fill_(region: torch.Tensor, stream: Any) -> None:
     if region.is_contiguous():
-        read_exactly(window, bytes_of(region))
+        read_exactly(stream, bytes_of(region))
     elif region.nbytes <= BYTES_AT_ONCE:
         buffer = torch.empty(region.shape, dtype=region.dtype)
-        read_exactly(window, bytes_of(buffer))
+        read_exactly(stream, bytes_of(buffer))
         region.copy_(buffer)
     elif len(region) == 1:
-        _fill_(region[0], window)
+        _fill_(region[0], stream)
     else:
         for rows in torch.split(region, max(1, BYTES_AT_ONCE // region[0].nbytes)):
-            _fill_(rows, window)
+            _fill_(rows, stream)

@@ -26,8 +26,8 @@ from compress.checkpoint.file_kinds import SAFETENSORS, unreadable
 from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, storage_key
 from compress.common.atomic_files import file_beside, open_atomically, open_regular
 from compress.common.config import Settings
-from compress.common.errors import ArtifactInvalid, located
-from compress.common.sealed_json import reject_duplicate_keys
+from compress.common.errors import ArtifactInvalid, located, raised_as
+from compress.common.sealed_json import load_strictly
 
 if TYPE_CHECKING:
     import io
@@ -143,15 +143,9 @@ def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
 
 def weight_map(index: Path) -> dict[str, Path]:
     """Return each tensor's file from an index; raise ArtifactInvalid for one in another folder."""
-    try:
-        with located("checkpoint "), open_regular(index) as stream:
-            text = stream.read()
-            files = json.loads(text, object_pairs_hook=reject_duplicate_keys)["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactInvalid(
-            f"checkpoint {index}: not a readable index with a weight_map "
-            f"({type(error).__name__}: {error})"
-        ) from error
+    what = f"{index}: not a readable index with a weight_map"
+    with located("checkpoint "), raised_as(ArtifactInvalid, what), open_regular(index) as stream:
+        files = load_strictly(stream.read())["weight_map"]
     if not isinstance(files, dict) or not files:
         raise ArtifactInvalid(f"checkpoint {index}: its weight_map names no tensors")
     return {name: file_beside(index, file) for name, file in files.items()}
@@ -168,7 +162,7 @@ def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry],
             raise ValueError(f"the header has {len(text)} of {length} bytes")
         if (count := text.count(b'"data_offsets"')) > MOST_TENSORS:
             raise ValueError(f"it has {count} tensors, expected at most {MOST_TENSORS}")
-        header = json.loads(text, object_pairs_hook=reject_duplicate_keys)
+        header = load_strictly(text)
         metadata = header.pop("__metadata__", None) or {}
         tied = {name: str(first) for name, first in metadata.items() if name != "format"}
         entries = {name: Entry.model_validate(entry) for name, entry in header.items()}

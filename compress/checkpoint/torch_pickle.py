@@ -19,7 +19,7 @@ from compress.checkpoint.file_kinds import SAVED, unreadable
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.checkpoint.state_dict import StoredTensor, Weights
 from compress.common.atomic_files import file_beside, open_regular
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, raised_as
 
 log = logging.getLogger(__name__)
 RUNS_PROGRAMS = re.compile(
@@ -137,14 +137,12 @@ def read_zero(folder: Path) -> Weights:
         )
     models = [read_pickle(file) for file in _by_rank(folder.glob(MODEL_FILES))]
     states = [read_pickle(file) for file in _by_rank(folder.glob(OPTIMIZER_FILES))]
-    try:
+    what = "is not laid out as DeepSpeed's ZeRO stages are, or a process's file is missing"
+    convert = (
+        f"python zero_to_fp32.py {folder.parent} OUT, which DeepSpeed saved there, and name OUT"
+    )
+    with raised_as(ArtifactInvalid, f"checkpoint {folder}: {what}", f"; run {convert}"):
         return _put_together(models, [state["optimizer_state_dict"] for state in states])
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise ArtifactInvalid(
-            f"checkpoint {folder}: is not laid out as DeepSpeed's ZeRO stages are, or a process's "
-            f"file is missing ({type(error).__name__}: {error}); run "
-            f"python zero_to_fp32.py {folder.parent} OUT, which DeepSpeed saved there, and name OUT"
-        ) from error
 
 
 def _put_together(models: list[Content], states: list[Content]) -> Weights:

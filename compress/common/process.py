@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from compress.common.errors import PipelineInvalid, first_line
 from compress.common.lazy_modules import np, torch
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
     from socket import socket
 
 THREADS = "OMP_NUM_THREADS"
@@ -40,6 +42,18 @@ def start_module(module: str, passed: socket, **settings: str) -> subprocess.Pop
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
+
+
+def end_processes(processes: Iterable[BaseProcess], seconds: float) -> None:
+    """End processes by SIGTERM, and by SIGKILL those that have not ended after so many seconds."""
+    processes = [*processes]
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()  # does nothing where it has ended
+        process.join()
 
 
 def derive_seed(*parts: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ from compress.training.checkpoint import (
 )
 from compress.training.distributed.base import (
     DataParallelStrategy,
-    SingleProcess,
+    Strategy,
     check_replicable,
     visible_devices,
 )
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.training.config.training import Training
-    from compress.training.loop.metrics import EpochMetrics, TrainingRecord
+    from compress.training.loop.metrics import EpochMetrics, OnRecord, TrainingRecord
     from compress.training.objectives.objective import Constraint, Objective
 
 log = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ def fit(
     data = context.need_data(task)
     training = _for_started_nodes(training.hyper_parameters(), task)
     refuse_unmet(unmet_in(training, requirements_of(training), context), task)
-    strategy = SingleProcess()
+    strategy = Strategy()
     if training.parallel.strategy == "dp":
         strategy = _data_parallel(training, context.device, task)
     _log_separate_statistics(start, training, task)
@@ -159,11 +158,8 @@ def fit(
         note = f"resumed after {' and '.join(after)}" if after else beginning
         context.progress(task, done, training.epochs, note)
         if not is_finished(training, earlier.history, job.metric):
-            identity, metric = job.folder.name.removeprefix("fit-"), context.metric.name
             steps = done * job.steps_per_epoch + earlier.steps
-            with log_records(
-                training.profile, results, task, identity, done, steps, metric
-            ) as write:
+            with log_records(job, results, task, done, steps) as write:
                 on_record = _record_listener(job, context, task, write, callbacks)
                 if training.parallel.in_process:
                     train(job, strategy, on_record)
@@ -193,7 +189,7 @@ def _for_started_nodes(training: Training, task: str) -> Training:
     return adapted
 
 
-def _data_parallel(training: Training, device: str, task: str) -> SingleProcess:
+def _data_parallel(training: Training, device: str, task: str) -> Strategy:
     """Return DataParallel over several devices, else the process alone; log what is faster."""
     devices = visible_devices(device)
     check_replicable(training, len(devices))
@@ -204,7 +200,7 @@ def _data_parallel(training: Training, device: str, task: str) -> SingleProcess:
             "strategy: ddp with processes: n is faster",
             task,
         )
-        return SingleProcess()
+        return Strategy()
     log.warning(
         "%s: strategy dp: DataParallel's threads share one interpreter and copy the model to "
         f"{len(devices)} devices in each step; strategy: ddp with processes: {len(devices)} is "
@@ -317,7 +313,7 @@ def _find_checkpoint(job: Job, task: str) -> tuple[Job, TrainProgress]:
     return replace(job, trusted=checkpoint.name), earlier
 
 
-def train_on_ranks(job: Job, on_record: Callable[[TrainingRecord], None]) -> None:
+def train_on_ranks(job: Job, on_record: OnRecord) -> None:
     """Train on several processes, and return when all of them have ended.
 
     ``on_record`` is called in this process after steps and epochs. A rank's error is raised here.
@@ -325,13 +321,9 @@ def train_on_ranks(job: Job, on_record: Callable[[TrainingRecord], None]) -> Non
     parallel = job.training.parallel
     group = joined_group()
     file = job.folder / JOB_FILE
-    try:
+    advice = "; name it by a data factory, or set parallel.processes to 1"
+    with raised_as(StageFailed, f"the data cannot be sent to {parallel.ranks} processes", advice):
         content = pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise StageFailed(
-            f"the data cannot be sent to {parallel.ranks} processes ({error}); "
-            "name it by a data factory, or set parallel.processes to 1"
-        ) from error
     # In a file: through a pipe it would hang this process where a rank dies before it has read it.
     write_atomically(file, content)
     try:
@@ -400,9 +392,9 @@ def _record_listener(
     job: Job,
     context: Context,
     task: str,
-    write: Callable[[TrainingRecord], None],
+    write: OnRecord,
     callbacks: CallbackRunner,
-) -> Callable[[TrainingRecord], None]:
+) -> OnRecord:
     """Return a function that passes steps and epochs to log, tracker, console and callbacks."""
     total, log_every = job.training.epochs, job.training.profile.log_every
 

@@ -337,7 +337,7 @@ def _preparation(state: RunState, name: str, cache: MeasurementCache) -> tuple[P
     if artifact.kind not in SERVED_KINDS or data is None or "val" not in data.datasets:
         return ()
     forms = forms_of(artifact)
-    if not forms.by_name:
+    if not forms:
         return ()
     key = {"preparation": 1, **state.measurement_conditions()}
     del key["metric"]

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import Call
     from compress.serve.worker.tensors import Array
 
+    Answer = list[Array] | Exception
+    """A request's outputs, or what the model raised."""
+
 CLOSE_SECONDS = 5.0  # time limit for all threads to end
 
 
@@ -29,7 +32,7 @@ class Job:
     rows: int
     row_shapes: tuple[Any, ...]
     """Shape of one row of each input; only jobs with equal ones can share a batch."""
-    on_done: Callable[[list[Array] | Exception], None]
+    on_done: Callable[[Answer], None]
     cancelled: bool = False
     """Set if nobody waits for the outputs: it is not run if its turn is yet to come."""
 
@@ -91,9 +94,7 @@ class Batcher(WorkerThreads):
         """Jobs of this turn of the event loop, on their way to the queue."""
         super().__init__(workers, queue.SimpleQueue())
 
-    def submit(
-        self, arrays: list[Array], on_done: Callable[[list[Array] | Exception], None]
-    ) -> Job:
+    def submit(self, arrays: list[Array], on_done: Callable[[Answer], None]) -> Job:
         """Queue a request; `on_done` is called in the event loop, unless the job is cancelled."""
         row_shapes: tuple[Any, ...] = tuple(array.shape[1:] for array in arrays)
         rows = len(arrays[0]) if arrays[0].ndim else 1
@@ -105,11 +106,11 @@ class Batcher(WorkerThreads):
         self._submitted.append(job)
         return job
 
-    async def outputs(self, arrays: list[Array]) -> list[Array] | Exception:
+    async def outputs(self, arrays: list[Array]) -> Answer:
         """Return a request's outputs, or what the model raised."""
-        future: asyncio.Future[list[Array] | Exception] = self._loop.create_future()
+        future: asyncio.Future[Answer] = self._loop.create_future()
 
-        def deliver(outputs: list[Array] | Exception) -> None:
+        def deliver(outputs: Answer) -> None:
             if not future.done():
                 future.set_result(outputs)
 
@@ -161,9 +162,7 @@ class Batcher(WorkerThreads):
             rows += job.rows
         return batch, None
 
-    def _deliver(
-        self, taken: int, jobs: list[Job], results: Sequence[list[Array] | Exception]
-    ) -> None:
+    def _deliver(self, taken: int, jobs: list[Job], results: Sequence[Answer]) -> None:
         self.depth -= taken
         for job, outputs in zip(jobs, results, strict=True):
             if not job.cancelled:

@@ -16,14 +16,13 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from compress.common.errors import PipelineInvalid
-from compress.serve.http.asgi_app import REPOSITORY
+from compress.serve.http.asgi_app import REPOSITORY, Application
 from compress.serve.http.bounded_protocol import GRPC_CONNECTIONS
 from compress.serve.http.messages import HttpError, Response
 from compress.serve.http.shared_state import SMALL_BYTES
 from compress.serve.worker.wire import DATATYPES, HEADER_LENGTH
 
 if TYPE_CHECKING:
-    from compress.serve.http.asgi_app import Application
     from compress.serve.http.messages import Message
     from compress.serve.http.options import Options
     from compress.serve.worker.tensors import Named

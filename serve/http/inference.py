@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from compress.profiling.batch_dependence import seeded_rows
 from compress.serve.http import messages, shared_state, torchserve_api
-from compress.serve.http.dynamic_batcher import Batcher
+from compress.serve.http.dynamic_batcher import Batcher, Job
 from compress.serve.http.helper_process import HelperProcess
 from compress.serve.http.messages import HttpError, Response
 from compress.serve.http.shared_state import (
@@ -28,7 +28,7 @@ from compress.serve.worker.tensors import describe_error, inference_error, outpu
 from compress.serve.worker.wire import DATATYPES, LABELS
 
 if TYPE_CHECKING:
-    from compress.serve.http.dynamic_batcher import Job
+    from compress.serve.http.dynamic_batcher import Answer
     from compress.serve.http.loaded_model import ServedModel
     from compress.serve.http.messages import Headers, Message, Receive, Send
     from compress.serve.http.options import Limits, Options
@@ -243,11 +243,7 @@ class Inference(Served):
         return Response(200, body, written, len(arrays[0]) if arrays[0].ndim else 1)
 
     async def respond(
-        self,
-        headers: Headers,
-        wanted: Named,
-        arrays: list[Array],
-        outputs: list[Array] | Exception,
+        self, headers: Headers, wanted: Named, arrays: list[Array], outputs: Answer
     ) -> Response:
         """Return the response with a model's outputs, or the error that its example shows."""
         failure = output_fault(outputs, self.outputs)
@@ -314,7 +310,7 @@ class WholeRequest:
         if self._job is not None:
             self._job.cancelled = True
 
-    def _encode(self, outputs: list[Array] | Exception) -> None:
+    def _encode(self, outputs: Answer) -> None:
         inference = self._inference
         self._job = None  # it refers to this request, which would wait for the garbage collector
         if (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, raised_as
 from compress.export.exporter import EXPORTERS
 from compress.profiling.batch_dependence import numpy_call, seeded_rows
 from compress.serve.packaging.model_interface import (
@@ -21,7 +21,7 @@ from compress.serve.packaging.model_interface import (
     read_recorded,
     refuse_bfloat16,
 )
-from compress.serve.packaging.request_forms import TOP_LABELS, class_settings
+from compress.serve.packaging.request_forms import TOP_LABELS, class_settings, form_settings
 from compress.serve.worker.loaders import LOADERS
 
 if TYPE_CHECKING:
@@ -84,23 +84,18 @@ def open_model(
     artifact.verify()
     refuse_bfloat16(artifact.signature)
     with _call_of(artifact, threads or 1) as call:
-        try:
+        with raised_as(
+            StageFailed, f"{artifact.path}: the model does not answer its own signature"
+        ):
             interface = infer_interface(call, artifact.signature)
             warm_up(call, artifact.signature)
-        except StageFailed:
-            raise
-        except Exception as error:
-            raise StageFailed(
-                f"{artifact.path}: the model does not answer its own signature: "
-                f"{type(error).__name__}: {error}"
-            ) from error
         recorded, stays = read_recorded(artifact, report), interface.rows_stay_first
         not_joined = recorded.why_not_joined(artifact, call, rows_stay_first=stays)
         signature, (forms, notes) = artifact.signature, recorded.served_forms(artifact)
         classes = None
-        if forms.class_names:
+        if artifact.class_names:
             scores = call(*seeded_rows(signature, signature.smallest_batch))[0]
-            classes = class_settings(artifact, forms.class_names, TOP_LABELS, scores)
+            classes = class_settings(artifact, artifact.class_names, TOP_LABELS, scores)
         if not_joined:
             notes.append(f"requests are not joined: {not_joined}")
         yield ServedModel(
@@ -110,7 +105,7 @@ def open_model(
             interface=interface,
             call=call,
             not_joined=not_joined,
-            forms=forms.handler_settings(signature),
+            forms=form_settings(forms, signature),
             folder=artifact.path,
             digest=artifact.digest,
             classes=classes,
@@ -151,9 +146,6 @@ def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
         "outputs": [output.name for output in signature.outputs],
     }
     file = artifact.payload_path
-    try:
+    with raised_as(ArtifactInvalid, f"{file}: {RUNTIMES[artifact.kind]} cannot load it"):
         run = LOADERS[artifact.kind](file, settings, threads)
-    except Exception as error:
-        runtime = RUNTIMES[artifact.kind]
-        raise ArtifactInvalid(f"{file}: {runtime} cannot load it: {first_line(error)}") from error
     yield lambda *arrays: run(arrays)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, StageFailed, cause_lines
+from compress.common.process import end_processes
 
 if TYPE_CHECKING:
     Ready = Callable[[], None]
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Folder of each process's counters, from which all can be summed; prometheus_client reads the
 variable at import."""
-POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0  # time for a process to cancel its requests, and to end its threads
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -34,83 +32,45 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
     once all answer. They end within `stop_seconds` of SIGTERM, or shortly after get SIGKILL. SIGHUP
     is passed on to them.
     """
+    fork = get_context("fork")
+    reader, writer = fork.Pipe(duplex=False)
+    processes = [fork.Process(target=_run, args=(child, writer, os.getpid())) for _ in range(count)]
 
     def pass_on(number: int, _: object) -> None:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        for process in processes:
+            if process.pid and process.is_alive():
+                os.kill(process.pid, number)
 
-    read_end, write_end = os.pipe()
-    pids: set[int] = set()
     with tempfile.TemporaryDirectory(prefix="serve-metrics-") as folder:
         os.environ[METRICS_VARIABLE] = folder
         try:
-            for _ in range(count):
-                pids.add(_fork(child, write_end))
+            for process in processes:
+                process.start()
             signal.signal(signal.SIGHUP, pass_on)
-            os.close(write_end)
-            ready_count = 0
-            while not _reap(pids):
-                if ready_count < count and select.select([read_end], [], [], POLL_SECONDS)[0]:
-                    ready_count += len(os.read(read_end, count))
-                    if ready_count == count:
-                        ready()
-                elif ready_count == count:
-                    time.sleep(POLL_SECONDS)
+            while reader in wait([reader, *(process.sentinel for process in processes)]):
+                reader.recv_bytes()
+                count -= 1
+                if not count:
+                    ready()
             raise StageFailed("a process of the server ended by itself")
         finally:
-            os.close(read_end)
-            _stop(pids, stop_seconds)
+            started = [process for process in processes if process.pid]
+            end_processes(started, stop_seconds + KILL_SECONDS)
 
 
-def _fork(child: Callable[[Ready], None], write_end: int) -> int:
-    parent = os.getpid()
-    if pid := os.fork():
-        return pid
-
-    def report_ready() -> None:
-        with suppress(OSError):
-            os.write(write_end, b"r")
-
-    code = 1
+def _run(child: Callable[[Ready], None], ready: Connection[Any, Any], parent: int) -> None:
+    end_with_parent(signal.SIGTERM)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has loaded what it would load again
     try:
-        end_with_parent(signal.SIGTERM)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has loaded what it would load again
         if os.getppid() == parent:  # it may have ended before
-            child(report_ready)
-        code = 0
+            child(lambda: ready.send_bytes(b"ready"))
     except KeyboardInterrupt:
-        code = 0
+        pass
     except CompressError as error:
         sys.stderr.write("".join(f"error: {line}\n" for line in cause_lines(error)))
-        sys.stderr.flush()
-    except BaseException:  # noqa: BLE001 - nothing may return into the parent's code
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+        sys.exit(1)
 
 
 def end_with_parent(number: signal.Signals) -> None:
     """Let the kernel send this process a signal when its parent ends, even if that is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
-
-
-def _reap(pids: set[int]) -> bool:
-    """Remove processes that have ended from the set; return whether there were any."""
-    ended = {pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]}
-    pids -= ended
-    return bool(ended)
-
-
-def _stop(pids: set[int], stop_seconds: float) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + stop_seconds + KILL_SECONDS
-    while pids and time.monotonic() < deadline:
-        _reap(pids)
-        time.sleep(POLL_SECONDS)
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import distribution, distributions
@@ -25,10 +24,10 @@ from typing_extensions import TypedDict
 
 from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
 from compress.common.atomic_files import open_regular, sha256_of
-from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, raised_as
 from compress.common.foreign.child_process import read_in_child
 from compress.common.requirements import DISTRIBUTION
-from compress.common.sealed_json import write_sealed
+from compress.common.sealed_json import canonical_json, write_sealed
 from compress.export.exporter import EXPORTERS
 from compress.profiling.batch_dependence import seeded_rows
 from compress.serve.http.loaded_model import RUNTIMES, open_model
@@ -349,8 +348,8 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
         reference = {"org.opencontainers.image.ref.name": "latest"}
         manifests = [descriptor | {"annotations": reference}]
         index = {"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}
-        (partial / "index.json").write_bytes(_as_bytes(index))
-        (partial / "oci-layout").write_bytes(_as_bytes({"imageLayoutVersion": "1.0.0"}))
+        (partial / "index.json").write_text(canonical_json(index))
+        (partial / "oci-layout").write_text(canonical_json({"imageLayoutVersion": "1.0.0"}))
         size = _make_readable(partial)
     return ImageFiles(str(out), artifact.digest, size, descriptor["digest"])
 
@@ -399,17 +398,15 @@ def _read_base(base: Path) -> tuple[Json, Json]:
 
 
 def _holds(layer: Path, name: str) -> bool:
-    try:
-        most = MOST_UNPACKED + MOST_RATIO * layer.stat().st_size
-        with tarfile.open(layer, "r|*") as archive:
-            for member in archive:  # its data are read only to find the next one
-                if member.name.endswith(name):
-                    return True
-                if member.offset_data + member.size > most:
-                    raise ArtifactInvalid(f"{layer}: unpacks to more than {most} bytes")
-                archive.members.clear()  # type: ignore[attr-defined]  # or it would keep all
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise ArtifactInvalid(f"{layer}: not a readable layer ({first_line(error)})") from error
+    most = MOST_UNPACKED + MOST_RATIO * layer.stat().st_size
+    what = f"{layer}: not a readable layer"
+    with raised_as(ArtifactInvalid, what), tarfile.open(layer, "r|*") as archive:
+        for member in archive:  # its data are read only to find the next one
+            if member.name.endswith(name):
+                return True
+            if member.offset_data + member.size > most:
+                raise ArtifactInvalid(f"{layer}: unpacks to more than {most} bytes")
+            archive.members.clear()  # type: ignore[attr-defined]  # or it would keep all
     return False
 
 
@@ -475,11 +472,7 @@ def write_layer(root: Path, blobs: Path) -> tuple[Json, str]:
 
 
 def _write_blob(blobs: Path, content: Json, media_type: str) -> Json:
-    raw = _as_bytes(content)
+    raw = canonical_json(content).encode()
     digest = hashlib.sha256(raw).hexdigest()
     (blobs / digest).write_bytes(raw)
     return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(raw)}
-
-
-def _as_bytes(content: Json) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -20,7 +20,7 @@ from compress.serve.http.messages import (
     content_type_of,
     send_response,
 )
-from compress.serve.http.shared_state import Served
+from compress.serve.http.shared_state import Served, SharedState
 from compress.serve.openai import decoder as decoders
 from compress.serve.openai.decoder import GenerationJob, GenerationThreads, Part, ServedDecoder
 from compress.serve.openai.request import ApiError, DecoderTexts, GenerationRequest
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.serve.http.messages import Headers, Message, Receive, Send
     from compress.serve.http.options import Limits, Options
-    from compress.serve.http.shared_state import SharedState
     from compress.serve.worker.tensors import Named
 
 DONE = b"data: [DONE]\n\n"
@@ -188,7 +187,7 @@ class DecoderService(Served):
             self.admit(scope["method"], headers, self.in_progress - 1)
             deadline = self._deadline()
             request = await self._read(is_chat, headers, receive, deadline)
-            job = GenerationJob(*request[:4])
+            job = GenerationJob(request)
             written = CompletionFormat(self._decoder, is_chat, request.with_usage)
             async with aclosing(self._threads.parts(job, self._helper)) as parts:
                 part = await self._next(parts, deadline)
@@ -276,7 +275,7 @@ class DecoderService(Served):
         return asyncio.get_running_loop().time() + self.limits.seconds
 
     def _usage(self, job: GenerationJob, last: Part) -> dict[str, int]:
-        prompt, answer = len(job.prompt), last.tokens
+        prompt, answer = len(job.request.prompt), last.tokens
         for part, count in (("prompt", prompt), ("answer", answer)):
             self.shared.metrics.tokens.labels(self.name, self.version, part).inc(count)
         usage = {"prompt_tokens": prompt, "completion_tokens": answer}

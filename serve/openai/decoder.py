@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compress.common.errors import PipelineInvalid, StageFailed
+from compress.common.errors import PipelineInvalid, located
 from compress.common.requirements import require_all
 from compress.export.genai.runtime import (
     GENAI,
@@ -29,7 +29,7 @@ from compress.serve.http.options import Limits, Options
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
-    from compress.export.genai.runtime import Sampling
+    from compress.serve.openai.request import GenerationRequest
 
 TOKEN_BYTES = 256  # of a token in JSON, at most; longer ones are rare
 
@@ -52,13 +52,12 @@ class ServedDecoder:
         """Bytes beyond which a body cannot hold a prompt that the context has room for."""
         return SMALL_BYTES + TOKEN_BYTES * self.context
 
-    def generate(
-        self, prompt: Sequence[int], count: int, sampling: Sampling
-    ) -> Generator[int, None, None]:
-        """Yield up to so many next tokens, until one that ends the text."""
+    def generate(self, request: GenerationRequest) -> Generator[int, None, None]:
+        """Yield the next tokens that are asked for, until one that ends the text."""
+        sampling, count = request.sampling, request.most_tokens
         if sampling.seed is None or not sampling.temperature:
-            return next_tokens_unlocked(self._model, prompt, count, sampling)
-        return next_tokens(self._model, prompt, count, sampling)
+            return next_tokens_unlocked(self._model, request.prompt, count, sampling)
+        return next_tokens(self._model, request.prompt, count, sampling)
 
 
 def refuse_for_decoders(artifact: Artifact, options: Options) -> None:
@@ -78,10 +77,8 @@ def open_decoder(artifact: Artifact, name: str, threads: int) -> ServedDecoder:
     artifact.verify()
     text = GreedyText.read(artifact.path)
     model = open_folder(artifact.path, threads)
-    try:
+    with located(f"{artifact.path}: "):
         text.check(model)
-    except StageFailed as error:
-        raise StageFailed(f"{artifact.path}: {error}") from error
     ends = GenaiConfig.read(artifact.path).model.eos_token_id
     return ServedDecoder(
         name=name,
@@ -104,12 +101,9 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class GenerationJob:
-    """A request's prompt, how it is continued, and the tokens of its answer."""
+    """A request, and the tokens of its answer."""
 
-    prompt: Sequence[int]
-    count: int
-    sampling: Sampling
-    stops: tuple[str, ...]
+    request: GenerationRequest
     tokens: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
     """No more than the context's: a client that reads slowly holds up nobody. None ends them."""
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -150,7 +144,7 @@ class GenerationThreads(WorkerThreads):
 
     async def parts(self, job: GenerationJob, helper: HelperProcess) -> AsyncGenerator[Part, None]:
         """Yield the parts of an answer's text; `helper` decodes tokens, by `DecoderTexts`."""
-        stream, stops, count = TextStream(), StopTexts(job.stops), 0
+        stream, stops, count = TextStream(), StopTexts(job.request.stops), 0
         async with aclosing(self.tokens(job)) as some_tokens:
             async for tokens in some_tokens:
                 stream, texts = await helper.call("decode", stream, tokens, lane=WRITING)
@@ -164,7 +158,7 @@ class GenerationThreads(WorkerThreads):
                         yield Part(part, count)
         rest = await helper.call("decode_rest", stream, lane=WRITING)
         part = stops.add(rest)
-        reason = "stop" if stops.found or count < job.count else "length"
+        reason = "stop" if stops.found or count < job.request.most_tokens else "length"
         yield Part(part + stops.rest(), count, reason)
 
     def _work(self) -> None:
@@ -181,7 +175,7 @@ class GenerationThreads(WorkerThreads):
         if job.cancelled.is_set():
             return
         self._call_start[threading.get_ident()] = time.monotonic()
-        with closing(self._decoder.generate(job.prompt, job.count, job.sampling)) as tokens:
+        with closing(self._decoder.generate(job.request)) as tokens:
             for token in tokens:
                 self._call_start[threading.get_ident()] = time.monotonic()
                 # genai's engine does not return the end token; its texts just end early.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from compress.profiling.batch_dependence import (
     rounding_tolerance,
     seeded_rows,
 )
-from compress.serve.packaging.request_forms import RequestForms, forms_of
+from compress.serve.packaging.request_forms import Forms, forms_of
 from compress.serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
@@ -165,18 +165,17 @@ class RecordedMeasurements(Settings):
         here = measure(call, artifact.signature, rows, source="seeded", rounding=rounding)
         return here.why_not_joined if here.depends else ""
 
-    def served_forms(self, artifact: Artifact) -> tuple[RequestForms, list[str]]:
+    def served_forms(self, artifact: Artifact) -> tuple[Forms, list[str]]:
         """Return what a server takes (no images unlike those of `val`), and notes for its user."""
-        forms, notes = forms_of(artifact), []
+        forms, notes = dict(forms_of(artifact)), []
         measured = {each.form: each for each in self.preparation}
-        for name in forms.by_name:
+        for name in [*forms]:
             if (found := measured.get(name)) is None:
                 notes.append(
                     f"no run's report shows that {name}s become inputs like those of `val`"
                 )
             elif found.is_wrong:
-                refused: Any = {name: None}
-                forms = replace(forms, **refused)
+                del forms[name]
                 notes.append(f"{name}s are not taken: {found.difference}")
             elif found.difference:
                 notes.append(found.difference)

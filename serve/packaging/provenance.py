@@ -8,14 +8,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from compress.artifacts.artifact import FileDigest, Step
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.printable import markdown_code, markdown_text
-from compress.common.sealed_json import dump_sealed, load_sealed
+from compress.common.sealed_json import dump_sealed, load_sealed, parse_settings
 from compress.common.signature import Signature
 from compress.core.verdict import History
 
@@ -65,12 +63,7 @@ class Provenance(Settings):
     @classmethod
     def read(cls, data: bytes, where: str) -> Provenance:
         """Parse a record; ArtifactInvalid where it is none, or was changed after sealing."""
-        try:
-            return cls.model_validate(load_sealed(data))
-        except ValidationError as error:
-            raise ArtifactInvalid(f"{where}: {PROVENANCE}: {error.errors()[0]['msg']}") from error
-        except ArtifactInvalid as error:
-            raise ArtifactInvalid(f"{where}: member {PROVENANCE} {error}") from None
+        return parse_settings(cls, data, f"{where}: member {PROVENANCE}", load_sealed)
 
 
 def refuse_broken_chain(record: Provenance, where: str) -> None:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import JsonValue, field_validator
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Count, Positive, Settings
-from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.errors import ArtifactInvalid, StageFailed, raised_as
 from compress.common.requirements import Requirement, pip_install
-from compress.common.signature import TensorSpec
+from compress.common.signature import Signature, TensorSpec
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.signature import Signature
+
 
 Field = Literal["ids", "attention_mask", "type_ids"]
 FIELDS: dict[str, Field] = {
@@ -185,12 +184,10 @@ class TextInput(Settings):
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
         """Return the handler's settings; StageFailed for another tokenizer than the inputs need."""
-        try:
+        with raised_as(StageFailed, f"text: {self.tokenizer}: not a tokenizer"):
             now = Path(self.tokenizer).stat()
             version = (now.st_ino, now.st_size, now.st_mtime_ns)
             longest, pad, pad_id = _tokenizer_settings(self.tokenizer, version, self.pad_token)
-        except Exception as error:
-            raise StageFailed(f"text: {self.tokenizer}: not a tokenizer ({error})") from error
         fields = FIELDS | self.fields
         for spec in signature.inputs:
             if spec.name not in fields or len(spec.shape) != 2 or "float" in spec.dtype:
@@ -235,28 +232,18 @@ def _tokenizer_settings(
 FORMS = {form.kind: form for form in (ImageInput, TextInput, AudioInput)}
 
 
-@dataclass(frozen=True)
-class RequestForms:
-    """Settings of texts, images, sounds and class names."""
-
-    class_names: tuple[str, ...] = ()
-    image: ImageInput | None = None
-    text: TextInput | None = None
-    audio: AudioInput | None = None
-
-    @property
-    def by_name(self) -> dict[str, ImageInput | TextInput | AudioInput]:
-        """The forms that a client may send."""
-        return {form.kind: form for form in (self.image, self.text, self.audio) if form}
-
-    def handler_settings(self, signature: Signature) -> dict[str, Any]:
-        """Return the handler's settings of each form, for a model of this signature."""
-        return {name: form.handler_settings(signature) for name, form in self.by_name.items()}
+Forms: TypeAlias = Mapping[str, ImageInput | TextInput | AudioInput]
+"""What a client may send beside tensors, by kind."""
 
 
-def forms_of(artifact: Artifact) -> RequestForms:
+def form_settings(forms: Forms, signature: Signature) -> dict[str, Any]:
+    """Return the handler's settings of each form, for a model of this signature."""
+    return {name: form.handler_settings(signature) for name, form in forms.items()}
+
+
+def forms_of(artifact: Artifact) -> Forms:
     """Return what an artifact's carried files say; what does not fit its inputs is left out."""
-    found: dict[str, Any] = {}
+    found: dict[str, ImageInput | TextInput | AudioInput] = {}
     form: ImageInput | AudioInput | TextInput
     for file in (IMAGES, TOKENIZER):
         if file not in artifact.manifest.files:
@@ -273,7 +260,7 @@ def forms_of(artifact: Artifact) -> RequestForms:
             found[form.kind] = form
         except StageFailed as error:
             logger.warning("%s: %s is not used: %s", artifact.path, file, error)
-    return RequestForms(artifact.class_names, **found)
+    return found
 
 
 def processor_input(config: Mapping[str, Any]) -> ImageInput | AudioInput:

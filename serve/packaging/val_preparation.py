@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.common.config import Settings
+from compress.serve.packaging.request_forms import Forms, TextInput, form_settings
 from compress.serve.worker.wire import audio_reader, image_reader, text_reader, upright
 
 if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.data.splits import Splits
-    from compress.serve.packaging.request_forms import RequestForms
     from compress.serve.worker.tensors import Array
 
     Inputs = list[Array]  # one sample's, in the signature's order, without the batch axis
@@ -57,14 +57,12 @@ class Preparation(Settings):
     """Whether it differs too much to be served."""
 
 
-def compare_preparation(
-    forms: RequestForms, signature: Signature, data: Splits
-) -> list[Preparation]:
+def compare_preparation(forms: Forms, signature: Signature, data: Splits) -> list[Preparation]:
     """Compare what images and texts of requests become with what `val` holds, which must exist."""
     from compress.data.dataloader import spread_indices
     from compress.data.raw_samples import raw_columns
 
-    settings = forms.handler_settings(signature)
+    settings = form_settings(forms, signature)
     if not settings:
         return []
     dataset: Any = data.datasets["val"]
@@ -72,13 +70,13 @@ def compare_preparation(
     batches = data.read("val", indices, batch_size=1)
     samples = {i: [x.numpy()[0] for x in b.inputs] for i, b in zip(indices, batches, strict=True)}
     columns, found = raw_columns(dataset, indices), []
-    if forms.image:
+    if "image" in settings:
         compared = _compare_images(settings["image"], signature, samples, columns)
         found.append(compared or _compare_ranges(settings["image"], signature, data))
-    if forms.audio:
+    if "audio" in settings:
         found.append(_compare_sounds(settings["audio"], signature, samples, columns))
-    if forms.text:
-        file = Path(forms.text.tokenizer)
+    if isinstance(text := forms.get("text"), TextInput):
+        file = Path(text.tokenizer)
         found.append(_compare_texts(settings["text"], signature, file, samples, columns))
     return found
 

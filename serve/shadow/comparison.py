@@ -5,8 +5,6 @@ It runs at the lowest priority, on one thread: what it takes of the machine, no 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -14,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
@@ -250,21 +249,13 @@ def _opened_fast(model: Artifact) -> Iterator[tuple[Predictor, str]]:
 @contextmanager
 def _locked(state: Path) -> Iterator[None]:
     """Lock a state for a block, waiting for who has it; PipelineInvalid where that takes long."""
-    with ExitStack() as stack:
-        try:
-            lock = stack.enter_context(state.with_name(f".{state.name}.lock").open("w"))
-            deadline = time.monotonic() + LOCK_SECONDS
-            while True:
-                with suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if time.monotonic() > deadline:
-                    raise OSError(errno.EBUSY, "another server writes it")
-                time.sleep(0.05)
-        except OSError as error:
-            raise PipelineInvalid(
-                f"{state}: {error.strerror}; name another file with --shadow-state"
-            ) from error
+    lock = FileLock(state.with_name(f".{state.name}.lock"), LOCK_SECONDS, fallback_to_soft=False)
+    try:
+        acquired = lock.acquire()
+    except OSError as error:
+        why = "another server writes it" if isinstance(error, Timeout) else error.strerror
+        raise PipelineInvalid(f"{state}: {why}; name another file with --shadow-state") from error
+    with acquired:
         yield
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric
 
 from compress.common import errors
 from compress.common.errors import StageFailed
@@ -24,8 +24,6 @@ from compress.common.process import start_module
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from prometheus_client import CollectorRegistry
 
     from compress.common.signature import Signature
     from compress.serve.shadow.options import ShadowOptions

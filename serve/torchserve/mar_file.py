@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from compress.checkpoint.safe_zip import refuse_unsafe
 from compress.common.atomic_files import stays_inside
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, raised_as
 
 HANDLER = "handler.py"
 CONFIG = "model-config.yaml"
@@ -65,15 +65,15 @@ def write_mar(path: Path, members: Mapping[str, bytes | Path]) -> None:
 
 def read_mar(path: Path) -> dict[str, bytes]:
     """Return every member's bytes; ArtifactInvalid for unsafe names, sizes or checksums."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            refuse_unsafe(archive, path)
-            names = archive.namelist()
-            for name in names:
-                check_member_name(name, str(path))
-            return {name: archive.read(name) for name in names}
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise ArtifactInvalid(f"{path}: not a readable .mar ({error})") from error
+    with (
+        raised_as(ArtifactInvalid, f"{path}: not a readable .mar"),
+        zipfile.ZipFile(path) as archive,
+    ):
+        refuse_unsafe(archive, path)
+        names = archive.namelist()
+        for name in names:
+            check_member_name(name, str(path))
+        return {name: archive.read(name) for name in names}
 
 
 @contextmanager
@@ -90,13 +90,10 @@ def unpacked(members: Mapping[str, bytes]) -> Iterator[Path]:
 
 def model_name_of(path: Path) -> str:
     """Return the name under which TorchServe serves an archive, from its manifest."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            refuse_unsafe(archive, path)
-            name = json.loads(archive.read(MAR_MANIFEST))["model"]["modelName"]
-    except (zipfile.BadZipFile, OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
-        raise ArtifactInvalid(f"{path}: not a .mar with a {MAR_MANIFEST} ({error})") from error
-    return str(name)
+    what = f"{path}: not a .mar with a {MAR_MANIFEST}"
+    with raised_as(ArtifactInvalid, what), zipfile.ZipFile(path) as archive:
+        refuse_unsafe(archive, path)
+        return str(json.loads(archive.read(MAR_MANIFEST))["model"]["modelName"])
 
 
 def check_member_name(name: str, archive: str = "the .mar") -> None:

@@ -28,9 +28,10 @@ from compress.serve.packaging import provenance, request_forms
 from compress.serve.packaging.provenance import PROVENANCE, digest_of
 from compress.serve.packaging.request_forms import (
     AudioInput,
+    Forms,
     ImageInput,
-    RequestForms,
     TextInput,
+    form_settings,
 )
 from compress.serve.torchserve import mar_file
 from compress.serve.torchserve.artifact import PROBE, TorchServeArchive
@@ -121,30 +122,28 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         return super().own_settings() | ({"text": self.text.identity()} if self.text else {})
 
     @property
-    def forms(self) -> RequestForms:
+    def forms(self) -> Forms:
         """What requests may hold beside tensors."""
-        return RequestForms(image=self.image, text=self.text, audio=self.audio)
+        return {form.kind: form for form in (self.image, self.text, self.audio) if form}
 
     def check_inputs(self, signature: Signature) -> None:
         """Check what requests hold against the signature before anything is trained or exported."""
-        self.forms.handler_settings(signature)
+        form_settings(self.forms, signature)
 
     def with_carried(self, model: Servable) -> Self:
         """Return the stage with the artifact's `image`, `text` and `audio` where left out here."""
-        forms = request_forms.forms_of(model)
-        own = {name: getattr(self, name) for name in ("class_names", "image", "text", "audio")}
-        carried = {key: value for key in own if (value := getattr(forms, key))}
-        used = [key for key in carried if not own[key]]
-        overridden = ", ".join(key for key in carried if own[key])
-        if carried:
+        carried = request_forms.forms_of(model)
+        named = [*(["class_names"] if model.class_names else []), *carried]
+        used = [name for name in named if not getattr(self, name)]
+        overridden = ", ".join(name for name in named if getattr(self, name))
+        if named:
             logger.info(
                 "%s: from the artifact's Hugging Face files: %s; from this stage's settings: %s",
                 self.title,
                 ", ".join(used) or "nothing",
                 overridden or "nothing",
             )
-        update = {key: carried[key] for key in used if key != "class_names"}
-        return self.model_copy(update=update)
+        return self.model_copy(update={name: carried[name] for name in used if name in carried})
 
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
@@ -267,7 +266,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
     for fact in ("built_for", "optimize_for_inference", "one_call_at_a_time"):
         if served.manifest.facts.get(fact):
             handler[fact] = served.manifest.facts[fact]
-    handler |= stage.forms.handler_settings(signature)
+    handler |= form_settings(stage.forms, signature)
     return {
         "minWorkers": stage.workers,
         "maxWorkers": stage.workers,

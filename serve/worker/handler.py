@@ -26,6 +26,7 @@ from compress.serve.worker.tensors import (
     inference_error,
     output_fault,
     run_batched,
+    unreadable,
 )
 from compress.serve.worker.wire import (
     JSON,
@@ -138,7 +139,7 @@ def read_request(
     """Return a request's inputs in the signature's order, and :func:`decode`'s second result."""
     field = "body" if "body" in row else "data"
     if field not in row:
-        raise ValueError(UNREADABLE, NO_BODY)
+        raise unreadable(NO_BODY)
     # TorchServe keeps each form field's own Content-Type under the field's name.
     content_type = (headers.get(field) or headers).get("content-type") or ""
     return decode(

@@ -35,6 +35,11 @@ BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxdict = 8
 BRIEF.maxstring = BRIEF.maxother = BRIEF.maxlong = 60
 
 
+def unreadable(message: str) -> ValueError:
+    """Return the error of a request whose body, or a tensor in it, does not match the signature."""
+    return ValueError(UNREADABLE, message)
+
+
 def abbreviated(value: Any) -> str:
     """Return the repr of a client's value for a message, shortened."""
     text = BRIEF.repr(value)
@@ -72,9 +77,7 @@ def in_signature_order(named: Named, specs: Specs) -> list[Any]:
     """Return the values in the signature's order; refuse missing and unknown names."""
     names = [spec["name"] for spec in specs]
     if sorted(named) != sorted(names):
-        raise ValueError(
-            UNREADABLE, f"the inputs are {abbreviated(sorted(named))}, expected {names}"
-        )
+        raise unreadable(f"the inputs are {abbreviated(sorted(named))}, expected {names}")
     return [named[name] for name in names]
 
 
@@ -88,18 +91,17 @@ def to_exact_array(values: Any, spec: Named) -> Array:
         types = {*map(type, level)}
     # JSON's booleans are no numbers; 0 and 1 are taken for booleans.
     if not types <= {int, float, *([bool] if spec["dtype"] == "bool" else [])}:
-        raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
+        raise unreadable(f"{spec['name']} holds values that are not {spec['dtype']}")
     try:
         parsed = np.asarray(values)
     except (ValueError, OverflowError) as error:
-        message = f"{spec['name']} is not a tensor: {str(error)[:120]}"
-        raise ValueError(UNREADABLE, message) from None
+        raise unreadable(f"{spec['name']} is not a tensor: {str(error)[:120]}") from None
     if parsed.dtype.kind in "biuf":
         with np.errstate(all="ignore"):
             array = parsed.astype(spec["dtype"])
         if array.dtype.kind == "f" or (array == parsed).all():
             return array
-    raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
+    raise unreadable(f"{spec['name']} holds values that are not {spec['dtype']}")
 
 
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
@@ -113,18 +115,16 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
     for array, spec in zip(arrays, specs, strict=True):
         name, shape = spec["name"], spec["shape"]
         if array.dtype != spec["dtype"]:
-            raise ValueError(UNREADABLE, f"{name} is {array.dtype}, expected {spec['dtype']}")
+            raise unreadable(f"{name} is {array.dtype}, expected {spec['dtype']}")
         fits = array.size and len(array.shape) == len(shape)
         for wanted, size in zip(shape, array.shape, strict=False):
             fits &= size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
         if not fits:
-            raise ValueError(
-                UNREADABLE, f"{name} has shape {list(array.shape)}, expected {list(shape)}"
-            )
+            raise unreadable(f"{name} has shape {list(array.shape)}, expected {list(shape)}")
         for axis, (least, most) in spec.get("bounds", {}).items():
             if not least <= sizes[axis] <= (most or sizes[axis]):
                 allowed = f"{least} to {most}" if most else f"{least} or more"
-                raise ValueError(UNREADABLE, f"{name}: {axis} is {sizes[axis]}, expected {allowed}")
+                raise unreadable(f"{name}: {axis} is {sizes[axis]}, expected {allowed}")
         if "rows" in spec and not 0 <= array.min() <= array.max() < spec["rows"]:
             found = array.min() if array.min() < 0 else array.max()
             raise ValueError(
@@ -134,7 +134,7 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
             found = [("NaN", "nan", np.isnan(array)), ("infinity", "infinities", np.isinf(array))]
             for word, taken, places in found:
                 if places.any() and taken not in spec.get("not_finite", ()):
-                    raise ValueError(UNREADABLE, f"{name} holds {word}, expected finite numbers")
+                    raise unreadable(f"{name} holds {word}, expected finite numbers")
     rows = sizes.get(next(iter(specs[0]["shape"]), ""), 0)
     if rows > max_rows:
         raise ValueError(TOO_LARGE, f"{rows} rows, at most {max_rows} in one request")

@@ -38,12 +38,12 @@ from compress.serve.worker.tensors import (
     NOT_ACCEPTABLE,
     TOO_LARGE,
     UNKNOWN_FORM,
-    UNREADABLE,
     abbreviated,
     dtype_name,
     in_signature_order,
     to_exact_array,
     top_classes,
+    unreadable,
 )
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def split_body(body: bytes, header_length: str) -> tuple[bytes, memoryview]:
     """Split a body into its JSON and the raw tensors after it."""
     found = f"{HEADER_LENGTH} is {header_length[:40]!r}"
     if not header_length.isascii() or not header_length.isdigit():
-        raise ValueError(UNREADABLE, f"{found}, expected a number")
+        raise unreadable(f"{found}, expected a number")
     length = int(header_length)
     if length > len(body):
-        raise ValueError(UNREADABLE, f"{found}, the body has {len(body)} bytes")
+        raise unreadable(f"{found}, the body has {len(body)} bytes")
     return body[:length], memoryview(body)[length:]
 
 
@@ -115,25 +115,25 @@ def from_protocol(
     """Return the arrays of a parsed request, and raw bytes behind it, in the signature's order."""
     if not is_protocol(value):
         form = '{"inputs": [{"name", "shape", "datatype", ...}, ...]}'
-        raise ValueError(UNREADABLE, f"the body is not {form}")
+        raise unreadable(f"the body is not {form}")
     tensors: dict[str, tuple[Named, memoryview | bytes]] = {}
     for tensor in value["inputs"]:
         size = parameters_of(tensor).get("binary_data_size")
         for key in ("name", "shape", "datatype", *(["data"] if size is None else [])):
             if key not in tensor:
-                message = f"inputs: a tensor has {abbreviated([*tensor])}, expected a {key!r}"
-                raise ValueError(UNREADABLE, message)
+                raise unreadable(
+                    f"inputs: a tensor has {abbreviated([*tensor])}, expected a {key!r}"
+                )
         name = tensor["name"]
         if size is not None and (type(size) is not int or not 0 <= size <= len(raw)):
             found = f"{abbreviated(name)}: binary_data_size is {abbreviated(size)}"
-            raise ValueError(UNREADABLE, f"{found}, and {len(raw)} bytes are left")
+            raise unreadable(f"{found}, and {len(raw)} bytes are left")
         if not isinstance(name, str) or name in tensors:
-            message = f"inputs: {abbreviated(name)} is given twice, or no name"
-            raise ValueError(UNREADABLE, message)
+            raise unreadable(f"inputs: {abbreviated(name)} is given twice, or no name")
         tensors[name] = (tensor, raw[: size or 0])
         raw = raw[size or 0 :]
     if len(raw):
-        raise ValueError(UNREADABLE, f"{len(raw)} bytes follow the last tensor, expected none")
+        raise unreadable(f"{len(raw)} bytes follow the last tensor, expected none")
     first = value["inputs"][0]
     if read_texts and len(tensors) == 1 and first["datatype"] == TEXT_DATATYPE and "data" in first:
         return read_texts(_texts(first))
@@ -144,10 +144,11 @@ def from_protocol(
 def _texts(tensor: Named) -> list[str]:
     texts, shape = tensor["data"], tensor["shape"]
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(UNREADABLE, f"{tensor['name']}: data is not a list of texts")
+        raise unreadable(f"{tensor['name']}: data is not a list of texts")
     if shape not in ([len(texts)], [len(texts), 1]) or not texts:
-        message = f"{tensor['name']} has shape {abbreviated(shape)}, expected [{len(texts) or 1}]"
-        raise ValueError(UNREADABLE, message)
+        raise unreadable(
+            f"{tensor['name']} has shape {abbreviated(shape)}, expected [{len(texts) or 1}]"
+        )
     return texts
 
 
@@ -155,25 +156,22 @@ def _array(tensor: Named, raw: memoryview | bytes, spec: Named) -> Array:
     name, shape, expected = tensor["name"], tensor["shape"], DATATYPES[spec["dtype"]]
     if tensor["datatype"] != expected:
         found = abbreviated(tensor["datatype"])
-        raise ValueError(UNREADABLE, f"{name}: datatype is {found}, expected {expected!r}")
+        raise unreadable(f"{name}: datatype is {found}, expected {expected!r}")
     if not isinstance(shape, list) or not all(type(d) is int and 0 <= d < 2**31 for d in shape):
-        raise ValueError(
-            UNREADABLE, f"{name}: shape is {abbreviated(shape)}, expected a list of sizes"
-        )
+        raise unreadable(f"{name}: shape is {abbreviated(shape)}, expected a list of sizes")
     if "binary_data_size" in parameters_of(tensor):
         dtype = np.dtype(spec["dtype"]).newbyteorder("<")
         needed = math.prod(shape) * dtype.itemsize
         if len(raw) != needed:
             found = f"{name}: binary_data_size is {len(raw)}"
-            raise ValueError(UNREADABLE, f"{found}, expected {needed} for shape {shape}")
+            raise unreadable(f"{found}, expected {needed} for shape {shape}")
         # A copy: the bytes start at any offset, and native code may rely on aligned data.
         return np.frombuffer(raw, dtype).reshape(shape).astype(spec["dtype"])
     array = to_exact_array(tensor["data"], spec)
     nested = array.ndim > 1  # the data of a tensor may be flat, or nested like its shape
     if array.size != math.prod(shape) or (nested and list(array.shape) != shape):
         size = list(array.shape) if nested else array.size
-        message = f"{name}: data has {size} elements, expected those of shape {shape}"
-        raise ValueError(UNREADABLE, message)
+        raise unreadable(f"{name}: data has {size} elements, expected those of shape {shape}")
     return array.reshape(shape)
 
 
@@ -182,14 +180,12 @@ def requested_outputs(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
     binary_by_default = parameters_of(value).get("binary_data_output", False)
     requested = value.get("outputs") or [{"name": name} for name in outputs]
     if not isinstance(requested, list) or not all(isinstance(each, dict) for each in requested):
-        raise ValueError(
-            UNREADABLE, f"outputs is {abbreviated(requested)}, expected objects with a 'name'"
-        )
+        raise unreadable(f"outputs is {abbreviated(requested)}, expected objects with a 'name'")
     names = [each.get("name") for each in requested]
     for i, name in enumerate(names):
         if name not in outputs or name in names[:i]:
             found = f"outputs[{i}].name is {abbreviated(name)}"
-            raise ValueError(UNREADABLE, f"{found}, expected each once of {[*outputs]}")
+            raise unreadable(f"{found}, expected each once of {[*outputs]}")
     binary = [
         e["name"] for e in requested if parameters_of(e).get("binary_data", binary_by_default)
     ]
@@ -250,7 +246,7 @@ def parameters_of(owner: Named) -> Named:
     """Return the ``parameters`` object of a request, a tensor or an output."""
     found = owner.get("parameters") or {}
     if not isinstance(found, dict):
-        raise ValueError(UNREADABLE, f"parameters is {abbreviated(found)}, expected an object")
+        raise unreadable(f"parameters is {abbreviated(found)}, expected an object")
     return found
 
 
@@ -279,7 +275,7 @@ def decode(
         )
     if isinstance(body, bytes | bytearray) and not body:
         names = [spec["name"] for spec in specs]
-        raise ValueError(UNREADABLE, f"the body is empty, expected {names} as {JSON} or {NPZ}")
+        raise unreadable(f"the body is empty, expected {names} as {JSON} or {NPZ}")
     if content_type == JSON:
         # TorchServe parses JSON itself if decode_input_request is on, its default.
         value = parse_json(body) if isinstance(body, bytes | bytearray) else body
@@ -301,24 +297,24 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
     """Return the array in raw bytes; its shape from X-Shape, else from the signature."""
     sent = headers.get("x-dtype", spec["dtype"])
     if sent != spec["dtype"]:
-        raise ValueError(UNREADABLE, f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
+        raise unreadable(f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
     shape = [-1 if isinstance(d, str) else d for d in spec["shape"]]
     if "x-shape" in headers:
         sizes = [size.strip() for size in headers["x-shape"].split(",")]
         # str.isdigit alone also takes digits of other scripts, and superscripts.
         if not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
             found = f"X-Shape is {headers['x-shape'][:40]!r}"
-            raise ValueError(UNREADABLE, f"{found}, expected sizes with commas, such as 1,8")
+            raise unreadable(f"{found}, expected sizes with commas, such as 1,8")
         shape = [int(size) for size in sizes]
     elif shape.count(-1) > 1:
-        message = f"X-Shape is missing, expected the sizes of {list(spec['shape'])}, such as 1,8"
-        raise ValueError(UNREADABLE, message)
+        raise unreadable(
+            f"X-Shape is missing, expected the sizes of {list(spec['shape'])}, such as 1,8"
+        )
     little_endian = np.dtype(spec["dtype"]).newbyteorder("<")
     row = math.prod(d for d in shape if d > 0) * little_endian.itemsize
     if len(body) % row:
         found = f"the body has {len(body)} bytes as {RAW}"
-        message = f"{found}, expected {spec['dtype']} of shape {list(spec['shape'])}"
-        raise ValueError(UNREADABLE, message)
+        raise unreadable(f"{found}, expected {spec['dtype']} of shape {list(spec['shape'])}")
     return np.frombuffer(body, little_endian).reshape(shape).astype(spec["dtype"])
 
 
@@ -336,10 +332,9 @@ def parse_json(body: bytes | bytearray) -> Any:
             return fast_json.from_json(text)
         return json.loads(text.decode())
     except (RecursionError, ValueError) as error:
-        message = f"the body is not JSON: {str(error)[:120]}"
-        if "recursion" in message:
-            message = "the body is JSON nested too deeply for any tensor"
-        raise ValueError(UNREADABLE, message) from None
+        if "recursion" in str(error):
+            raise unreadable("the body is JSON nested too deeply for any tensor") from None
+        raise unreadable(f"the body is not JSON: {str(error)[:120]}") from None
 
 
 def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
@@ -351,7 +346,7 @@ def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
         if len(specs) == 1:
             inputs = {specs[0]["name"]: inputs}
     if not isinstance(inputs, dict):
-        raise ValueError(UNREADABLE, 'the body is not {"inputs": {"name": [...], ...}}')
+        raise unreadable('the body is not {"inputs": {"name": [...], ...}}')
     ordered = zip(in_signature_order(inputs, specs), specs, strict=True)
     return [to_exact_array(values, spec) for values, spec in ordered]
 
@@ -404,19 +399,19 @@ def to_npz(arrays: Named) -> bytes:
 def from_npz(data: bytes, most: int | None = None) -> dict[str, Array]:
     """Read an npz as ``numpy.savez`` writes it, of at most so many arrays; nothing is unpickled."""
     if most is not None and directory_bytes(data) > most * MEMBER_BYTES:
-        raise ValueError(UNREADABLE, f"the npz holds more than the {most} arrays expected")
+        raise unreadable(f"the npz holds more than the {most} arrays expected")
     arrays: dict[str, Array] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         # A few bytes could decompress to any size.
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise ValueError(UNREADABLE, "the npz is compressed: write it with numpy.savez")
+            raise unreadable("the npz is compressed: write it with numpy.savez")
         if sum(member.file_size for member in members) > len(data):
-            raise ValueError(UNREADABLE, "the npz holds arrays that share their bytes")
+            raise unreadable("the npz holds arrays that share their bytes")
         for member in members:
             name = member.filename.removesuffix(".npy")
             if name in arrays:  # entries that share bytes could be read any number of times
-                raise ValueError(UNREADABLE, f"the npz holds {name[:80]} twice")
+                raise unreadable(f"the npz holds {name[:80]} twice")
             with archive.open(member) as stream:
                 arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
     return arrays
@@ -426,9 +421,9 @@ def directory_bytes(data: bytes) -> int:
     """Return the size of a zip's central directory, of which Python makes an object per entry."""
     end = data[-END_OF_ZIP.size :]
     if len(end) < END_OF_ZIP.size or end[:4] != b"PK\5\6":
-        raise ValueError(UNREADABLE, "the body is not a zip archive, as numpy.savez writes it")
+        raise unreadable("the body is not a zip archive, as numpy.savez writes it")
     if data[-END_OF_ZIP.size - 20 :][:4] == b"PK\6\7":  # a zip64 end record overrides this one
-        raise ValueError(UNREADABLE, "the npz is a zip64: it holds more than 2 GiB, or many arrays")
+        raise unreadable("the npz is a zip64: it holds more than 2 GiB, or many arrays")
     size: int = END_OF_ZIP.unpack(end)[5]
     return size
 
@@ -460,11 +455,10 @@ def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
                     message = f"the image has {pixels} pixels, at most {MAX_PIXELS}"
                     raise ValueError(TOO_LARGE, message)
                 if image.mode.startswith(DEEP_MODES):
-                    message = f"the image's mode is {image.mode}, expected 8 bits"
-                    raise ValueError(UNREADABLE, message)
+                    raise unreadable(f"the image's mode is {image.mode}, expected 8 bits")
                 fitted = fit(upright(image).convert(settings["mode"]), settings)
         except (OSError, SyntaxError, Image.DecompressionBombError):
-            raise ValueError(UNREADABLE, "the body is no PNG or JPEG image, or truncated") from None
+            raise unreadable("the body is no PNG or JPEG image, or truncated") from None
         return [normalized(np.asarray(fitted), settings, spec["dtype"])]
 
     return read
@@ -528,18 +522,18 @@ def audio_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
         try:
             with soundfile.SoundFile(io.BytesIO(body)) as file:
                 if file.format not in SOUND_FORMATS:
-                    raise ValueError(UNREADABLE, f"found {file.format}, expected WAV or FLAC")
+                    raise unreadable(f"found {file.format}, expected WAV or FLAC")
                 # One second more, for the filter that changes the rate.
                 frames, channels, own_rate = file.frames, file.channels, file.samplerate
                 needed = frames if length is None else min(frames, (length // rate + 2) * own_rate)
                 if not needed:
-                    raise ValueError(UNREADABLE, "the sound has no samples")
+                    raise unreadable("the sound has no samples")
                 if needed * max(channels, rate / own_rate) > MAX_SOUND:
                     found = f"{frames} frames of {channels} channels at {own_rate} Hz"
                     raise ValueError(TOO_LARGE, f"{found}, expected at most {MAX_SOUND} numbers")
                 sound = file.read(needed, "float32", always_2d=True).mean(1)
         except soundfile.SoundFileError:
-            raise ValueError(UNREADABLE, "the body is no WAV or FLAC file, or truncated") from None
+            raise unreadable("the body is no WAV or FLAC file, or truncated") from None
         if own_rate != rate:
             import soxr
 

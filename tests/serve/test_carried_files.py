@@ -119,8 +119,8 @@ def expected(folder: Path, texts: list[str]) -> tuple[dict[str, np.ndarray], np.
 @pytest.mark.slow
 def test_texts_become_the_ids_that_transformers_gives_them(folder, exported) -> None:
     forms = forms_of(exported)
-    assert forms.class_names == NAMES and forms.text is not None
-    settings = {"text": forms.text.handler_settings(exported.signature)}
+    assert exported.class_names == NAMES and "text" in forms
+    settings = {"text": forms["text"].handler_settings(exported.signature)}
     read = create_readers(settings, exported.signature.input_descriptions(), exported.path)
     ids, _ = expected(folder, list(TEXTS))
     for spec, array in zip(exported.signature.inputs, read["text/plain"]([*TEXTS]), strict=True):
@@ -134,7 +134,7 @@ def test_sides_and_longest_text_are_the_folders(folder, tmp_path) -> None:
     left = {"padding_side": "left", "truncation_side": "left"}
     tokenizer(model_max_length=7, **left).save_pretrained(place)
     model = imported(place, tmp_path / "source", ("input_ids", "attention_mask"))
-    settings = {"text": forms_of(model).text.handler_settings(model.signature)}
+    settings = {"text": forms_of(model)["text"].handler_settings(model.signature)}
     read = create_readers(settings, model.signature.input_descriptions(), model.path)
     ids, _ = expected(place, ["good", "a b c d e f g h"])
     arrays = read["text/plain"](["good", "a b c d e f g h"])
@@ -278,7 +278,7 @@ def test_a_tokenizer_that_cannot_be_read_is_left_out_with_a_warning(
     model = imported(place, tmp_path / "source", ("input_ids", "attention_mask"))
     assert "its tokenizer is not carried" in caplog.text
     assert set(model.carried_files()) == {"config.json"}
-    assert forms_of(model).text is None
+    assert "text" not in forms_of(model)
 
 
 def test_an_image_to_deploy_has_what_reads_its_texts(exported, tmp_path, monkeypatch) -> None:
@@ -301,7 +301,7 @@ def test_a_tokenizer_of_other_inputs_is_not_used(source, tmp_path, caplog) -> No
     state = source.load().state_dict()
     carried = source.carried_files()
     model = EagerModel.create(tmp_path / "m", recipe, state, pixels, carried=carried)
-    assert forms_of(model).text is None
+    assert "text" not in forms_of(model)
     assert "tokenizer.json is not used: text: input pixels" in caplog.text
 
 

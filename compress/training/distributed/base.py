@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,12 @@ from compress.training.optim.transformer_blocks import compile_
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+    from torch.optim import Optimizer
 
     from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
     from compress.training.config.training import Training
-    from compress.training.distributed.gradient_compression import GradientCommunication
+    from compress.training.distributed.gradient_compression import Communication
     from compress.training.model_parallel.pipeline_parallel import PipelineRunner
 
 # Rank 0 may take hours to compute a metric, while the others wait in a collective of gloo; a dead
@@ -46,6 +47,10 @@ NCCL_PATIENCE = timedelta(minutes=30)
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+Example: TypeAlias = "Callable[[], Batch]"
+"""Returns a few samples, the same in every process."""
+
+
 class Strategy:
     """What the training loop needs of other processes; here, one process with the whole model."""
 
@@ -54,13 +59,17 @@ class Strategy:
     """Index of the share of each batch that this process computes."""
     ranks: int = 1
     """Number of shares into which each batch is divided."""
+    processes: int = 1
+    """Number of all processes, several of which may work on one share."""
+    group: dist.ProcessGroup | None = None
+    """Processes with copies of the same weights, one for each share; None for all."""
     is_main: bool = True
     """Whether this is the one process that writes and logs what all have in common."""
     rng_stream: int = 0
     """Index of this process's random numbers; processes that repeat each other's work share it."""
     pipeline: PipelineRunner | None = None
     """Runs forward and backward passes through pipeline stages; None without pipeline stages."""
-    gradients: GradientCommunication | None = None
+    communication: Communication | None = None
     """How gradients are averaged and their bytes counted; None where a library does it itself."""
 
     def load(self, model: EagerModel, device: str) -> nn.Module:
@@ -70,17 +79,12 @@ class Strategy:
     def synchronize_batch_norm_(self, module: nn.Module) -> None:
         """Let BatchNorm see the samples of all processes where the settings ask for it."""
 
-    def wrap(
-        self, module: nn.Module, training: Training, example: Callable[[], Batch]
-    ) -> nn.Module:
-        """Return the module to call in training, compiled, sharded (in place) or wrapped.
-
-        ``example`` gives a few samples, the same in every process.
-        """
+    def wrap(self, module: nn.Module, training: Training, example: Example) -> nn.Module:
+        """Return the module to call in training, compiled, sharded (in place) or wrapped."""
         compile_(module, training)
         return module
 
-    def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
+    def optimizer(self, module: nn.Module, training: Training) -> Optimizer:
         """Build the optimizer of a wrapped module."""
         return build_optimizer(module, training)
 
@@ -116,7 +120,7 @@ class Strategy:
         """Load weights and buffers into the module, in place."""
         set_model_state_dict(module, dict(tensors))
 
-    def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    def optimizer_tensors(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
         """Return the optimizer's state, or this process's shards, as `state.<weight>.<entry>`."""
         flat: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
         # Without the options of the parameter groups, which follow from the settings.
@@ -126,9 +130,7 @@ class Strategy:
             if name.startswith(STATE) and isinstance(value, torch.Tensor)
         }
 
-    def load_optimizer_(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
-    ) -> None:
+    def load_optimizer_(self, module: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
         """Load the optimizer's state from a checkpoint, in place."""
         state = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
         tensors = {name: state[name] for name in self.optimizer_tensors(module, optimizer)}
@@ -142,7 +144,10 @@ class Strategy:
 
     def all_reduce_(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Start to sum a tensor over shares, in place, on all ranks; return what waits for it."""
-        return lambda: None
+        if self.ranks == 1:
+            return lambda: None
+        work: Any = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return cast("Callable[[], object]", work.wait)
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum each number over the shares of the batch; all ranks get the sums."""
@@ -150,52 +155,57 @@ class Strategy:
         self.all_reduce_(sums)()
         return [float(value) for value in sums]
 
-    def all_gather_shares(self, value: Any) -> list[Any]:
-        """Gather one value for each share of the batch on all processes."""
-        return [value]
-
     def gather_shares(self, value: Any) -> list[Any] | None:
-        """Gather one value for each share of the batch, at least on the main process."""
-        return [value]
+        """Gather every share's value on the processes of the first share; the others get None."""
+        values = None if self.rank else [value] * self.ranks
+        if self.ranks > 1:
+            dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values
 
     def gather_all(self, value: Any) -> list[Any] | None:
         """Gather every process's value on the main process; the others get None."""
-        return [value]
+        values = [value] * self.processes if self.is_main else None
+        if self.processes > 1:
+            dist.gather_object(value, values)
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Return the main process's value in all processes."""
-        return value
+        values = [value]
+        if self.processes > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
 
     def broadcast_buffers_(self, module: nn.Module) -> None:
         """Overwrite the buffers of all copies of the module by those of the first copy."""
+        for buffer in module.buffers() if self.ranks > 1 else ():
+            dist.broadcast(buffer, group=self.group, group_src=0)
 
     def release_buffers_(self, module: nn.Module) -> None:
         """Free the weights that evaluating a sharded module has gathered."""
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
+        if self.processes > 1:
+            dist.barrier()
 
     def sent_bytes(self, steps: int) -> int | None:
         """Return the bytes that this process sent per step since the last call; None if unknown."""
-        return self.gradients.sent_bytes(steps) if self.gradients else None
+        return self.communication.sent_bytes(steps) if self.communication else None
 
     def sent_between_bytes(self, steps: int) -> int | None:
         """Return how many of them left the process's group; None without groups."""
-        return self.gradients.sent_between_bytes(steps) if self.gradients else None
+        return self.communication.sent_between_bytes(steps) if self.communication else None
 
     def save_local(self, checkpoint: Path) -> None:
         """Write state that only this process has, such as residuals of compressed gradients."""
-        if self.gradients:
-            self.gradients.save(checkpoint)
+        if self.communication:
+            self.communication.save(checkpoint)
 
     def load_local(self, checkpoint: Path) -> None:
         """Load what this process wrote by `save_local`."""
-        if self.gradients:
-            self.gradients.load(checkpoint)
-
-
-class SingleProcess(Strategy):
-    """The calling process alone."""
+        if self.communication:
+            self.communication.load(checkpoint)
 
 
 def visible_devices(device: str) -> list[int]:
@@ -225,15 +235,13 @@ def check_replicable(training: Training, devices: int) -> None:
             )
 
 
-class DataParallelStrategy(SingleProcess):
+class DataParallelStrategy(Strategy):
     """One process whose threads compute a share of each batch on every CUDA device."""
 
     def __init__(self, devices: list[int]) -> None:
         self.devices = devices
 
-    def wrap(
-        self, module: nn.Module, training: Training, example: Callable[[], Batch]
-    ) -> nn.Module:
+    def wrap(self, module: nn.Module, training: Training, example: Example) -> nn.Module:
         """Wrap the module in DataParallel, which copies it to all devices in every step."""
         if any(part._forward_hooks for part in module.modules()):
             raise StageFailed(

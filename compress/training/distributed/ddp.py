@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from compress.checkpoint.distributed_checkpoint import read_distributed
@@ -22,8 +22,8 @@ from compress.common.errors import StageFailed, first_line
 from compress.common.forward import preserve_modes
 from compress.common.process import seeded
 from compress.training.checkpoint import STATE, Tensors
-from compress.training.distributed.base import Strategy
-from compress.training.distributed.gradient_compression import GradientCommunication
+from compress.training.distributed.base import Example, Strategy
+from compress.training.distributed.gradient_compression import average_gradients_
 from compress.training.model_parallel.pipeline_parallel import leaves_between
 from compress.training.optim.optimizer import (
     build_optimizer,
@@ -158,10 +158,8 @@ class DDPStrategy(Strategy):
     def __init__(self, parallel: Parallel) -> None:
         self.parallel = parallel
         self.rank = self.rng_stream = dist.get_rank()
-        self.ranks = dist.get_world_size()
+        self.ranks = self.processes = dist.get_world_size()
         self.is_main = self.rank == 0
-        self.group: dist.ProcessGroup | None = None
-        """Processes with copies of the same weights; None for all."""
         self.is_first_micro_batch = True
         self.expects_all_gradients = False
         """Whether DDP waits for the gradients of all weights in each step."""
@@ -171,9 +169,7 @@ class DDPStrategy(Strategy):
         if self.parallel.sync_batchnorm and self.ranks > 1:
             synchronize_batch_norm_(module, self.group)
 
-    def wrap(
-        self, module: nn.Module, training: Training, example: Callable[[], Batch]
-    ) -> nn.Module:
+    def wrap(self, module: nn.Module, training: Training, example: Example) -> nn.Module:
         """Wrap the module in DistributedDataParallel, which also broadcasts rank 0's buffers."""
         # Models with a head that the loss does not reach are common (a pooler, say).
         find_unused = self.parallel.find_unused_parameters
@@ -199,7 +195,7 @@ class DDPStrategy(Strategy):
             module.zero_grad()
         # After it, or the few samples would be what the model is compiled for.
         compile_(module, training)
-        self.gradients = GradientCommunication(wrapped, self.parallel)
+        self.communication = average_gradients_(wrapped, self.parallel)
         return wrapped
 
     def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
@@ -222,44 +218,6 @@ class DDPStrategy(Strategy):
                     "parallel.find_unused_parameters: true"
                 )
 
-    def all_reduce_(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Start to sum a tensor over the shares of the batch, in place, on all ranks."""
-        work: Any = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return cast("Callable[[], object]", work.wait)
-
-    def all_gather_shares(self, value: Any) -> list[Any]:
-        """Gather every share's value on all processes."""
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def gather_shares(self, value: Any) -> list[Any] | None:
-        """Gather every share's value on the processes of the first share; the others get None."""
-        values: list[Any] | None = None if self.rank else [None] * self.ranks
-        dist.gather_object(value, values, group=self.group, group_dst=0)
-        return values
-
-    def gather_all(self, value: Any) -> list[Any] | None:
-        """Gather every process's value on rank 0; the others get None."""
-        values: list[Any] | None = [None] * dist.get_world_size() if self.is_main else None
-        dist.gather_object(value, values)
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value."""
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
-
-    def broadcast_buffers_(self, module: nn.Module) -> None:
-        """Overwrite the buffers of all copies of the module by those of the first copy."""
-        for buffer in module.buffers():
-            dist.broadcast(buffer, group=self.group, group_src=0)
-
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        dist.barrier()
-
 
 class Zero1Strategy(DDPStrategy):
     """Every rank has the whole model, and the optimizer state of some of its weights.
@@ -268,7 +226,7 @@ class Zero1Strategy(DDPStrategy):
     Models" (2019), section 5.1.
     """
 
-    def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
+    def optimizer(self, module: nn.Module, training: Training) -> Optimizer:
         """Build an optimizer that steps its share of the weights and broadcasts them."""
         groups = parameter_groups(module, training)
         self.weight_bytes: int = sum(p.nbytes for group in groups for p in group["params"])
@@ -284,7 +242,7 @@ class Zero1Strategy(DDPStrategy):
         # Each process sends the weights it has stepped; their mean, as shares differ by a weight.
         return (super().sent_bytes(steps) or 0) + self.weight_bytes * (self.ranks - 1) // self.ranks
 
-    def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    def optimizer_tensors(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
         """Gather the state on rank 0, in the format of all strategies."""
         # torch.distributed.checkpoint refuses ZeroRedundancyOptimizer's own state.
         sharded: Any = optimizer
@@ -299,9 +257,7 @@ class Zero1Strategy(DDPStrategy):
             if isinstance(value, torch.Tensor)
         }
 
-    def load_optimizer_(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
-    ) -> None:
+    def load_optimizer_(self, module: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
         """Read the whole state; ``load_state_dict`` keeps this process's share of it."""
         saved = read_distributed(checkpoint).get("optimizer", {})
         indices = {name: index for index, name in enumerate(_names(module, optimizer))}
@@ -316,7 +272,7 @@ class Zero1Strategy(DDPStrategy):
                 value = layout.copy_(value)
             state.setdefault(indices[weight], {})[what] = value
         # Not its own `state_dict`, which wants the state gathered; groups have weights by number.
-        groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+        groups = Optimizer.state_dict(optimizer)["param_groups"]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -332,9 +288,7 @@ class DeepSpeedStrategy(DDPStrategy):
 
     engine: Any
 
-    def wrap(
-        self, module: nn.Module, training: Training, example: Callable[[], Batch]
-    ) -> nn.Module:
+    def wrap(self, module: nn.Module, training: Training, example: Example) -> nn.Module:
         """Return a DeepSpeed engine around the module; stage 3 shards the module in place."""
         compile_(module, training)
         device = next(module.parameters()).device.type
@@ -351,7 +305,7 @@ class DeepSpeedStrategy(DDPStrategy):
         wrapped: nn.Module = self.engine
         return wrapped
 
-    def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
+    def optimizer(self, module: nn.Module, training: Training) -> Optimizer:
         """Return an optimizer whose ``step()`` is the engine's."""
         return EngineOptimizer(self.engine)
 
@@ -392,13 +346,11 @@ class DeepSpeedStrategy(DDPStrategy):
     def load_model_(self, module: nn.Module, tensors: Tensors) -> None:
         """Do nothing: the engine loads its weights together with the optimizer's state."""
 
-    def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    def optimizer_tensors(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
         """Return nothing: the engine writes its own state, see :meth:`save_local`."""
         return {}
 
-    def load_optimizer_(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
-    ) -> None:
+    def load_optimizer_(self, module: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
         """Load the engine's weights and optimizer state, written by as many processes."""
         reason = "it has no state of DeepSpeed's"
         # The engine's state is in DeepSpeed's own format, which only the same number of processes
@@ -419,7 +371,7 @@ class DeepSpeedStrategy(DDPStrategy):
         self.engine.save_checkpoint(str(checkpoint / SHARDS), tag=TAG, save_latest=False)
 
 
-class EngineOptimizer(torch.optim.Optimizer):
+class EngineOptimizer(Optimizer):
     """An optimizer whose ``step()`` is a DeepSpeed engine's."""
 
     def __init__(self, engine: Any) -> None:
@@ -488,6 +440,6 @@ def _call_in_training(module: nn.Module, example: Batch) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
-def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:
     names = {id(weight): name for name, weight in module.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -28,10 +28,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from compress.common.errors import StageFailed
 from compress.training.checkpoint import DeferredWeights
-from compress.training.config.parallel import Prefetch
-from compress.training.distributed.base import wait_for_hours_on_cpu
+from compress.training.config.parallel import Parallel, Prefetch
+from compress.training.distributed.base import Example, wait_for_hours_on_cpu
 from compress.training.distributed.ddp import DDPStrategy
-from compress.training.distributed.gradient_compression import CommCounter, shaped_like
+from compress.training.distributed.gradient_compression import Communication, shaped_like
 from compress.training.model_parallel.equivalence_check import (
     ReferenceRun,
     compare,
@@ -44,8 +44,6 @@ from compress.training.optim.transformer_blocks import compile_, large_blocks, n
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
-    from compress.data.batch import Batch
-    from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
     from compress.training.model_parallel.pipeline_parallel import Partition
     from compress.training.model_parallel.tensor_parallel import Attributes
@@ -62,30 +60,23 @@ class FSDPStrategy(DDPStrategy):
     """
 
     deferred: DeferredWeights | None = None
-    comm: CommCounter | None = None
-    """Counts what FSDP sends; None for one process, and on a mesh, where others send, too."""
 
     def load(self, model: EagerModel, device: str) -> nn.Module:
         """Build the module on the meta device if possible; each rank later reads only its shard."""
         module, self.deferred = DeferredWeights.from_model(model, device)
         return module
 
-    def wrap(
-        self, module: nn.Module, training: Training, example: Callable[[], Batch]
-    ) -> nn.Module:
+    def wrap(self, module: nn.Module, training: Training, example: Example) -> nn.Module:
         """Shard the module in place, block by block, and return it."""
         compile_(module, training)
         device = self.deferred.device if self.deferred else next(module.parameters()).device
         mesh = build_mesh(self.parallel, self.ranks, torch.device(device).type)
         shard_(module, blocks_to_wrap(module, self.parallel), training, mesh)
-        self.comm = count_bytes_(module, mesh) if self.ranks > 1 else None
+        # On a mesh, where others send, too, nothing is counted.
+        self.communication = count_bytes_(module, mesh) if self.ranks > 1 else None
         if self.deferred:
             self.deferred.fill_(module, offloaded=self.parallel.cpu_offload)
         return module
-
-    def sent_bytes(self, steps: int) -> int | None:
-        """Return the bytes of gradients and weights sent per training step since the last call."""
-        return self.comm.per_step(steps) if self.comm else None
 
     def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Reduce-scatter gradients in the last micro-batch only; until then they are unsharded."""
@@ -119,9 +110,7 @@ class DeviceMeshStrategy(FSDPStrategy):
         self.partial_gradients: list[str] = []
         """Weights whose gradients must be summed over the processes of `tensor`."""
 
-    def wrap(
-        self, module: nn.Module, training: Training, example: Callable[[], Batch]
-    ) -> nn.Module:
+    def wrap(self, module: nn.Module, training: Training, example: Example) -> nn.Module:
         """Divide the module in place, and compare outputs and gradients with the whole one's."""
         own_device = next(module.parameters()).device
         device = torch.device(self.deferred.device) if self.deferred else own_device
@@ -155,7 +144,7 @@ class DeviceMeshStrategy(FSDPStrategy):
         return module
 
     def _record_whole(
-        self, module: nn.Module, example: Callable[[], Batch]
+        self, module: nn.Module, example: Example
     ) -> tuple[ReferenceRun, Partition | None]:
         """Run the whole module in rank 0 alone; all get its outputs and its division into parts."""
         found: Any = None
@@ -322,7 +311,7 @@ def round_buffers_(module: nn.Module, dtype: torch.dtype) -> None:
 class CountedAllGather(DefaultAllGather):
     """Gathers the weights of a block, and counts what training steps send for it."""
 
-    def __init__(self, module: nn.Module, comm: CommCounter) -> None:
+    def __init__(self, module: nn.Module, comm: Communication) -> None:
         self.module, self.comm = module, comm
 
     def __call__(
@@ -341,7 +330,7 @@ class CountedAllGather(DefaultAllGather):
 class CountedReduceScatter(DefaultReduceScatter):
     """Sums the gradients of a block over processes, and counts what is sent for it."""
 
-    def __init__(self, comm: CommCounter) -> None:
+    def __init__(self, comm: Communication) -> None:
         self.comm = comm
 
     def __call__(
@@ -357,9 +346,9 @@ class CountedReduceScatter(DefaultReduceScatter):
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-def count_bytes_(module: nn.Module, mesh: DeviceMesh) -> CommCounter:
-    """Let a sharded module count the bytes that this process sends in training steps."""
-    comm = CommCounter()
+def count_bytes_(module: nn.Module, mesh: DeviceMesh) -> Communication:
+    """Count the bytes of gradients and weights that a sharded module sends in training steps."""
+    comm = Communication()
     replicas = mesh.size(0) if mesh.ndim > 1 else 1
 
     def count_sums(sums: torch.Tensor) -> None:

@@ -37,30 +37,32 @@ if TYPE_CHECKING:
     compression, and what then computes the averages over all ranks, in any thread."""
 
 
-class CommCounter:
-    """Counts the bytes that this process sends in collectives, and runs some of them."""
+class Communication:
+    """Counts the bytes that this process sends in collectives, and runs some of them.
+
+    Subclasses are hooks of DDP: their ``average`` exchanges the gradients of a bucket.
+    """
 
     def __init__(self) -> None:
         self.ranks = dist.get_world_size()
-        self.sent_bytes = 0
-        self.sent_between_bytes = 0  # bytes of them that left the process's group of `hierarchical`
+        self.sent = 0
 
     def count_all_reduce(self, elements: int, bytes_each: int, ranks: int | None = None) -> int:
         """Count an all-reduce that other code runs, and return its bytes."""
         # As in a ring, the minimum for any all-reduce; gloo's are rings, NCCL chooses for itself.
         ranks = ranks or self.ranks
         sent = 2 * (ranks - 1) * elements * bytes_each // ranks
-        self.sent_bytes += sent
+        self.sent += sent
         return sent
 
     def count_all_gather(self, shard: torch.Tensor, ranks: int) -> None:
         """Count a ring that gathers such a shard of each process."""
-        self.sent_bytes += (ranks - 1) * shard.nbytes
+        self.sent += (ranks - 1) * shard.nbytes
 
     def count_reduce_scatter(self, shard: torch.Tensor, ranks: int) -> None:
         """Count a ring after which each process has the sum of such a shard."""
         # Gloo, which main memory is for, all-reduces the whole and drops the rest (torch 2.13).
-        self.sent_bytes += (2 if shard.is_cpu else 1) * (ranks - 1) * shard.nbytes
+        self.sent += (2 if shard.is_cpu else 1) * (ranks - 1) * shard.nbytes
 
     def start_gather(
         self, *vectors_N: torch.Tensor
@@ -102,10 +104,20 @@ class CommCounter:
 
         return work, write
 
-    def per_step(self, steps: int) -> int:
-        """Return the bytes sent per step since the last call."""
-        sent, self.sent_bytes = self.sent_bytes, 0
+    def sent_bytes(self, steps: int) -> int:
+        """Return the bytes that this process sent per step since the last call."""
+        sent, self.sent = self.sent, 0
         return sent // steps
+
+    def sent_between_bytes(self, steps: int) -> int | None:
+        """Return how many of them left the process's group; None without groups."""
+        return None
+
+    def save(self, checkpoint: Path) -> None:
+        """Write what this process alone has into a checkpoint, such as residuals."""
+
+    def load(self, checkpoint: Path) -> None:
+        """Load what this process wrote by `save`."""
 
 
 def shaped_like(tensors: Sequence[torch.Tensor], flat_N: torch.Tensor) -> list[torch.Tensor]:
@@ -114,16 +126,30 @@ def shaped_like(tensors: Sequence[torch.Tensor], flat_N: torch.Tensor) -> list[t
     return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
-class HalfPrecisionAverage:
+class DefaultAllReduce(Communication):
+    """DDP's own average, whose bytes are known beforehand."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for weight in module.parameters():
+            if weight.requires_grad:
+                self.count_all_reduce(weight.numel(), weight.element_size())
+
+    def sent_bytes(self, steps: int) -> int:
+        """Return the bytes that this process sends in each step."""
+        return self.sent
+
+
+class HalfPrecisionAverage(Communication):
     """Gradients are sent in 16 bits; there is no residual."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.comm = CommCounter()
+        super().__init__()
         self.dtype = dtype
 
     def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Return the future of the averaged bucket, by an all-reduce beside the backward pass."""
-        self.comm.count_all_reduce(bucket.buffer().numel(), self.dtype.itemsize)
+        self.count_all_reduce(bucket.buffer().numel(), self.dtype.itemsize)
         # What torch's public hooks call, of which that for bf16 refuses every backend but NCCL.
         return _compress_hook(self.dtype, dist.distributed_c10d._get_default_group(), bucket)
 
@@ -158,7 +184,7 @@ class PendingAverage:
         return self.finish()
 
 
-class OverlappedAverage(ABC):
+class OverlappedAverage(Communication, ABC):
     """Averages buckets by several collectives each, beside the backward pass.
 
     gloo matches collectives by the order in which each process starts them, so that none may start
@@ -167,7 +193,7 @@ class OverlappedAverage(ABC):
     """
 
     def __init__(self) -> None:
-        self.comm = CommCounter()
+        super().__init__()
         self.pending: list[PendingAverage] = []
 
     @abstractmethod
@@ -259,12 +285,12 @@ class TopK(ErrorFeedback):
         indices_K = torch.cat(indices)
         sent_N = torch.zeros_like(flat_N)
         sent_N[indices_K] = flat_N[indices_K]
-        work, gathered = self.comm.start_gather(indices_K.to(torch.int32), flat_N[indices_K])
+        work, gathered = self.start_gather(indices_K.to(torch.int32), flat_N[indices_K])
 
         def means() -> list[torch.Tensor]:
             mean_N = torch.zeros_like(flat_N)
             for their_indices_K, their_values_K in gathered():
-                mean_N.index_add_(0, their_indices_K, their_values_K / self.comm.ranks)
+                mean_N.index_add_(0, their_indices_K, their_values_K / self.ranks)
             return shaped_like(gradients, mean_N)
 
         return work, shaped_like(gradients, sent_N), means
@@ -294,12 +320,12 @@ class Int8(ErrorFeedback):
         integers_N = steps_N.round().clamp(-127, 127).to(torch.int8)
         # Gathered, because a sum of int8 would overflow: that saves a factor of 4 of the bytes with
         # 2 processes, 2 with 4 and nothing with 8.
-        work, gathered = self.comm.start_gather(scales_G, integers_N)
+        work, gathered = self.start_gather(scales_G, integers_N)
 
         def means() -> list[torch.Tensor]:
             mean_N = torch.zeros_like(flat_N)
             for theirs_G, theirs_N in gathered():
-                mean_N += theirs_N * theirs_G.repeat_interleave(sizes) / self.comm.ranks
+                mean_N += theirs_N * theirs_G.repeat_interleave(sizes) / self.ranks
             return shaped_like(gradients, mean_N)
 
         sent_N = integers_N * scales_G.repeat_interleave(sizes)
@@ -339,7 +365,7 @@ class PowerSGD(ErrorFeedback):
                 self.state[name] = random_IR.to(matrix_OI)
         left = {n: m_OI @ self.state[n] for n, m_OI in compressed.items()}
         mean_right: dict[str, torch.Tensor] = {}
-        work, write_means = self.comm.start_mean_([*left.values(), *exact.values()])
+        work, write_means = self.start_mean_([*left.values(), *exact.values()])
         sent = {n: matrices[n] for n in exact}
         if compressed:
             yield work
@@ -348,7 +374,7 @@ class PowerSGD(ErrorFeedback):
             right = {n: compressed[n].T @ p_OR for n, p_OR in left.items()}
             sent |= {n: left[n] @ right[n].T for n in compressed}
             mean_right = {n: q_IR.clone() for n, q_IR in right.items()}
-            work, write_means = self.comm.start_mean_(list(mean_right.values()))
+            work, write_means = self.start_mean_(list(mean_right.values()))
         shapes = [(n, g.shape) for n, g in zip(names, gradients, strict=True)]
 
         def means() -> list[torch.Tensor]:
@@ -372,80 +398,56 @@ class HierarchicalAllReduce(OverlappedAverage):
     def __init__(self, group_processes: int, device: str) -> None:
         """Form groups of consecutive ranks, which torchrun places on the same node."""
         super().__init__()
-        shape = (self.comm.ranks // group_processes, group_processes)
+        shape = (self.ranks // group_processes, group_processes)
         mesh = init_device_mesh(device, shape, mesh_dim_names=("between", "within"))
         self.within, self.between = mesh.get_group("within"), mesh.get_group("between")
         self.groups, self.group_processes = shape
+        self.sent_between = 0
 
     def exchange(self, bucket: GradBucket) -> Exchange:
         """Start to average a bucket in place."""
         buffer = bucket.buffer()
         padded_N = F.pad(buffer, (0, -buffer.numel() % self.group_processes))
         shard_S = padded_N.new_empty(padded_N.numel() // self.group_processes)
-        self.comm.count_reduce_scatter(shard_S, self.group_processes)
-        self.comm.sent_between_bytes += self.comm.count_all_reduce(
+        self.count_reduce_scatter(shard_S, self.group_processes)
+        self.sent_between += self.count_all_reduce(
             shard_S.numel(), shard_S.element_size(), self.groups
         )
-        self.comm.count_all_gather(shard_S, self.group_processes)
+        self.count_all_gather(shard_S, self.group_processes)
         # Each of the g processes of a group gets the sum of one g-th within the group,
         yield dist.reduce_scatter_tensor(shard_S, padded_N, group=self.within, async_op=True)
         # completes it with the processes at the same position of other groups,
         yield dist.all_reduce(shard_S, group=self.between, async_op=True)
         # and sends it to its group.
-        shard_S.div_(self.comm.ranks)
+        shard_S.div_(self.ranks)
         gathering: Any = dist.all_gather_into_tensor(
             padded_N, shard_S, group=self.within, async_op=True
         )
         return gathering, lambda: buffer.copy_(padded_N[: buffer.numel()])
 
-
-class GradientCommunication:
-    """The communication hook of a DDP model, the bytes that it sends, and its residuals."""
-
-    def __init__(self, model: DistributedDataParallel, parallel: Parallel) -> None:
-        """Register the hook that the settings name; `none` leaves DDP's own all-reduce."""
-        uncompressed = CommCounter()
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                uncompressed.count_all_reduce(parameter.numel(), parameter.element_size())
-        self.uncompressed_bytes = uncompressed.sent_bytes
-        device = next(model.parameters()).device.type
-        hooks: dict[str, Callable[[], HalfPrecisionAverage | OverlappedAverage]] = {
-            "fp16": lambda: HalfPrecisionAverage(torch.float16),
-            "bf16": lambda: HalfPrecisionAverage(torch.bfloat16),
-            "powersgd": lambda: PowerSGD(model.module, parallel.powersgd_rank),
-            "topk": lambda: TopK(model.module, parallel.topk_fraction),
-            "int8": lambda: Int8(model.module, parallel.int8_rounding),
-            "hierarchical": lambda: HierarchicalAllReduce(parallel.communication_group, device),
-        }
-        self.hook = None
-        if parallel.communication == "none":
-            return
-        self.hook = hooks[parallel.communication]()
-        # A lambda, because torch checks the hook's annotations and rejects postponed ones.
-        model.register_comm_hook(self.hook, lambda state, bucket: state.average(bucket))
-
-    def sent_bytes(self, steps: int) -> int:
-        """Return the bytes that this process sent per step since the last call."""
-        return self.hook.comm.per_step(steps) if self.hook else self.uncompressed_bytes
-
-    def sent_between_bytes(self, steps: int) -> int | None:
-        """Return how many of them left the process's group; None without groups."""
-        if not isinstance(self.hook, HierarchicalAllReduce):
-            return None
-        comm = self.hook.comm
-        sent, comm.sent_between_bytes = comm.sent_between_bytes, 0
+    def sent_between_bytes(self, steps: int) -> int:
+        """Return the bytes that left the process's group per step since the last call."""
+        sent, self.sent_between = self.sent_between, 0
         return sent // steps
 
-    def save(self, checkpoint: Path) -> None:
-        """Write this process's residuals, if the hook has any."""
-        if isinstance(self.hook, ErrorFeedback):
-            self.hook.save(checkpoint)
 
-    def load(self, checkpoint: Path) -> None:
-        """Load this process's residuals, if the hook has any."""
-        if isinstance(self.hook, ErrorFeedback):
-            self.hook.load(checkpoint)
+def average_gradients_(model: DistributedDataParallel, parallel: Parallel) -> Communication:
+    """Register the hook that the settings name; `none` leaves DDP's own all-reduce."""
+    device = next(model.parameters()).device.type
+    hooks: dict[str, Callable[[], HalfPrecisionAverage | OverlappedAverage]] = {
+        "fp16": lambda: HalfPrecisionAverage(torch.float16),
+        "bf16": lambda: HalfPrecisionAverage(torch.bfloat16),
+        "powersgd": lambda: PowerSGD(model.module, parallel.powersgd_rank),
+        "topk": lambda: TopK(model.module, parallel.topk_fraction),
+        "int8": lambda: Int8(model.module, parallel.int8_rounding),
+        "hierarchical": lambda: HierarchicalAllReduce(parallel.communication_group, device),
+    }
+    if parallel.communication == "none":
+        return DefaultAllReduce(model)
+    hook = hooks[parallel.communication]()
+    # A lambda, because torch checks the hook's annotations and rejects postponed ones.
+    model.register_comm_hook(hook, lambda state, bucket: state.average(bucket))
+    return hook
 
 
 def residuals_file(checkpoint: Path) -> Path:

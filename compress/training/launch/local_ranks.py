@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, resource_tracker
@@ -18,6 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from compress.common.errors import SignalExit, StageFailed
+from compress.common.process import end_processes
 from compress.training.launch.rank_environment import LOGS, LocalRanks
 from compress.training.launch.spawn import start_rank
 from compress.training.launch.worker import (
@@ -27,7 +27,7 @@ from compress.training.launch.worker import (
     record_failure,
     recorded_failure,
 )
-from compress.training.loop.metrics import RECORDS, TrainingRecord
+from compress.training.loop.metrics import RECORDS, OnRecord
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -41,7 +41,7 @@ def run_ranks(
     folder: Path,
     ranks: LocalRanks,
     store: Store,
-    on_record: Callable[[TrainingRecord], None],
+    on_record: OnRecord,
     raise_if_lost: Callable[[], None] = lambda: None,
 ) -> str:
     """Run some ranks of a training in processes of their own, until all of them have ended.
@@ -73,14 +73,7 @@ def run_ranks(
             record_failure(store, ranks.first, StageFailed(f"rank {ranks.first} was stopped"))
         raise
     finally:
-        processes = context.processes if context else []
-        for process in processes:
-            process.terminate()
-        deadline = time.monotonic() + SECONDS_TO_END
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()  # does nothing where it has ended
-            process.join()
+        end_processes(context.processes if context else (), SECONDS_TO_END)
     if failure := recorded_failure(store):
         raise failure
     return store.get(DEPENDENCIES).decode() if ranks.first == 0 else ""
@@ -92,7 +85,7 @@ def _wait(
     store: Store,
     logs: Path,
     records: Connection,
-    on_record: Callable[[TrainingRecord], None],
+    on_record: OnRecord,
     raise_if_lost: Callable[[], None],
 ) -> None:
     """Return when all processes have ended, or one has failed here or on another machine."""

@@ -29,7 +29,7 @@ from compress.training.launch.rank_environment import LocalRanks
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from compress.training.loop.metrics import TrainingRecord
+    from compress.training.loop.metrics import OnRecord
 
 SECONDS_BETWEEN_BEATS = 2.0
 SECONDS_TO_BE_LOST = 120.0
@@ -246,9 +246,7 @@ class RankGroup:
                 if problem := self.store.get(f"answer/{number}/{rank}").decode():
                     raise PipelineInvalid(f"rank {rank} {problem}")
 
-    def train(
-        self, folder: Path, parallel: Parallel, on_record: Callable[[TrainingRecord], None]
-    ) -> str:
+    def train(self, folder: Path, parallel: Parallel, on_record: OnRecord) -> str:
         """Run a training of rank 0's on all processes, and return what user code has read."""
         training: dict[str, Any] = {
             "folder": str(folder),
@@ -297,9 +295,7 @@ class RankGroup:
         with suppress(CompressError, RuntimeError):  # some may have left already
             self.request("leave", SECONDS_TO_LEAVE, exit_code=exit_code)
 
-    def _run_ranks(
-        self, training: Mapping[str, Any], on_record: Callable[[TrainingRecord], None]
-    ) -> str:
+    def _run_ranks(self, training: Mapping[str, Any], on_record: OnRecord) -> str:
         """Run this process's share of a training's ranks, which the first processes have."""
         # In processes of their own, so that a rank that fails ends no process of the run.
         from compress.training.launch.local_ranks import run_ranks

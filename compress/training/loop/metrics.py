@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from compress.common.config import Settings
 from compress.common.dependency_recorder import recording_paused
-from compress.common.errors import CompressError, StageFailed, exits_refused, first_line
+from compress.common.errors import StageFailed, exits_refused, first_line, located, raised_as
 from compress.common.factories import resolve
 from compress.common.process import random_state_kept
 from compress.common.sealed_json import write_sealed
@@ -63,7 +63,8 @@ class LossMeter:
 
     def over_all(self, strategy: Strategy) -> LossSum:
         """Sum over all processes; every process calls this and gets the same."""
-        parts = strategy.all_gather_shares((self.total, self.count, self.values))
+        own = self.total, self.count, self.values
+        parts = strategy.broadcast(strategy.gather_shares(own))
         total = sum((part[0] for part in parts), Fraction(self.before[0]))
         count = self.before[1] + sum(part[1] for part in parts)
         values = sorted(set(self.before[2]).union(*(part[2] for part in parts)))
@@ -115,6 +116,7 @@ class StepRecord(Settings):
 
 
 TrainingRecord: TypeAlias = StepRecord | EpochMetrics
+OnRecord: TypeAlias = Callable[[TrainingRecord], None]
 RECORDS: TypeAdapter[TrainingRecord] = TypeAdapter(TrainingRecord)  # reads a record from JSON
 
 PEAK_FLOPS = {
@@ -475,15 +477,10 @@ def step_values(record: StepRecord) -> dict[str, float]:
 
 @contextmanager
 def log_records(
-    profile: Profile,
-    results: Path,
-    title: str,
-    identity: str,
-    trained_epochs: int,
-    trained_steps: int,
-    metric: str,
-) -> Iterator[Callable[[TrainingRecord], None]]:
+    job: Job, results: Path, task: str, trained_epochs: int, trained_steps: int
+) -> Iterator[OnRecord]:
     """Give a function that logs steps and epochs; a logger that fails is dropped with a warning."""
+    profile, identity = job.training.profile, job.folder.name.removeprefix("fit-")
     logger: ExperimentLogger | None = None
     step_logger: ExperimentLogger | None = None
     last_epoch, last_step = trained_epochs, trained_steps  # an interrupted run has logged these
@@ -499,7 +496,7 @@ def log_records(
                     step_logger.write(record.step, step_values(record))
                 last_step = max(last_step, record.step)
             elif record.epoch > last_epoch:
-                logger.write(record.epoch, epoch_values(record, metric))
+                logger.write(record.epoch, epoch_values(record, job.metric.name))
                 last_epoch = record.epoch
         except Exception as error:  # noqa: BLE001 - a server that is gone must not end a training
             _warn(profile, error)
@@ -507,7 +504,7 @@ def log_records(
 
     if profile.tracker != "none":
         try:
-            name = f"{title}-{identity[:8]}"
+            name = f"{task}-{identity[:8]}"
             uri = profile.tracking_uri
             logger = open_logger(profile.tracker, uri, results, name, identity, trained_epochs + 1)
         except Exception as error:  # noqa: BLE001 - neither must one that cannot be opened
@@ -547,13 +544,8 @@ class CallbackRunner:
             if isinstance(settings, Callbacks):
                 named = {event: getattr(settings, event) for event in EVENTS}
                 return cls({event: resolve(n, folder) for event, n in named.items() if n})
-            try:
-                with exits_refused():
-                    created = resolve(settings, folder)()
-            except CompressError:
-                raise
-            except Exception as error:
-                raise StageFailed(f"callbacks: {_described(settings, error)}") from error
+            with raised_as(StageFailed, f"callbacks: {settings} raised"), exits_refused():
+                created = resolve(settings, folder)()
         functions = {event: getattr(created, event, None) for event in EVENTS}
         if not any(functions.values()):
             raise StageFailed(f"callbacks: {settings} has no method {' or '.join(EVENTS)}; add one")
@@ -573,15 +565,12 @@ class CallbackRunner:
         if event not in self.functions or number <= self.last[event]:
             return
         self.last[event] = number
-        try:
-            with exits_refused(), recording_paused(environment=True), random_state_kept("cpu"):
-                self.functions[event](record.model_dump())
-        except CompressError as error:
-            raise StageFailed(f"callbacks.{event}: {error}") from error
-        except Exception as error:
-            where = f"{'epoch' if event == 'on_epoch_end' else 'step'} {number}"
-            raise StageFailed(f"callbacks.{_described(event, error)} (after {where})") from error
-
-
-def _described(what: str, error: Exception) -> str:
-    return f"{what} raised {type(error).__name__}: {first_line(error)}"
+        after = f" (after {'epoch' if event == 'on_epoch_end' else 'step'} {number})"
+        with (
+            located(f"callbacks.{event}: ", StageFailed),
+            raised_as(StageFailed, "it raised", after),
+            exits_refused(),
+            recording_paused(environment=True),
+            random_state_kept("cpu"),
+        ):
+            self.functions[event](record.model_dump())

@@ -34,7 +34,7 @@ from compress.training.checkpoint import (
     checkpoints,
 )
 from compress.training.distributed.base import Strategy, share_of_epoch
-from compress.training.loop.metrics import LossMeter, StepMetrics, TrainingRecord, recording_metrics
+from compress.training.loop.metrics import LossMeter, OnRecord, StepMetrics, recording_metrics
 from compress.training.loop.train_state import (
     SMALLEST_LOSS_SCALE,
     CheckpointManager,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 COMPARED_SAMPLES = 8  # first samples of a stream that processes compare
 
 
-def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], None]) -> None:
+def train(job: Job, strategy: Strategy, on_record: OnRecord) -> None:
     """Train from the newest checkpoint on, or from the start; the last checkpoint is the result.
 
     The main process calls ``on_record`` every `Job.record_every` steps, and when an epoch's
@@ -140,7 +140,7 @@ def _train_epoch(
     manager: CheckpointManager,
     metrics: StepMetrics,
     schedule: Schedule,
-    on_record: Callable[[TrainingRecord], None],
+    on_record: OnRecord,
 ) -> TrainProgress:
     """Train the rest of an epoch, evaluate it, and return the progress after it."""
     training, strategy = job.training, state.strategy

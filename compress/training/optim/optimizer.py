@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from compress.common.errors import CompressError, StageFailed, exits_refused, first_line
+from compress.common.errors import StageFailed, exits_refused, raised_as
 from compress.common.factories import resolve
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from compress.core.metrics import Metric
     from compress.training.checkpoint import Epoch
     from compress.training.config.training import Training
@@ -26,13 +27,11 @@ FUSED_SHARDED = ("adam", "adamw")
 """Optimizers whose fused variant accepts DTensors (torch 2.13; not SGD's and Adagrad's)."""
 
 
-def build_optimizer(module: torch.nn.Module, training: Training) -> torch.optim.Optimizer:
+def build_optimizer(module: torch.nn.Module, training: Training) -> Optimizer:
     """Build the optimizer; weight decay leaves out biases and norms, which are vectors."""
     groups = parameter_groups(module, training)
     with explain_rejected_arguments(training):
-        optimizer: torch.optim.Optimizer = optimizer_class(training)(
-            groups, **optimizer_arguments(training)
-        )
+        optimizer: Optimizer = optimizer_class(training)(groups, **optimizer_arguments(training))
     if training.precision == "bf16-true" and training.compile == "none":
         # torchao compiles each step, which needs a C++ compiler and takes minutes.
         step = torch.compiler.set_stance("force_eager")(optimizer.step)
@@ -71,7 +70,7 @@ MUON = "muon"
 """Option of a parameter group: whether its weights are matrices that Muon steps."""
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class MuonWithAdamW(Optimizer):
     """Muon for the groups of matrices, AdamW for the others, as torch documents Muon."""
 
     def __init__(self, params: Iterable[dict[str, Any]], **options: Any) -> None:
@@ -82,7 +81,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         known = {kind: inspect.signature(kind).parameters.keys() for kind in kinds.values()}
         if unknown := options.keys() - set().union(*known.values()):
             raise TypeError(f"unexpected {', '.join(sorted(unknown))}")
-        self.parts: dict[bool, torch.optim.Optimizer] = {}
+        self.parts: dict[bool, Optimizer] = {}
         for is_muon, kind in kinds.items():
             if own := [{**group} for group in groups if group[MUON] is is_muon]:
                 taken = {name: v for name, v in options.items() if name in known[kind]}
@@ -129,16 +128,10 @@ def optimizer_arguments(training: Training) -> dict[str, Any]:
     return arguments | training.optimizer_arguments
 
 
-@contextmanager
-def explain_rejected_arguments(training: Training) -> Iterator[None]:
-    """Name the setting to change where an optimizer rejects its arguments."""
-    try:
-        yield
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise StageFailed(
-            f"optimizer {training.optimizer} refuses {optimizer_arguments(training)}: {error}; "
-            "correct optimizer_arguments"
-        ) from error
+def explain_rejected_arguments(training: Training) -> AbstractContextManager[None]:
+    """Return a context that names the setting to change where arguments are rejected."""
+    what = f"optimizer {training.optimizer} refuses {optimizer_arguments(training)}"
+    return raised_as(StageFailed, what, "; correct optimizer_arguments")
 
 
 def group_by_mesh(weights: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -174,7 +167,7 @@ def clip_norm_(
 SCHEDULED = ("lr", "momentum", "betas")  # options of a parameter group that schedulers change
 
 
-class ScheduledOptions(torch.optim.Optimizer):
+class ScheduledOptions(Optimizer):
     """The options of an optimizer's parameter groups, without weights: what a scheduler drives."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -192,7 +185,7 @@ class Schedule:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         training: Training,
         steps_per_epoch: int,
         metric: Metric,
@@ -255,7 +248,7 @@ class Schedule:
 
 
 def build_scheduler(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     training: Training,
     steps_per_epoch: int,
     folder: Path | None = None,
@@ -298,19 +291,10 @@ def build_scheduler(
     return lr_scheduler.SequentialLR(optimizer, [ramp, after], milestones=[warmup])
 
 
-def _custom(
-    optimizer: torch.optim.Optimizer, name: str, steps: int, folder: Path | None
-) -> LRScheduler:
-    try:
-        with exits_refused():
-            scheduler = resolve(name, folder)(optimizer, steps)
-    except CompressError:
-        raise
-    except Exception as error:
-        raise StageFailed(
-            f"schedule: {name} raised {type(error).__name__}: {first_line(error)}; it is called "
-            "with the optimizer and the number of all steps"
-        ) from error
+def _custom(optimizer: Optimizer, name: str, steps: int, folder: Path | None) -> LRScheduler:
+    advice = "; it is called with the optimizer and the number of all steps"
+    with raised_as(StageFailed, f"schedule: {name} raised", advice), exits_refused():
+        scheduler = resolve(name, folder)(optimizer, steps)
     by_metric = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
     if by_metric or not isinstance(scheduler, LRScheduler):
         raise StageFailed(
@@ -321,9 +305,7 @@ def _custom(
     return scheduler
 
 
-def _one_cycle(
-    optimizer: torch.optim.Optimizer, training: Training, steps: int
-) -> lr_scheduler.OneCycleLR:
+def _one_cycle(optimizer: Optimizer, training: Training, steps: int) -> lr_scheduler.OneCycleLR:
     """Build a OneCycleLR, which cycles the momentum unless the settings give one."""
     (group,) = optimizer.param_groups
     has_momentum = "betas" in group or bool(group.get("momentum"))

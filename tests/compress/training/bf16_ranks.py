@@ -8,7 +8,7 @@ import torch.distributed as dist
 from compress.common.process import reseed
 from compress.data.batch import Batch
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess, process_group
+from compress.training.distributed.base import Strategy, process_group
 from compress.training.distributed.ddp import DDPStrategy
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
@@ -40,7 +40,7 @@ def main(file: str) -> None:
         every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(every, own)
         if dist.get_rank() == 0:
-            torch.save([*every, train(SingleProcess(), 1)], file)
+            torch.save([*every, train(Strategy(), 1)], file)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compress.training.config.parallel import Parallel
-from compress.training.distributed.gradient_compression import GradientCommunication
+from compress.training.distributed.gradient_compression import average_gradients_
 
 STEPS = 20
 
@@ -26,7 +26,7 @@ def trained(parallel: Parallel) -> tuple[dict[str, torch.Tensor], list[tuple[int
     module, generator, sent = net(), torch.Generator(), []
     # Buckets of a few kilobytes, so that a model has several.
     wrapped = DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb=0.003)
-    averaging = GradientCommunication(wrapped, parallel)
+    averaging = average_gradients_(wrapped, parallel)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     generator.manual_seed(dist.get_rank())
     for _ in range(STEPS):

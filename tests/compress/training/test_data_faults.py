@@ -11,7 +11,7 @@ from compress.core.context import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference, Splits
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.base import Strategy
 from compress.training.fit import Fit, fit
 from compress.training.objectives.objective import TargetLoss
 from tests.compress.training.builders import import_net
@@ -75,13 +75,13 @@ def test_a_failing_worker_is_one_clear_error(
 
 @pytest.mark.slow
 def test_data_workers_start_before_the_model_is_loaded(tmp_path, monkeypatch):
-    before, started, load = children(), [], SingleProcess.load
+    before, started, load = children(), [], Strategy.load
 
     def observed(self, model, device):
         started.append(len(children() - before))
         return load(self, model, device)
 
-    monkeypatch.setattr(SingleProcess, "load", observed)
+    monkeypatch.setattr(Strategy, "load", observed)
     train(tmp_path, data("behaving", Loading(workers=2), behaviour=""), 1)
     assert started == [2 * len(("train", "val"))]
 

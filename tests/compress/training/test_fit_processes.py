@@ -226,7 +226,7 @@ def test_data_that_cannot_travel_are_refused(tmp_path):
     x, y = torch.randn(32, 4), torch.zeros(32, dtype=torch.int64)
     data = Splits({"train": Local(x, y), "val": Local(x, y)})
     source = import_net(tmp_path / "source")
-    with pytest.raises(StageFailed, match=r"cannot be sent to 2 processes .* data factory"):
+    with pytest.raises(StageFailed, match=r"cannot be sent to 2 processes: .* data factory"):
         run(source, Context(root=tmp_path / "a", data=data), epochs=1)
 
 

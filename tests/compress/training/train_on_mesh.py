@@ -21,7 +21,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.data.batch import Batch
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess, process_group
+from compress.training.distributed.base import Strategy, process_group
 from compress.training.distributed.fsdp import local
 from compress.training.launch.worker import create_strategy
 from compress.training.loop.train_state import TrainState
@@ -36,7 +36,7 @@ def train_for_some_steps(root: Path, source: str, parallel: dict) -> TrainState:
         parallel = {**parallel, "processes": dist.get_world_size()}
     adamw = {"optimizer": "adamw", "learning_rate": 1e-3}
     training = Training(epochs=1, batch_size=16, parallel=parallel, **adamw)
-    strategy = create_strategy(training.parallel) if parallel else SingleProcess()
+    strategy = create_strategy(training.parallel) if parallel else Strategy()
     state = TrainState(
         strategy.load(EagerModel.from_directory(root / source), "cpu"),
         TargetLoss().prepare("cpu"),

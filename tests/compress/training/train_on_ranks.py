@@ -14,7 +14,7 @@ from compress.core.metrics import Metric
 from compress.data.splits import DataReference
 from compress.training.checkpoint import FOLDER, Epoch, checkpoints
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess, process_group
+from compress.training.distributed.base import Strategy, process_group
 from compress.training.launch.worker import create_strategy
 from compress.training.loop.train_state import Job
 from compress.training.loop.trainer import train
@@ -57,7 +57,7 @@ def main(root: Path, alone: dict[str, dict], trainings: dict[str, dict]) -> None
     first = os.environ["RANK"] == "0"
     if first:
         for name, settings in alone.items():
-            train(job(root, name, 1, settings), SingleProcess(), silent)
+            train(job(root, name, 1, settings), Strategy(), silent)
     left_to_one = {name: trainings.pop(name) for name in [*trainings] if "alone/" in name}
     with process_group("cpu"):
         ranks = torch.distributed.get_world_size()
@@ -68,7 +68,7 @@ def main(root: Path, alone: dict[str, dict], trainings: dict[str, dict]) -> None
             train(shared, create_strategy(shared.training.parallel), silent)
     for name, settings in left_to_one.items() if first else []:
         copy_first_epoch(root, name)
-        train(job(root, name, 1, settings), SingleProcess(), silent)
+        train(job(root, name, 1, settings), Strategy(), silent)
 
 
 def silent(epoch: Epoch) -> None:

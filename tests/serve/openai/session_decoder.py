@@ -6,7 +6,7 @@ It is what a server without onnxruntime-genai can answer with; all else is as us
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from compress.artifacts.artifact import Artifact
-from compress.export.genai.runtime import Sampling
 from compress.export.genai.session import CachedSession
 from compress.serve.openai.decoder import ServedDecoder
+from compress.serve.openai.request import GenerationRequest
 from tests.export.tiny_decoder import VOCABULARY
 from tests.serve.served_here import Served, serving
 
@@ -26,12 +26,10 @@ TOKEN_SECONDS, STOP_SECONDS = "TEST_TOKEN_SECONDS", "TEST_STOP_SECONDS"
 class SessionDecoder(ServedDecoder):
     """Generates by onnxruntime without onnxruntime-genai."""
 
-    def generate(
-        self, prompt: Sequence[int], count: int, sampling: Sampling
-    ) -> Generator[int, None, None]:
+    def generate(self, request: GenerationRequest) -> Generator[int, None, None]:
         """Yield the likeliest tokens."""
-        scores, cache = self._model(torch.tensor([prompt]))
-        for place in range(count):
+        scores, cache = self._model(torch.tensor([request.prompt]))
+        for place in range(request.most_tokens):
             before_token(place)
             token = scores[:, -1:].argmax(-1)
             yield int(token)

@@ -21,7 +21,13 @@ from compress.serve.http.options import Limits
 from compress.serve.http.shared_state import SharedState
 from compress.serve.openai.app import DecoderService, text_helper
 from compress.serve.openai.decoder import GenerationJob, GenerationThreads, ServedDecoder
-from compress.serve.openai.request import LEAST, ApiError, ChatTemplate, DecoderTexts
+from compress.serve.openai.request import (
+    LEAST,
+    ApiError,
+    ChatTemplate,
+    DecoderTexts,
+    GenerationRequest,
+)
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 from tests.serve.openai import session_decoder
 from tests.serve.openai.session_decoder import open_decoder
@@ -134,10 +140,12 @@ def test_a_client_that_has_gone_ends_its_generation(
 
     async def leave() -> None:
         threads = GenerationThreads(decoder, 1)
-        job = GenerationJob([1], 90, Sampling(), ())
+        job = GenerationJob(GenerationRequest([1], 90, Sampling(), ()))
         async with aclosing(threads.tokens(job)) as tokens:
             await anext(tokens)
-        waiting = asyncio.create_task(anext(threads.tokens(GenerationJob([1], 90, Sampling(), ()))))
+        waiting = asyncio.create_task(
+            anext(threads.tokens(GenerationJob(GenerationRequest([1], 90, Sampling(), ()))))
+        )
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.sleep(0.5)
@@ -157,7 +165,7 @@ def test_clients_that_have_gone_leave_the_queue(
 
     async def leave() -> None:
         threads = GenerationThreads(decoder, 1)
-        jobs = [GenerationJob([1], 2, Sampling(), ()) for _ in range(20)]
+        jobs = [GenerationJob(GenerationRequest([1], 2, Sampling(), ())) for _ in range(20)]
         asking = [asyncio.create_task(anext(threads.tokens(job))) for job in jobs]
         while threads._queue.qsize() != 19:  # the thread has the first
             await asyncio.sleep(0.01)

@@ -18,7 +18,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.raw_samples import raw_columns
 from compress.data.splits import Splits
-from compress.serve.packaging.request_forms import ImageInput, RequestForms, TextInput
+from compress.serve.packaging.request_forms import ImageInput, TextInput
 from compress.serve.packaging.val_preparation import Preparation, compare_preparation
 from compress.serve.torchserve.stage import PackageTorchServe
 
@@ -137,7 +137,7 @@ HOLDERS |= {wrapped: "subset.samples.0", joined: "samples.0"}
 
 
 def compared(dataset: Any, **settings: Any) -> Preparation:
-    forms = RequestForms(image=ImageInput(**{"mean": MEAN, "std": STD, **settings}))
+    forms = {"image": ImageInput(**{"mean": MEAN, "std": STD, **settings})}
     (found,) = compare_preparation(forms, IMAGES, Splits({"val": dataset}))
     return found
 
@@ -197,7 +197,7 @@ def test_bytes_are_compared_without_a_tolerance(tmp_path: Path) -> None:
             return torch.from_numpy(x), 1
 
     spec = TensorSpec(name="x", shape=("batch", SIDE, SIDE, 3), dtype="uint8")
-    forms = RequestForms(image=ImageInput(layout="hwc", resample="bicubic"))
+    forms = {"image": ImageInput(layout="hwc", resample="bicubic")}
     dataset = Bytes(tmp_path)
     for off, words in ((0, ""), (1, "by 0.00521 of 255 grey levels on average and 1 at most")):
         dataset.off = off
@@ -222,7 +222,7 @@ def test_images_of_several_sizes_are_compared_by_their_range(tmp_path: Path) -> 
             return super().__getitem__(index)[0][:, : SIDE - index % 2], 1
 
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 3, "h", SIDE)),))
-    forms = RequestForms(image=ImageInput(mean=MEAN, std=STD, size=(SIDE, SIDE)))
+    forms = {"image": ImageInput(mean=MEAN, std=STD, size=(SIDE, SIDE))}
     data = Splits({"val": Sizes(tmp_path)}, batch_size=1)
     (found,) = compare_preparation(forms, signature, data)
     assert (found.column, found.samples) == ("", COUNT)
@@ -278,7 +278,7 @@ def compared_texts(tokenizer: Path, dataset: Texts) -> Preparation:
     axes = ("batch", dataset.length or "length")
     names = ("input_ids", "attention_mask")
     specs = tuple(TensorSpec(name=name, shape=axes, dtype="int64") for name in names)
-    forms = RequestForms(text=TextInput(tokenizer=str(tokenizer), max_length=LONGEST))
+    forms = {"text": TextInput(tokenizer=str(tokenizer), max_length=LONGEST)}
     (found,) = compare_preparation(forms, Signature(inputs=specs), Splits({"val": dataset}))
     assert not found.is_wrong
     return found

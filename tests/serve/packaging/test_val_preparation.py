@@ -14,7 +14,7 @@ from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.serve.packaging.request_forms import ImageInput, RequestForms, TextInput
+from compress.serve.packaging.request_forms import ImageInput, TextInput
 from compress.serve.packaging.val_preparation import compare_preparation
 from compress.serve.torchserve.stage import PackageTorchServe
 
@@ -26,7 +26,7 @@ SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 3, 8, 8)),))
 
 def image_problem(samples: Splits, **settings: Any) -> str:
     """Return how images that are prepared with some settings differ from samples without files."""
-    forms = RequestForms(image=ImageInput(**settings))
+    forms = {"image": ImageInput(**settings)}
     (found,) = compare_preparation(forms, SIGNATURE, samples)
     assert not found.column
     return found.difference
@@ -99,7 +99,7 @@ def tokenizer(tmp_path: Path) -> Iterator[Path]:
 def test_ids_that_the_tokenizer_does_not_give_again_are_doubted(tokenizer, first) -> None:
     spec = TensorSpec(name="input_ids", shape=("batch", "length"), dtype="int64")
     signature = Signature(inputs=(spec,))
-    forms = RequestForms(text=TextInput(tokenizer=str(tokenizer)))
+    forms = {"text": TextInput(tokenizer=str(tokenizer))}
     ids = torch.randint(4, len(WORDS), (20, 6), generator=torch.Generator().manual_seed(0))
     if first:
         ids[:, 0], ids[:, -2], ids[:, -1] = 2, 3, 0  # [CLS] … [SEP] [PAD]

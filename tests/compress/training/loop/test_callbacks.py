@@ -117,11 +117,11 @@ def test_a_class_is_created_once_for_a_training(tmp_path, source, folder):
     [
         (
             {"on_step_end": "events_here:fails"},
-            r"train: callbacks\.on_step_end raised ValueError: no such table \(after step 1\)",
+            r"train: callbacks\.on_step_end: it raised: ValueError: no such table \(after step 1\)",
         ),
         (
             {"on_epoch_end": "events_here:fails"},
-            r"train: callbacks\.on_epoch_end raised ValueError: no such table \(after epoch 1\)",
+            r"train: callbacks\.on_epoch_end: it raised: ValueError: no such table .* epoch 1\)",
         ),
         (
             {"on_step_end": "events_here:leaves"},
@@ -139,7 +139,7 @@ def test_an_exception_is_one_line(tmp_path, source, folder, callbacks, message, 
     [
         ({"on_step_end": "events_here:absent"}, "has no callable 'absent'; it has Both, Broken"),
         ("events_here:Neither", "events_here:Neither has no method on_step_end or on_epoch_end"),
-        ("events_here:Broken", "callbacks: events_here:Broken raised KeyError: 'host'"),
+        ("events_here:Broken", "callbacks: events_here:Broken raised: KeyError: 'host'"),
     ],
 )
 def test_what_cannot_be_called_is_refused_before_training(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compress.core.metrics import Metric
-from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.base import Strategy
 from compress.training.loop.trainer import evaluate
 from tests.compress.training.builders import load_data
 from tests.compress.training.loop.metrics_on_ranks import CASES, job
@@ -30,7 +30,7 @@ def test_batches_add_up_and_their_outputs_are_not_kept(metric: Metric):
     with torch.no_grad():
         expected = metric.score(*whole(net, data))
     with patch("torch.cat", side_effect=AssertionError("outputs are kept")):
-        value = evaluate(job(metric, data), net, SingleProcess())
+        value = evaluate(job(metric, data), net, Strategy())
     assert value == pytest.approx(expected, rel=1e-9 if metric != F1 else 1e-6)
 
 
@@ -39,7 +39,7 @@ def test_r2_adds_up():
     metric = Metric("r2")
     with torch.no_grad():
         expected = metric.score(*whole(net, data))
-    value = evaluate(job(metric, data), net, SingleProcess())
+    value = evaluate(job(metric, data), net, Strategy())
     assert value == pytest.approx(expected, rel=1e-13)
 
 

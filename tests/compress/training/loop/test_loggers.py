@@ -3,21 +3,31 @@
 import importlib.util
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from compress.common.errors import Unavailable
 from compress.core.context import Context
+from compress.core.metrics import Metric
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
-from compress.training.config.training import Profile, Training
+from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.loop.metrics import EpochMetrics, TensorBoardLogger, log_records
 from compress.training.objectives.objective import TargetLoss
 from tests.compress.training.builders import import_net, load_data
 
 HERE = Path(__file__).parents[1]
-ABOUT = {"title": "train", "identity": "0123456789", "trained_epochs": 0, "trained_steps": 0}
+
+
+def job_with(**profile) -> SimpleNamespace:
+    """Return what a training's logger reads of it."""
+    return SimpleNamespace(
+        training=Training(epochs=1, profile=profile),
+        folder=Path("fit-0123456789"),
+        metric=Metric("accuracy"),
+    )
 
 
 @pytest.fixture
@@ -83,8 +93,8 @@ def test_values_of_epochs_that_are_trained_again_are_replaced(tmp_path, ordered_
 
 def test_an_epoch_logged_twice_is_written_once(tmp_path):
     pytest.importorskip("tensorboard", reason="needs tensorboard")
-    profile = Profile(tracker="tensorboard", tracking_uri=str(tmp_path / "boards"))
-    with log_records(profile, tmp_path / "unused", **ABOUT, metric="accuracy") as write:
+    job = job_with(tracker="tensorboard", tracking_uri=str(tmp_path / "boards"))
+    with log_records(job, tmp_path / "unused", "train", 0, 0) as write:
         for number in (1, 2, 2, 1, 3):
             write(epoch(number))
     assert scalars(tmp_path / "boards")["loss"] == {1: 1.0, 2: 2.0, 3: 3.0}

@@ -10,7 +10,7 @@ from compress.data.batch import Batch
 from compress.data.splits import Splits
 from compress.training import fit as fitting
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.base import Strategy
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 from tests.compress.training.builders import import_net, load_data
@@ -30,7 +30,7 @@ def fp16_state(**settings) -> TrainState:
         return nn.functional.mse_loss(outputs[0].float(), batch.target)
 
     example = Batch((torch.zeros(2, 4),), torch.zeros(2, 1))
-    return TrainState(module, loss, training, SingleProcess(), "cpu", lambda: example)
+    return TrainState(module, loss, training, Strategy(), "cpu", lambda: example)
 
 
 def batches(scale: float = 1.0) -> list[Batch]:

@@ -16,7 +16,7 @@ from compress.profiling.operator_table import LISTED_OPERATORS, read_operator_ta
 from compress.pruning.prune_channels import PruneChannels
 from compress.training.checkpoint import Epoch
 from compress.training.config.training import Trace
-from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.base import Strategy
 from compress.training.loop.metrics import (
     EpochMetrics,
     StepMetrics,
@@ -157,7 +157,7 @@ def test_tokens_are_counted_for_integer_inputs_by_batch_and_length():
     assert tokens_in(batch(torch.zeros(3, 5, dtype=torch.bool))) == 0
 
 
-class Pair(SingleProcess):
+class Pair(Strategy):
     """The leading one of two processes, the other of which, if it has samples of its own, saw twice
     as many tokens."""
 

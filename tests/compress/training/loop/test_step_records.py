@@ -15,7 +15,7 @@ from compress.training.loop.metrics import EpochMetrics, StepRecord, log_records
 from compress.training.optim.optimizer import clip_norm_
 from compress.training.stage import Train
 from tests.compress.training.builders import HERE, import_net, import_transformer, load_data
-from tests.compress.training.loop.test_loggers import scalars
+from tests.compress.training.loop.test_loggers import job_with, scalars
 
 SETTINGS = {"epochs": 2, "batch_size": 32, "learning_rate": 0.01, "schedule": "constant"}
 
@@ -120,14 +120,12 @@ def epoch(number: int) -> EpochMetrics:
 
 def test_tensorboard_has_each_step_once_though_the_training_was_resumed(tmp_path, ordered_files):
     """What was logged after the last checkpoint, and is trained again, is replaced."""
-    about = {"title": "train", "identity": "0123456789", "metric": "accuracy"}
-    profile = Profile(tracker="tensorboard", log_every=1)
+    job = job_with(tracker="tensorboard", log_every=1)
     for epochs, steps, records in (
         (0, 0, [record(1), record(2), epoch(1), record(3), record(4)]),
         (1, 3, [record(3), replaced(record(4)), record(5), record(5), epoch(2)]),
     ):
-        progress = {"trained_epochs": epochs, "trained_steps": steps}
-        with log_records(profile, tmp_path, **about, **progress) as write:
+        with log_records(job, tmp_path, "train", epochs, steps) as write:
             for each in records:
                 write(each)
     (folder,) = (tmp_path / "tracking").iterdir()

@@ -8,7 +8,7 @@ from compress.common.errors import StageFailed
 from compress.core.objectives.loss import Loss
 from compress.data.batch import collate
 from compress.training.config.training import Training
-from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.base import Strategy
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 
@@ -61,7 +61,7 @@ def step(loss, *micro_batches):
     torch.manual_seed(0)
     module = Tagger()
     training = Training(epochs=1, optimizer="sgd", learning_rate=1.0)
-    state = TrainState(module, loss, training, SingleProcess(), "cpu", lambda: None)
+    state = TrainState(module, loss, training, Strategy(), "cpu", lambda: None)
     value = state.train_step([collate(part) for part in micro_batches], 0)
     return value, torch.cat([weight.detach().flatten() for weight in module.parameters()])
 

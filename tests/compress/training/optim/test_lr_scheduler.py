@@ -240,7 +240,7 @@ def test_a_scheduler_of_the_user_gets_all_steps_and_decides_each():
     [
         ("by_metric", "returned ReduceLROnPlateau, expected .* use schedule: plateau"),
         ("no_scheduler", r"returned float, expected a scheduler of torch\.optim"),
-        ("failing", "raised TypeError: .* it is called with the optimizer and the number"),
+        ("failing", "raised: TypeError: .* it is called with the optimizer and the number"),
     ],
 )
 def test_what_is_no_scheduler_is_refused(name, message):
