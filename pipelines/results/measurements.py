@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pydantic import field_validator, model_validator
@@ -281,13 +280,6 @@ class Measurements(SpeedupReport):
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
             peak_reason=reason,
         )
-
-    def with_peak(self, measure: Callable[[], float]) -> Measurements:
-        """Return a copy with the peak memory in MiB, or with the reason why it is unknown."""
-        try:
-            return self.model_copy(update={"peak_mebibytes": measure()})
-        except StageFailed as error:
-            return self.model_copy(update={"peak_reason": str(error)})
 
 
 def _macs(artifact: Artifact, context: Context) -> dict[str, Any]:
