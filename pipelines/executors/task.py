@@ -58,7 +58,8 @@ class StageTask:
 
 def pickled(task: StageTask) -> bytes:
     """Pickle a task for another process, without what only this one has."""
-    context = replace(task.context, progress=silent, scores={})
+    caches = replace(task.context.caches, scores={})
+    context = replace(task.context, progress=silent, caches=caches)
     try:
         return pickle.dumps(replace(task, context=context))
     except Exception as error:

@@ -325,7 +325,7 @@ class ArtifactEvaluator(MeasurementCache):
                 dump=Score.to_json,
             )
             known = context.score_key(self.artifact, split)
-            self.state.scores.setdefault(known, (score, Recording()))
+            self.state.caches.scores.setdefault(known, (score, Recording()))
         return score
 
     def batch_dependence(self, context: Context | None = None) -> BatchDependence:
@@ -334,7 +334,7 @@ class ArtifactEvaluator(MeasurementCache):
         Those of the file that answers in the artifact's place, where one does in the context: by
         default that of the artifact's own stage.
         """
-        context, known = context or self.context, self.state.batch_dependences
+        context, known = context or self.context, self.state.caches.dependences
         form = context.form_of(self.artifact)
         if form.digest not in known:
             key = {"batch dependence": 1, **self.state.measurement_conditions()}

@@ -174,7 +174,7 @@ class Gate(Settings):
                     # A property of the model, and costly to measure there.
                     dependence = context.batch_dependence(after)
                     after = OnDevice(after, device_named(name))
-                    context.dependences[after.digest] = dependence
+                    context.caches.dependences[after.digest] = dependence
                 found = self.measure(before, after, context)
                 own = found if isinstance(found, Measured) else Measured(found)
                 return self.verdict(**own._asdict())
