@@ -233,12 +233,14 @@ class Measurements(SpeedupReport):
                 samples=score.samples,
                 drop=drop,
             )
-        outputs = score.outputs if score else ()
         if artifact.is_streamed or baseline.is_streamed:
             untimed = WEIGHTS_ON_DISK
+        found = cls.sizes(artifact, baseline, context, untimed)
+        found = found.model_copy(
+            update={"metric": metric, "outputs": score.outputs if score else ()}
+        )
         if untimed:
-            sizes = cls.sizes(artifact, baseline, context, untimed)
-            return sizes.model_copy(update={"metric": metric, "outputs": outputs})
+            return found
         batch = artifact.signature.smallest_batch
         compared = (
             context.compare_latency(artifact, artifact, batch, QUICK_SECONDS)
@@ -249,20 +251,14 @@ class Measurements(SpeedupReport):
         speedup = _speedup(compared)
         if reason := speedup["speedup_reason"]:
             latency |= {"p50": None, "p95": None, "ventiles": (), "reason": reason}
-        return cls(
-            metric=metric,
-            parameters=artifact.parameters(),
-            **_macs(artifact, context),
-            bytes=artifact.payload_bytes,
-            latency_ms=LatencyReport.model_validate(latency),
-            **(_no_speedup(JUDGED_QUICKLY) if context.is_quick else speedup),
-            device=artifact.runs_on(context.device),
-            same_runtime=None
-            if context.is_quick
-            else _in_same_runtime(artifact, baseline, compared, context),
-            bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
-            outputs=outputs,
-        )
+        if context.is_quick:
+            timed = _no_speedup(JUDGED_QUICKLY)
+        else:
+            own = _in_same_runtime(artifact, baseline, compared, context)
+            timed = {**speedup, "same_runtime": own}
+        timed["latency_ms"] = LatencyReport.model_validate(latency)
+        timed["device"] = artifact.runs_on(context.device)
+        return cls.model_validate({**dict(found), **timed})
 
     @classmethod
     def sizes(
