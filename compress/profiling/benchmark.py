@@ -138,19 +138,11 @@ class CallTimer:
         return time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
-class Latency(Settings):
-    """Time of one call."""
+class CallTimes(Settings):
+    """Times of one call beside its median and 95th percentile, in milliseconds."""
 
     batch: int
     """Samples per call."""
-    p50: float
-    """Median over blocks of calls, in milliseconds."""
-    p95: float
-    """95th percentile of the calls, in milliseconds."""
-    p50_interval: Interval
-    """95 % confidence interval of the median, from the medians of blocks of calls."""
-    p95_interval: Interval
-    """95 % confidence interval of the 95th percentile, at most the slowest call."""
     outliers: float
     """Fraction of the calls above Tukey's upper fence, 1.5 times the interquartile range above the
     third quartile."""
@@ -158,14 +150,27 @@ class Latency(Settings):
     """99th percentile of the calls; None in measurements of older versions, as the next three."""
     p99_interval: Interval | None = None
     mean: float | None = None
-    """Mean over the batches, of each the median of its calls in a turn, in milliseconds."""
+    """Mean over the batches, of each the median of its calls in a turn; calls of a cascade take
+    different times, and it is compared by this."""
     mean_interval: Interval | None = None
     """95 % confidence interval of it, from the means of blocks of calls."""
     ventiles: tuple[float, ...] = ()
-    """Quantiles at 5 %, 10 %, … 95 % of the calls, in milliseconds."""
+    """Quantiles at 5 %, 10 %, … 95 % of the calls; empty in reports of older versions."""
     calls: int = 0
     """How many calls were timed; 0 in measurements of older versions."""
 
+
+class Latency(CallTimes):
+    """Time of one call."""
+
+    p50: float
+    """Median over blocks of calls."""
+    p95: float
+    """95th percentile of the calls."""
+    p50_interval: Interval
+    """95 % confidence interval of the median, from the medians of blocks of calls."""
+    p95_interval: Interval
+    """95 % confidence interval of the 95th percentile, at most the slowest call."""
     disturbed: str = ""
     """Why none of it can be trusted, such as other processes; empty where it can."""
 

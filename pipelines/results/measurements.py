@@ -14,7 +14,7 @@ from compress.core.gates.runtime import IN_PYTORCH, in_runtime_of, runtime_of
 from compress.core.metrics import metric_class
 from compress.core.verdict import Uncertainty
 from compress.profiling.batch_dependence import BatchDependence
-from compress.profiling.benchmark import Comparison, unmeasurable
+from compress.profiling.benchmark import CallTimes, Comparison, unmeasurable
 from compress.profiling.output_summary import OutputSummary
 from compress.profiling.quantiles import Interval
 from compress.serve.packaging.val_preparation import Preparation
@@ -71,28 +71,15 @@ class MetricReport(Settings):
         return math.nan if value is None else value  # as JSON has it
 
 
-class LatencyReport(Settings):
+class LatencyReport(CallTimes):
     """Time of one call, in milliseconds, on samples of `val` where there are any."""
 
-    batch: int
     p50: float | None
     p95: float | None
     p50_interval: Bounds | None = None
     """95 % confidence interval of p50; None in reports of older versions."""
     p95_interval: Bounds | None = None
-    p99: float | None = None
-    """99th percentile; None in reports of older versions, as the next three."""
-    p99_interval: Bounds | None = None
-    mean: float | None = None
-    """Mean over the calls, by which a cascade is compared: its calls take different times."""
-    mean_interval: Bounds | None = None
     reason: str = ""
-    calls: int = 0
-    """How many calls were timed; 0 in reports of older versions."""
-    outliers: float
-    """Fraction of the calls above Tukey's fence."""
-    ventiles: tuple[float, ...] = ()
-    """5 %, 10 %, … 95 % quantiles of the calls, ms; empty in reports of older versions."""
 
     @model_validator(mode="before")
     @classmethod
