@@ -174,15 +174,10 @@ class Latency(CallTimes):
     disturbed: str = ""
     """Why none of it can be trusted, such as other processes; empty where it can."""
 
-    def doubt_of(self, figure: Literal["p95", "p99", "mean"]) -> str:
+    def doubt_of(self, figure: Literal["p50", "p95", "p99", "mean"]) -> str:
         """Return why a figure is too uncertain to be shown; empty where it is not."""
         interval: Interval | None = getattr(self, f"{figure}_interval")
         return self.disturbed or ("" if interval is None else interval.unreliable_reason)
-
-    @property
-    def p50_doubt(self) -> str:
-        """Why the median is too uncertain to be shown; empty where it is not."""
-        return self.disturbed or self.p50_interval.unreliable_reason
 
 
 @dataclass(frozen=True)
@@ -214,7 +209,9 @@ class Comparison:
     def unreliable_reason(self) -> str:
         """Why some of the figures are too uncertain; empty where none is."""
         latencies = (self.before, self.after)
-        doubts = (doubt for one in latencies for doubt in (one.p50_doubt, one.doubt_of("p95")))
+        doubts = (
+            doubt for one in latencies for doubt in (one.doubt_of("p50"), one.doubt_of("p95"))
+        )
         return self.speedup_doubt or next(filter(None, doubts), "")
 
     @property
