@@ -177,6 +177,6 @@ def _ratios(model: EagerModel, root: Path, kinds: list[str], *, small: bool) -> 
             measured = compare_latencies(
                 openers, [inputs], 0.2 if small else 3.0, threads=1
             ).latencies
-            medians = [math.nan if found.p50_doubt else found.p50 for found in measured]
+            medians = [math.nan if found.doubt_of("p50") else found.p50 for found in measured]
             by_batch.append([median / medians[0] for median in medians])
     return dict(zip(kinds, zip(*by_batch, strict=True), strict=True))

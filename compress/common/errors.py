@@ -82,12 +82,12 @@ def exits_refused() -> Iterator[None]:
 
 
 @contextmanager
-def located(place: str, kind: type[CompressError] | None = None) -> Iterator[None]:
+def located(place: str, kind: type[CompressError] | None = None, end: str = "") -> Iterator[None]:
     """Let the toolkit's errors in a block begin with a place, and perhaps be of another kind."""
     try:
         yield
     except CompressError as error:
-        raise (kind or type(error))(f"{place}{error}") from error
+        raise (kind or type(error))(f"{place}{error}{end}") from error
 
 
 @contextmanager

@@ -262,6 +262,19 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Caches:
+    """What was measured of artifacts, for all contexts of a run."""
+
+    scores: dict[tuple[Any, ...], tuple[Score, Recording]] = field(default_factory=dict)
+    """Measured metrics, with the files and packages that user code read for each."""
+    dependences: dict[str, BatchDependence] = field(default_factory=dict)
+    """An artifact's digest → whether its outputs depend on the batch."""
+    comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
+    """Compared latencies, with what user code read for each."""
+    answers: KeptAnswers = field(default_factory=KeptAnswers)
+
+
+@dataclass(frozen=True)
 class Context:
     """Where and with what a stage runs; what it does is its settings."""
 
@@ -284,10 +297,7 @@ class Context:
     """Folder for checkpoints, with which a stage resumes; by default beside ``root``."""
     results: Path | None = None
     """Folder for results that are no artifacts, such as traces; by default ``root``'s parent."""
-    scores: dict[tuple[Any, ...], tuple[Score, Recording]] = field(
-        default_factory=dict, compare=False
-    )
-    """Cache of measured metrics, with the files and packages that user code read for each."""
+    caches: Caches = field(default_factory=Caches, compare=False)
     history: History | None = None
     """The stages that led to the input, for a stage that records them; None outside of a run."""
     served_batch_size: int = 1
@@ -296,17 +306,10 @@ class Context:
     """Whether no artifact's settings were chosen on samples of `val`, as they are new."""
     is_quick: bool = False
     """Whether little is measured: comparisons see 16 samples of `val`."""
-    dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
-    """Cache: an artifact's digest → whether its outputs depend on the batch."""
-    comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(
-        default_factory=dict, compare=False
-    )
-    """Cache of compared latencies, with what user code read for each."""
     exports: ExportCache = field(default_factory=ExportCache, compare=False)
     originals: Mapping[str, Callable[[Path], Artifact]] = field(default_factory=dict, compare=False)
     """Kind of artifact → imports the file that the uncompressed model came from as one, into a
     folder. Speeds are compared with it, not with what an exporter writes of the model again."""
-    answers: KeptAnswers = field(default_factory=KeptAnswers, compare=False)
     forms: Mapping[str, Artifact] = field(default_factory=dict, compare=False)
     """Digest of a graph → the file exported from it that answers in its place, where quality alone
     is measured: integers take torch ten times as long as the runtime that the file is for."""
@@ -355,14 +358,14 @@ class Context:
         return self.score_by_sample(artifact, split).value
 
     def score_key(self, artifact: Artifact, split: str) -> tuple[Any, ...]:
-        """Return the key of an artifact's metric in :attr:`scores`."""
+        """Return the key of an artifact's metric among the scores."""
         batch, asked = self.judged_batch_size(artifact), self.form_of(artifact)
         return (asked.digest, split, self.metric, id(self.data), self.device, batch)
 
     def score_by_sample(self, artifact: Artifact, split: str = "val") -> Score:
         """Return an artifact's metric on a split with each sample's part in it, measured once."""
         key = self.score_key(artifact, split)
-        if key not in self.scores:
+        if key not in self.caches.scores:
             data = self.need_data(f"metric {self.metric.name}")
             with (
                 recording() as recorded,
@@ -373,8 +376,8 @@ class Context:
                 watched = summarizer.watch(predict)
                 score = evaluate(watched, data, split, metric, reference, self.progress, key[-1])
                 score = replace(score, outputs=summarizer.summaries())
-            self.scores[key] = score, recorded
-        score, recorded = self.scores[key]
+            self.caches.scores[key] = score, recorded
+        score, recorded = self.caches.scores[key]
         add_to_recordings(recorded)
         return score
 
@@ -389,13 +392,13 @@ class Context:
         Those of the file that answers in its place, where one does.
         """
         artifact = self.form_of(artifact)
-        if artifact.digest not in self.dependences:
+        if artifact.digest not in self.caches.dependences:
             from compress.profiling.batch_dependence import measure_artifact
 
-            self.dependences[artifact.digest] = measure_artifact(
+            self.caches.dependences[artifact.digest] = measure_artifact(
                 artifact, self.data, self.device, self.threads, self.seed, briefly=self.is_quick
             )
-        return self.dependences[artifact.digest]
+        return self.caches.dependences[artifact.digest]
 
     def judged_batch_size(self, *artifacts: Artifact) -> int | None:
         """Return the batch size at which artifacts are evaluated; None for the data's own."""
@@ -411,7 +414,8 @@ class Context:
         if is_new or self.data is None or "val" not in self.data.datasets:
             return self
         # Scores are known by the data's identity, which those of the next call may have again.
-        return replace(self, data=self.data.interleaved_parts("val", 2)[1], scores={})
+        caches = replace(self.caches, scores={})
+        return replace(self, data=self.data.interleaved_parts("val", 2)[1], caches=caches)
 
     def typical_sizes(self, signature: Signature) -> dict[str, int]:
         """Return the sizes of a model's named axes in a sample of `val` of median size; or none."""
@@ -450,14 +454,14 @@ class Context:
     def predictor(self, artifact: Artifact, *, kept: bool = True) -> Iterator[Predictor]:
         """Provide an artifact as a predictor that takes any number of samples.
 
-        What it was called with before, it answers from :attr:`answers`, unless not `kept`: row by
+        What it was called with before, it answers from what was kept, unless not `kept`: row by
         row where it is known to answer alike in every batch.
         """
         artifact = self.form_of(artifact)
         open_model: Callable[[str, int], AbstractContextManager[Predictor]] = artifact.open
         if kept:
             by_row = self.answers_by_row(artifact)
-            open_model = partial(self.answers.predictor, artifact, by_row=by_row)
+            open_model = partial(self.caches.answers.predictor, artifact, by_row=by_row)
         with open_model(self.device, self.threads) as predict:
             yield accept_any_batch(predict, artifact.signature)
 
@@ -471,7 +475,7 @@ class Context:
 
     def answers_by_row(self, artifact: Artifact) -> bool:
         """Whether an artifact is known to answer to a row alike in every batch of `val`."""
-        found = self.dependences.get(self.form_of(artifact).digest)
+        found = self.caches.dependences.get(self.form_of(artifact).digest)
         return found is not None and not found.why_not_joined
 
     def compare_latency(
@@ -484,8 +488,8 @@ class Context:
         """
         conditions = (id(self.data), self.device, self.threads, self.seed)
         key = (before.digest, after.digest, batch, seconds, *conditions)
-        if key in self.comparisons:
-            compared, recorded = self.comparisons[key]
+        if key in self.caches.comparisons:
+            compared, recorded = self.caches.comparisons[key]
         else:
             # Both, as it may be compared with what it is packed in.
             mixed = before.is_cascade or after.is_cascade
@@ -503,7 +507,7 @@ class Context:
             with recording() as recorded:
                 compared = measure() if seconds is None else measure(seconds=seconds)
             if not compared.unreliable_reason:  # else the machine may have less to do next time
-                self.comparisons[key] = compared, recorded
+                self.caches.comparisons[key] = compared, recorded
         add_to_recordings(recorded)
         return compared
 

@@ -138,19 +138,11 @@ class CallTimer:
         return time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
-class Latency(Settings):
-    """Time of one call."""
+class CallTimes(Settings):
+    """Times of one call beside its median and 95th percentile, in milliseconds."""
 
     batch: int
     """Samples per call."""
-    p50: float
-    """Median over blocks of calls, in milliseconds."""
-    p95: float
-    """95th percentile of the calls, in milliseconds."""
-    p50_interval: Interval
-    """95 % confidence interval of the median, from the medians of blocks of calls."""
-    p95_interval: Interval
-    """95 % confidence interval of the 95th percentile, at most the slowest call."""
     outliers: float
     """Fraction of the calls above Tukey's upper fence, 1.5 times the interquartile range above the
     third quartile."""
@@ -158,26 +150,34 @@ class Latency(Settings):
     """99th percentile of the calls; None in measurements of older versions, as the next three."""
     p99_interval: Interval | None = None
     mean: float | None = None
-    """Mean over the batches, of each the median of its calls in a turn, in milliseconds."""
+    """Mean over the batches, of each the median of its calls in a turn; calls of a cascade take
+    different times, and it is compared by this."""
     mean_interval: Interval | None = None
     """95 % confidence interval of it, from the means of blocks of calls."""
     ventiles: tuple[float, ...] = ()
-    """Quantiles at 5 %, 10 %, … 95 % of the calls, in milliseconds."""
+    """Quantiles at 5 %, 10 %, … 95 % of the calls; empty in reports of older versions."""
     calls: int = 0
     """How many calls were timed; 0 in measurements of older versions."""
 
+
+class Latency(CallTimes):
+    """Time of one call."""
+
+    p50: float
+    """Median over blocks of calls."""
+    p95: float
+    """95th percentile of the calls."""
+    p50_interval: Interval
+    """95 % confidence interval of the median, from the medians of blocks of calls."""
+    p95_interval: Interval
+    """95 % confidence interval of the 95th percentile, at most the slowest call."""
     disturbed: str = ""
     """Why none of it can be trusted, such as other processes; empty where it can."""
 
-    def doubt_of(self, figure: Literal["p95", "p99", "mean"]) -> str:
+    def doubt_of(self, figure: Literal["p50", "p95", "p99", "mean"]) -> str:
         """Return why a figure is too uncertain to be shown; empty where it is not."""
         interval: Interval | None = getattr(self, f"{figure}_interval")
         return self.disturbed or ("" if interval is None else interval.unreliable_reason)
-
-    @property
-    def p50_doubt(self) -> str:
-        """Why the median is too uncertain to be shown; empty where it is not."""
-        return self.disturbed or self.p50_interval.unreliable_reason
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,9 @@ class Comparison:
     def unreliable_reason(self) -> str:
         """Why some of the figures are too uncertain; empty where none is."""
         latencies = (self.before, self.after)
-        doubts = (doubt for one in latencies for doubt in (one.p50_doubt, one.doubt_of("p95")))
+        doubts = (
+            doubt for one in latencies for doubt in (one.doubt_of("p50"), one.doubt_of("p95"))
+        )
         return self.speedup_doubt or next(filter(None, doubts), "")
 
     @property

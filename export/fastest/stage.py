@@ -105,7 +105,7 @@ def measure_fastest(
                     rows_per_second=1e3 * batch / measured.typical_ms(i),
                     speedup=comparison.speedup,
                     speedup_interval=comparison.interval,
-                    unreliable_reason=comparison.after.p50_doubt or comparison.speedup_doubt,
+                    unreliable_reason=comparison.after.doubt_of("p50") or comparison.speedup_doubt,
                 )
                 rows.append(row)
             doubtful = any(row.unreliable_reason for row in rows)

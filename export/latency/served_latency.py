@@ -66,8 +66,8 @@ def measure_files(
     openers = [partial(opened_session, file, threads) for file in files]
     measured = compare_latencies(openers, batches, threads=threads).latencies
     for latency in measured:
-        if latency.p50_doubt:
-            raise StageFailed(unmeasurable("the latency of a variant", latency.p50_doubt))
+        if doubt := latency.doubt_of("p50"):
+            raise StageFailed(unmeasurable("the latency of a variant", doubt))
     return [1e-3 * latency.p50 for latency in measured]
 
 

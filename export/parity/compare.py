@@ -535,7 +535,7 @@ def on_cpu(predict: Predictor) -> Predictor:
 def source_predictor(source: Artifact, context: Context) -> AbstractContextManager[Predictor]:
     """Provide a source on the CPU; rows of `val` that were evaluated there are not called again."""
     by_row = context.answers_by_row(source)
-    return context.answers.predictor(
+    return context.caches.answers.predictor(
         source, "cpu", context.threads, by_row=by_row, keep_errors=True
     )
 
@@ -551,7 +551,7 @@ def recorded_outputs(
     with source_predictor(source, context) as predict:
         answer = accept_any_batch(predict, source.signature)
         for batch in inputs:
-            if not context.answers.has_room(source, "cpu", context.threads):
+            if not context.caches.answers.has_room(source, "cpu", context.threads):
                 break
             with suppress(Exception):  # raised again where it is needed
                 answer(*batch)

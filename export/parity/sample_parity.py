@@ -125,7 +125,9 @@ class RoundingNoise:
         model, context = self.float_model or self._source, self._context
         by_row = context.answers_by_row(model)
         form = context.form_of(model)
-        with context.answers.predictor(form, "cpu", context.threads, by_row=by_row) as predict:
+        with context.caches.answers.predictor(
+            form, "cpu", context.threads, by_row=by_row
+        ) as predict:
             yield accept_any_batch(predict, model.signature)
 
 

@@ -29,7 +29,7 @@ from compress.core.metrics import metric_class
 from compress.core.objectives.task import NO_METRIC, TASKS, TaskName, infer_task
 from compress.export.imported.exported_files import KINDS
 from compress.pipelines.config import model_spec
-from compress.pipelines.config.data_spec import DATA_CLASSES, AudioData
+from compress.pipelines.config.data_spec import DATA_CLASSES, FileData
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.yaml_source import Source
 from compress.pipelines.planning.planner import build_plan, task_of
@@ -272,8 +272,8 @@ def _head_for(pipeline: PipelineConfig, data: Splits, task: str | None) -> dict[
     folder = pipeline.folder / model.huggingface
     if not labels or "Classification" in type(hf_folder.read_architecture(folder, None)).__name__:
         return {}
-    is_text = bool(getattr(spec, "text", None))
-    kind = "text" if is_text else "audio" if isinstance(spec, AudioData) else "image"
+    form = spec.form if isinstance(spec, FileData) else None
+    kind = form.kind if form else "image"
     return {"task": f"{kind}-classification", "labels": [*labels]}
 
 

@@ -49,6 +49,8 @@ class FileData(DataSettings):
 
     key: ClassVar[str]
     """The setting that names the files."""
+    file_form: ClassVar[type[ImageInput | AudioInput] | None] = None
+    """What a file of one sample is."""
 
     split: dict[Literal["val", "test", "calibration", "unlabelled"], Ratio] = {}
     """Shares of the samples that are no training data, such as `{val: 0.2, test: 0.1}`, for files
@@ -72,6 +74,22 @@ class FileData(DataSettings):
         """File or folder, relative to the pipeline file."""
         return str(getattr(self, self.key))
 
+    @property
+    def form(self) -> type[ImageInput | TextInput | AudioInput] | None:
+        """What a sample is before it is prepared; None where numbers are inputs as they are."""
+        if getattr(self, "text", None):
+            return TextInput
+        is_image = getattr(self, "image", None) or isinstance(self.prepare, ImageInput)
+        return ImageInput if is_image else self.file_form
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """What must be installed."""
+        needs = () if self.form is None else self.form.requirements
+        needs = (PILLOW,) if self.form is ImageInput else needs
+        is_parquet = self.key == "table" and Path(self.place).suffix.lower() in PARQUET
+        return (DATASETS, *needs) if is_parquet or self.key == "huggingface" else needs
+
 
 class ImageData(FileData):
     """Image files in folders: `cat/1.jpg` is a sample of class `cat`.
@@ -81,6 +99,7 @@ class ImageData(FileData):
     """
 
     key: ClassVar[str] = "images"
+    file_form = ImageInput
 
     images: str
     """Folder, relative to this file."""
@@ -88,11 +107,6 @@ class ImageData(FileData):
     """How an image becomes the model's input, in training, judging and serving alike, such as
     `{size: 224, shorter_side: 256, mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}`. By
     default as a Hugging Face folder's `preprocessor_config.json` or timm's configuration says."""
-
-    @property
-    def requirements(self) -> tuple[Requirement, ...]:
-        """What must be installed."""
-        return (PILLOW,)
 
 
 class AudioData(FileData):
@@ -102,6 +116,7 @@ class AudioData(FileData):
     """
 
     key: ClassVar[str] = "audio"
+    file_form = AudioInput
 
     audio: str
     """Folder, relative to this file."""
@@ -109,11 +124,6 @@ class AudioData(FileData):
     """How a sound becomes the model's input, in training, judging and serving alike, such as
     `{rate: 16000, seconds: 1}`. What is left out follows a Hugging Face folder's
     `preprocessor_config.json`."""
-
-    @property
-    def requirements(self) -> tuple[Requirement, ...]:
-        """What must be installed."""
-        return AudioInput.requirements
 
 
 def _refuse_repeated_columns(
@@ -153,12 +163,6 @@ class TableData(FileData):
         _refuse_repeated_columns(self.text, self.columns, self.label)
         return self
 
-    @property
-    def requirements(self) -> tuple[Requirement, ...]:
-        """What must be installed."""
-        text = TextInput.requirements if self.text else ()
-        return (*text, *((DATASETS,) if Path(self.table).suffix.lower() in PARQUET else ()))
-
 
 class ArrayData(FileData):
     """Arrays of an .npz or .npy file, one row a sample.
@@ -177,11 +181,6 @@ class ArrayData(FileData):
     prepare: ImageInput | None = None
     """How arrays of pixels, uint8 of [rows, height, width] or with channels, become the model's
     input; without it, arrays are inputs as they are, and float64 is taken as float32."""
-
-    @property
-    def requirements(self) -> tuple[Requirement, ...]:
-        """What must be installed."""
-        return (PILLOW,) if self.prepare else ()
 
 
 class HuggingFaceData(FileData):
@@ -208,17 +207,11 @@ class HuggingFaceData(FileData):
     def _has_inputs(self) -> Self:
         if sum(each is not None for each in (self.image, self.text, self.columns)) != 1:
             raise ValueError("give one of image, text and columns: what is the model's input")
-        form = ImageInput if self.image else TextInput if self.text else type(None)
-        if self.prepare is not None and not isinstance(self.prepare, form):
+        fits = not self.columns and self.form and isinstance(self.prepare, self.form)
+        if self.prepare is not None and not fits:
             raise ValueError("prepare: settings of images are for `image`, of texts for `text`")
         _refuse_repeated_columns(self.image or self.text, self.columns, self.label)
         return self
-
-    @property
-    def requirements(self) -> tuple[Requirement, ...]:
-        """What must be installed."""
-        text = TextInput.requirements if self.text else ()
-        return (DATASETS, *text, *((PILLOW,) if self.image else ()))
 
 
 DATA_CLASSES: dict[str, type[DataSettings]] = {

@@ -14,13 +14,7 @@ from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, names_in
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.export.imported.exported_files import class_names_of
-from compress.pipelines.config.data_spec import (
-    AudioData,
-    FileData,
-    HuggingFaceData,
-    ImageData,
-    TableData,
-)
+from compress.pipelines.config.data_spec import FileData
 from compress.pipelines.config.model_spec import HuggingFaceModel, ModelFile, TimmModel
 from compress.pipelines.data.samples import Preparation
 from compress.serve.packaging.request_forms import (
@@ -52,14 +46,12 @@ def find_preparation(
     names = names_in(json.loads(carried.get(CONFIG, b"{}")))
     if isinstance(model, ModelFile):
         names = class_names_of(model.kind, pipeline.folder / model.file)
-    columns = isinstance(spec, HuggingFaceData | TableData) and spec.columns
-    is_raw = isinstance(spec, ImageData | AudioData | HuggingFaceData) or bool(spec.prepare)
     try:
-        if not columns and isinstance(spec, HuggingFaceData | TableData) and spec.text:
+        if spec.form is TextInput:
             settings, tokenizer = _text_settings(pipeline, spec, inputs, carried)
             carried[TOKENIZER] = tokenizer
             return _preparation("text", settings, inputs or (), names, tokenizer.decode()), carried
-        if columns or not is_raw:
+        if spec.form is None:
             return Preparation(class_names=names), carried
         form = _declared_form(pipeline, spec, carried)
         inputs = inputs or (form.default_input(),)
@@ -88,7 +80,7 @@ def _declared_form(
     pipeline: PipelineConfig, spec: FileData, carried: Mapping[str, bytes]
 ) -> ImageInput | AudioInput:
     """Return how images or sounds are prepared, by the section or the model's own files."""
-    given, is_sound = spec.prepare, isinstance(spec, AudioData)
+    given, is_sound = spec.prepare, spec.form is AudioInput
     form: Any = given
     if IMAGES in carried and (is_sound or not given):
         form = processor_input(json.loads(carried[IMAGES]))

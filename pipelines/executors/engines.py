@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from compress.common.errors import PipelineInvalid, StageFailed, describe_exit_code
+from compress.common.errors import PipelineInvalid, describe_exit_code
 from compress.common.process import THREADS, configured_threads, usable_cores
 from compress.common.requirements import Requirement, pip_install, require_all, undisturbed
 from compress.pipelines.executors.task import StageTask, TaskResult, log_here, pickled
@@ -122,8 +122,9 @@ class _Worker:
         except (EOFError, OSError):
             name, self.name = self.name, ""
             self.end()
-            how = f"its process {describe_exit_code(self.process.returncode)}"
-            return TaskResult(name, 0.0, StageFailed(f"{name}: {how}"))
+            return TaskResult.failed(
+                name, f"its process {describe_exit_code(self.process.returncode)}"
+            )
         if kind == "progress":
             task, done, total, note = content
             # Branches do the same tasks at the same time: only the stage's name tells them apart.
@@ -132,8 +133,9 @@ class _Worker:
         elif kind == "log":
             log_here(content, self.name)
         else:
-            name, self.name = self.name, ""
-            return TaskResult(name, *content)
+            self.name = ""
+            result: TaskResult = content
+            return result
         return None
 
     def end(self) -> None:

@@ -19,8 +19,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from compress.artifacts.artifact import MANIFEST
-from compress.common.dependency_recorder import Recording
-from compress.common.errors import CompressError, StageFailed, first_line
+from compress.common.errors import StageFailed, first_line
 from compress.common.process import configured_threads
 from compress.pipelines.executors.launched import REMEDY, RunEnvironment
 from compress.pipelines.executors.task import StageTask, TaskResult, log_here, pickled, run_task
@@ -123,23 +122,23 @@ class RayTasks:
                     f"the cluster has had {few} of {self.threads} cores for "
                     f"{SECONDS_WITHOUT_NODES:.0f} s; start nodes, and run the same command again"
                 )
-                return TaskResult(stage_task.name, 0.0, StageFailed(f"{stage_task.name}: {why}"))
+                return TaskResult.failed(stage_task.name, why)
         stage_task = self._running.pop(ready[0])
         name, root = stage_task.name, stage_task.context.root
         try:
-            seconds, error, recorded, records = ray.get(ready[0])
+            result: TaskResult
+            result, records = ray.get(ready[0])
         except ray.exceptions.WorkerCrashedError:
             why = f"its process died {RETRIES + 1} times; perhaps memory ran out"
-            return TaskResult(name, 0.0, StageFailed(f"{name}: {why}"))
+            return TaskResult.failed(name, why)
         except ray.exceptions.RayError as lost:
-            why = f"Ray: {type(lost).__name__}: {first_line(lost)}"
-            return TaskResult(name, 0.0, StageFailed(f"{name}: {why}"))
+            return TaskResult.failed(name, f"Ray: {type(lost).__name__}: {first_line(lost)}")
         for record in records:
             log_here(record, name)
-        if error is None and not wait_until_visible(root, (root / MANIFEST).exists):
+        if result.error is None and not wait_until_visible(root, (root / MANIFEST).exists):
             why = f"a node has written {root}, which is not visible here; {REMEDY}"
-            return TaskResult(name, seconds, StageFailed(f"{name}: {why}"))
-        return TaskResult(name, seconds, error, recorded)
+            return TaskResult.failed(name, why)
+        return result
 
     def close(self) -> None:
         """Cancel running tasks, and shut down the cluster if this process started it."""
@@ -152,12 +151,12 @@ class RayTasks:
 
 def _run_on_node(
     name: str, pickled_task: bytes, environment: RunEnvironment, level: int
-) -> tuple[float, CompressError | None, Recording, list[logging.LogRecord]]:
+) -> tuple[TaskResult, list[logging.LogRecord]]:
     """Run a stage in a Ray process; return the result of :func:`run_task`, and its log records."""
     try:
         environment.enter()
     except StageFailed as error:
-        return 0.0, StageFailed(f"{name}: {error}"), Recording(), []
+        return TaskResult.failed(name, str(error)), []
     # Its records can be pickled, others not: QueueHandler formats their arguments.
     records: SimpleQueue[logging.LogRecord] = SimpleQueue()
     collector = logging.handlers.QueueHandler(records)
@@ -168,7 +167,7 @@ def _run_on_node(
         result = run_task(name, pickled_task, lambda *_: None)
     finally:
         root.removeHandler(collector)
-    return *result, [records.get() for _ in range(records.qsize())]
+    return result, [records.get() for _ in range(records.qsize())]
 
 
 class _Node:
@@ -237,7 +236,7 @@ def _run_on_nodes(
                     # It has lost rank 0, whose own end says why.
             # Where a node is lost, that is the cause of the error.
             with suppress(ray.exceptions.RayTaskError, ray.exceptions.GetTimeoutError):
-                if result[1] is not None:
+                if result[0].error is not None:
                     ray.get(waiting, timeout=SECONDS_TO_NOTICE)
             return result
         except ray.exceptions.RayActorError:

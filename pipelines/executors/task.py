@@ -25,10 +25,15 @@ class TaskResult:
     """How a stage that another process ran has ended."""
 
     name: str
-    seconds: float
-    error: CompressError | None
+    seconds: float = 0.0
+    error: CompressError | None = None
     recorded: Recording = field(default_factory=Recording)
     """The files and variables that user code read meanwhile."""
+
+    @classmethod
+    def failed(cls, name: str, why: str) -> TaskResult:
+        """Return that a stage failed, and why."""
+        return cls(name, error=StageFailed(f"{name}: {why}"))
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,8 @@ class StageTask:
 
 def pickled(task: StageTask) -> bytes:
     """Pickle a task for another process, without what only this one has."""
-    context = replace(task.context, progress=silent, scores={})
+    caches = replace(task.context.caches, scores={})
+    context = replace(task.context, progress=silent, caches=caches)
     try:
         return pickle.dumps(replace(task, context=context))
     except Exception as error:
@@ -63,10 +69,8 @@ def pickled(task: StageTask) -> bytes:
         ) from error
 
 
-def run_task(
-    name: str, task: bytes, progress: Progress
-) -> tuple[float, CompressError | None, Recording]:
-    """Run a pickled task; return its seconds, its error, and what user code read meanwhile."""
+def run_task(name: str, task: bytes, progress: Progress) -> TaskResult:
+    """Run a pickled task, whose artifact then lies in its folder."""
     try:
         with only_signals_interrupt():
             unpickled: StageTask = pickle.loads(task)
@@ -74,12 +78,11 @@ def run_task(
     except CompressError as error:
         raise_if_stopped()
         logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
-        return 0.0, error, Recording()
+        return TaskResult(name, error=error)
     except Exception as error:  # noqa: BLE001 - the run reports it
         raise_if_stopped()
-        failed = StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
-        return 0.0, failed, Recording()
-    return seconds, None, recorded
+        return TaskResult.failed(name, f"{type(error).__name__}: {first_line(error)}")
+    return TaskResult(name, seconds, recorded=recorded)
 
 
 def log_here(record: logging.LogRecord, stage: str) -> None:

@@ -7,7 +7,6 @@ sense for the metric or for what the model is for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +15,7 @@ from compress import export  # noqa: F401 - adds the runtimes that it can open
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.hf_folder import read_json
-from compress.common.errors import (
-    ArtifactInvalid,
-    CompressError,
-    PipelineInvalid,
-    Unavailable,
-    located,
-)
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable, located
 from compress.common.requirements import refuse_unmet, require_all
 from compress.core.context import Context
 from compress.core.gates.gate import Gate
@@ -44,6 +37,8 @@ from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import need_group, nodes_by_engine
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from compress.artifacts.artifact import Artifact
     from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
@@ -380,15 +375,9 @@ def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -
             raise PipelineInvalid(f"{where} ({gate.gate}): {problem}")
 
 
-@contextmanager
-def explained_task(task: Task | None, reason: str) -> Iterator[None]:
+def explained_task(task: Task | None, reason: str) -> AbstractContextManager[None]:
     """Append to errors what the task was inferred from; nothing where the reason is empty."""
-    try:
-        yield
-    except CompressError as error:
-        if task is None or not reason:
-            raise
-        raise type(error)(f"{error} (task: {task.name}, {reason})") from error
+    return located("", end=f" (task: {task.name}, {reason})" if task and reason else "")
 
 
 def fit_to_task(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import CASCADE, NOT_RUN
 from compress.common.errors import CompressError
@@ -13,15 +13,20 @@ from compress.core.metrics import Metric, metric_class
 from compress.core.verdict import explain
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
-from compress.pipelines.results.schema import FIDELITY, FailureReport, SkippedReport
+from compress.pipelines.results.schema import (
+    FIDELITY,
+    FailureReport,
+    SkippedReport,
+    StageOutcome,
+    StageReport,
+)
 from compress.pipelines.system.templates import readable_bytes
 from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
 
 if TYPE_CHECKING:
     from compress.pipelines.results.measurements import Measurements
-    from compress.pipelines.results.schema import Report, StageReport
+    from compress.pipelines.results.schema import Report
 
-StageOutcome: TypeAlias = "StageReport | FailureReport | SkippedReport"
 SHOWN_FIRST = 5  # most deployable artifacts named at the top of the page
 NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
 """Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""
@@ -74,13 +79,18 @@ def build_rows(report: Report) -> list[StageRow]:
     rows = []
     if report.baseline and report.baseline_name == SOURCE:
         rows.append(StageRow(0, SOURCE, SOURCE, "–", "measured", measured=report.baseline))
-    for number, stage in enumerate(outcomes_in_order(report), rows[-1].number + 1 if rows else 1):
+    settings: Any = report.lock.get("settings") or {}
+    names = [stage.get("name") or stage.get("stage") for stage in settings.get("stages", ())]
+    places = {name: place for place, name in enumerate([SOURCE, *names])}
+    found: tuple[StageOutcome, ...] = (*report.stages, *report.failures, *report.skipped)
+    in_order = sorted(found, key=lambda stage: places.get(stage.name, len(places)))
+    for number, stage in enumerate(in_order, rows[-1].number + 1 if rows else 1):
         row = StageRow(number, stage.name, stage.stage, "", "skipped")
         if isinstance(stage, FailureReport):
             row = replace(row, status=stage.status, why=stage.error)
         elif isinstance(stage, SkippedReport):
             row = replace(row, why=f"skipped, as {stage.because} did not pass")
-        else:
+        elif isinstance(stage, StageReport):
             refused = [verdict for verdict in stage.verdicts if not verdict.passed]
             row = replace(
                 row,
@@ -92,15 +102,6 @@ def build_rows(report: Report) -> list[StageRow]:
             )
         rows.append(row)
     return rows
-
-
-def outcomes_in_order(report: Report) -> list[StageOutcome]:
-    """Return results, failures and skips of all stages in pipeline order."""
-    settings: Any = report.lock.get("settings") or {}
-    names = [stage.get("name") or stage.get("stage") for stage in settings.get("stages", ())]
-    places = {name: place for place, name in enumerate([SOURCE, *names])}
-    found: tuple[StageOutcome, ...] = (*report.stages, *report.failures, *report.skipped)
-    return sorted(found, key=lambda stage: places.get(stage.name, len(places)))
 
 
 def higher_is_better(report: Report) -> bool | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pydantic import field_validator, model_validator
@@ -15,7 +14,7 @@ from compress.core.gates.runtime import IN_PYTORCH, in_runtime_of, runtime_of
 from compress.core.metrics import metric_class
 from compress.core.verdict import Uncertainty
 from compress.profiling.batch_dependence import BatchDependence
-from compress.profiling.benchmark import Comparison, unmeasurable
+from compress.profiling.benchmark import CallTimes, Comparison, unmeasurable
 from compress.profiling.output_summary import OutputSummary
 from compress.profiling.quantiles import Interval
 from compress.serve.packaging.val_preparation import Preparation
@@ -72,28 +71,15 @@ class MetricReport(Settings):
         return math.nan if value is None else value  # as JSON has it
 
 
-class LatencyReport(Settings):
+class LatencyReport(CallTimes):
     """Time of one call, in milliseconds, on samples of `val` where there are any."""
 
-    batch: int
     p50: float | None
     p95: float | None
     p50_interval: Bounds | None = None
     """95 % confidence interval of p50; None in reports of older versions."""
     p95_interval: Bounds | None = None
-    p99: float | None = None
-    """99th percentile; None in reports of older versions, as the next three."""
-    p99_interval: Bounds | None = None
-    mean: float | None = None
-    """Mean over the calls, by which a cascade is compared: its calls take different times."""
-    mean_interval: Bounds | None = None
     reason: str = ""
-    calls: int = 0
-    """How many calls were timed; 0 in reports of older versions."""
-    outliers: float
-    """Fraction of the calls above Tukey's fence."""
-    ventiles: tuple[float, ...] = ()
-    """5 %, 10 %, … 95 % quantiles of the calls, ms; empty in reports of older versions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -234,12 +220,14 @@ class Measurements(SpeedupReport):
                 samples=score.samples,
                 drop=drop,
             )
-        outputs = score.outputs if score else ()
         if artifact.is_streamed or baseline.is_streamed:
             untimed = WEIGHTS_ON_DISK
+        found = cls.sizes(artifact, baseline, context, untimed)
+        found = found.model_copy(
+            update={"metric": metric, "outputs": score.outputs if score else ()}
+        )
         if untimed:
-            sizes = cls.sizes(artifact, baseline, context, untimed)
-            return sizes.model_copy(update={"metric": metric, "outputs": outputs})
+            return found
         batch = artifact.signature.smallest_batch
         compared = (
             context.compare_latency(artifact, artifact, batch, QUICK_SECONDS)
@@ -250,20 +238,14 @@ class Measurements(SpeedupReport):
         speedup = _speedup(compared)
         if reason := speedup["speedup_reason"]:
             latency |= {"p50": None, "p95": None, "ventiles": (), "reason": reason}
-        return cls(
-            metric=metric,
-            parameters=artifact.parameters(),
-            **_macs(artifact, context),
-            bytes=artifact.payload_bytes,
-            latency_ms=LatencyReport.model_validate(latency),
-            **(_no_speedup(JUDGED_QUICKLY) if context.is_quick else speedup),
-            device=artifact.runs_on(context.device),
-            same_runtime=None
-            if context.is_quick
-            else _in_same_runtime(artifact, baseline, compared, context),
-            bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
-            outputs=outputs,
-        )
+        if context.is_quick:
+            timed = _no_speedup(JUDGED_QUICKLY)
+        else:
+            own = _in_same_runtime(artifact, baseline, compared, context)
+            timed = {**speedup, "same_runtime": own}
+        timed["latency_ms"] = LatencyReport.model_validate(latency)
+        timed["device"] = artifact.runs_on(context.device)
+        return cls.model_validate({**dict(found), **timed})
 
     @classmethod
     def sizes(
@@ -281,13 +263,6 @@ class Measurements(SpeedupReport):
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
             peak_reason=reason,
         )
-
-    def with_peak(self, measure: Callable[[], float]) -> Measurements:
-        """Return a copy with the peak memory in MiB, or with the reason why it is unknown."""
-        try:
-            return self.model_copy(update={"peak_mebibytes": measure()})
-        except StageFailed as error:
-            return self.model_copy(update={"peak_reason": str(error)})
 
 
 def _macs(artifact: Artifact, context: Context) -> dict[str, Any]:

@@ -88,15 +88,20 @@ class DeviceReport(Settings):
         return f"on {self.device}: {', '.join([*labels, difference])}{first}"
 
 
-class StageReport(Result):
-    """One stage of a run."""
+class StageOutcome(Result):
+    """What became of one stage of a run."""
 
     name: str
     stage: str
-    input: str
-    """Name of the stage whose artifact it reads, or `source`."""
     branch: tuple[str, ...] = ()
     """Names of its ancestors, from `source` to its input."""
+
+
+class StageReport(StageOutcome):
+    """One stage of a run."""
+
+    input: str
+    """Name of the stage whose artifact it reads, or `source`."""
     cached: bool
     reason: str
     """Why it had to run; empty when it was cached."""
@@ -127,13 +132,9 @@ class StageReport(Result):
     """Whether all of its gates passed; stages without a result are listed as failures."""
 
 
-class FailureReport(Settings):
+class FailureReport(StageOutcome):
     """A stage that failed or was interrupted before it had a result."""
 
-    name: str
-    stage: str
-    branch: tuple[str, ...] = ()
-    """Names of its ancestors, from `source` to its input."""
     error: str
     status: Literal["failed", "interrupted"] = Field(
         default_factory=lambda known: INTERRUPTED if known["error"] == INTERRUPTED else "failed"
@@ -141,13 +142,9 @@ class FailureReport(Settings):
     """An interrupted run may contain failed stages, too."""
 
 
-class SkippedReport(Settings):
+class SkippedReport(StageOutcome):
     """A stage that did not run because one that it depends on did not pass."""
 
-    name: str
-    stage: str
-    branch: tuple[str, ...]
-    """Names of its ancestors, from `source` to its input."""
     because: str
     """Name of the stage that failed, or that a gate refused."""
 

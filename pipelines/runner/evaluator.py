@@ -39,8 +39,6 @@ from compress.serve.packaging.request_forms import forms_of
 from compress.serve.packaging.val_preparation import Preparation, compare_preparation
 
 if TYPE_CHECKING:
-    from pydantic import JsonValue
-
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.gates.gate import Gate
@@ -88,230 +86,279 @@ class MeasurementCache:
         return value
 
 
-def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) -> StageReport:
-    """Publish a stage's result, compare it with its input, evaluate its gates and measure it."""
-    name = planned.name
-    model, artifact = state.artifacts[planned.input], state.artifacts[name]
-    cache = MeasurementCache(state.entries[name], artifact)
-    context = state.context(name)
-    # A gate `on` a device may be against this very file, here.
-    context = replace(context, artifacts={**context.artifacts, name: artifact})
-    check_parity(state, planned, lookup, cache)
-    # Before its gates: what they refuse is kept for a look, too.
-    publish(artifact, state.out / "artifacts" / name)
-    # Gates and measurements open the model once.
-    with artifact.keep_loaded():
-        evaluate = functools.partial(_evaluate_gate, state, planned, cache)
-        verdicts = evaluate_gates(planned.stage.gates, model, artifact, context, evaluate)
-        used = dict.fromkeys(device for gate in planned.stage.gates for device in gate.on)
-        compared = tuple(_compare_device(device, state, name, cache) for device in used)
-        if artifact.not_run or name in state.unmeasured:
-            baseline = state.artifacts[state.plan.baseline]
-            why = f"{NOT_MEASURED}{artifact.not_run}" if artifact.not_run else state.why_unmeasured
-            measurements = Measurements.sizes(artifact, baseline, context, why)
-        else:
-            measurements = measure_artifact(state, name, cache)
-    moved = _moved_outputs(state, planned, measurements)
-    reads_outputs = any(gate.depends_on_batch for gate in planned.stage.gates)
-    is_called = measurements.metric is not None or reads_outputs
-    others = [] if reads_all_outputs(state.plan, planned) else artifact.signature.outputs[1:]
-    unread = {o.name for o in others} - {name for v in verdicts for name in v.outputs}
-    return StageReport(
-        name=name,
-        stage=planned.stage.stage,
-        input=planned.input,
-        branch=state.plan.branch(name),
-        cached=lookup.cached,
-        reason=lookup.reason,
-        fetched_from=lookup.entry.fetched_from,
-        seconds=lookup.seconds,
-        judged_seconds=cache.seconds,
-        artifact=ArtifactReport.from_artifact(artifact, f"artifacts/{name}"),
-        measurements=measurements,
-        answered_by=state.exported_as.get(name, "") if is_called else "",
-        unread_outputs={name: error for name, error in moved.items() if name in unread},
-        # A stage from the cache was not trained: the folder may hold those of other settings.
-        operators=() if lookup.cached else read_operator_tables(state.out / "profiles", name),
-        devices=compared,
-        verdicts=verdicts,
-    )
+class ArtifactEvaluator(MeasurementCache):
+    """Measures an artifact of a run, and judges it by the gates of its stage."""
 
+    def __init__(self, state: RunState, name: str) -> None:
+        super().__init__(state.entries[name], state.artifacts[name])
+        self.state, self.name = state, name
 
-def _compare_device(
-    device: str, state: RunState, name: str, cache: MeasurementCache
-) -> DeviceReport:
-    """Compare the answers of a stage's file on a device with those here, and the baseline's."""
-    artifact, baseline = cache.artifact, state.artifacts[state.plan.baseline]
-    context, there = state.context(name), devices()[device]
-    labels = LabelAgreement(on=(device,))
-    has_labels = context.task is None or not labels.unsuitable_task(context.task)
+    @property
+    def context(self) -> Context:
+        """The context that the artifact is called in."""
+        return self.state.context(self.name)
 
-    def equal_labels(before: Artifact) -> float | None:
-        return labels.evaluate(before, artifact, context).value if has_labels else None
-
-    def measure() -> DeviceReport:
-        parity = Parity(atol=0, on=(device,)).evaluate(artifact, artifact, context)
-        first, signature = "", artifact.signature
-        if parity.value != 0 and isinstance(there, RemoteDevice):
-            from compress.export.onnx.first_difference import first_difference
-
-            rows = LAYERS_ROWS if signature.batch_axis else signature.smallest_batch
-            inputs = next(context.comparison_inputs(signature, rows))
-            try:
-                first = first_difference(artifact.payload_path, there, inputs, context.threads)
-            except Exception as error:  # noqa: BLE001 - the verdicts stand without a cause
-                first = f"not found: {first_line(error)}"
-        return DeviceReport(
-            device=device,
-            equal_labels=equal_labels(artifact),
-            equal_to_baseline=equal_labels(baseline),
-            largest_difference=parity.value,
-            problem=parity.reason,
-            first_difference=first,
+    def evaluate(self, planned: PlannedStage, lookup: CacheLookup) -> StageReport:
+        """Publish a result, compare it with its input, evaluate its gates and measure it."""
+        state, name, artifact, context = self.state, self.name, self.artifact, self.context
+        # A gate `on` a device may be against this very file, here.
+        context = replace(context, artifacts={**context.artifacts, name: artifact})
+        self.check_parity(planned, lookup)
+        # Before its gates: what they refuse is kept for a look, too.
+        publish(artifact, state.out / "artifacts" / name)
+        # Gates and measurements open the model once.
+        with artifact.keep_loaded():
+            gates, model = planned.stage.gates, state.artifacts[planned.input]
+            evaluate = functools.partial(self._evaluate_gate, planned)
+            verdicts = evaluate_gates(gates, model, artifact, context, evaluate)
+            used = dict.fromkeys(device for gate in gates for device in gate.on)
+            compared = tuple(map(self._compare_device, used))
+            if artifact.not_run or name in state.unmeasured:
+                baseline = state.artifacts[state.plan.baseline]
+                why = state.why_unmeasured
+                why = f"{NOT_MEASURED}{artifact.not_run}" if artifact.not_run else why
+                measurements = Measurements.sizes(artifact, baseline, context, why)
+            else:
+                measurements = self.measure()
+        moved = self._moved_outputs(planned, measurements)
+        reads_outputs = any(gate.depends_on_batch for gate in gates)
+        is_called = measurements.metric is not None or reads_outputs
+        others = [] if reads_all_outputs(state.plan, planned) else artifact.signature.outputs[1:]
+        unread = {o.name for o in others} - {name for v in verdicts for name in v.outputs}
+        return StageReport(
+            name=name,
+            stage=planned.stage.stage,
+            input=planned.input,
+            branch=state.plan.branch(name),
+            cached=lookup.cached,
+            reason=lookup.reason,
+            fetched_from=lookup.entry.fetched_from,
+            seconds=lookup.seconds,
+            judged_seconds=self.seconds,
+            artifact=ArtifactReport.from_artifact(artifact, f"artifacts/{name}"),
+            measurements=measurements,
+            answered_by=state.exported_as.get(name, "") if is_called else "",
+            unread_outputs={name: error for name, error in moved.items() if name in unread},
+            # A stage from the cache was not trained: the folder may hold those of other settings.
+            operators=() if lookup.cached else read_operator_tables(state.out / "profiles", name),
+            devices=compared,
+            verdicts=verdicts,
         )
 
-    key = {"compared on": f"{device} {there.version}", "against": baseline.digest}
-    return cache.get_or_measure(
-        {**key, **state.measurement_conditions(), **_conditions_of_calls(state, name, baseline)},
-        measure=measure,
-        load=DeviceReport.model_validate,
-        # What could not be compared is tried again by the next run.
-        dump=lambda found: None if found.problem else found.model_dump(mode="json"),
-    )
+    def _compare_device(self, device: str) -> DeviceReport:
+        """Compare the file's answers on a device with those here, and the baseline's."""
+        artifact, context, there = self.artifact, self.context, devices()[device]
+        baseline = self.state.artifacts[self.state.plan.baseline]
+        labels = LabelAgreement(on=(device,))
+        has_labels = context.task is None or not labels.unsuitable_task(context.task)
 
+        def equal_labels(before: Artifact) -> float | None:
+            return labels.evaluate(before, artifact, context).value if has_labels else None
 
-def check_parity(
-    state: RunState, planned: PlannedStage, lookup: CacheLookup, cache: MeasurementCache
-) -> None:
-    """Compare a cached artifact with its input on the data of this run, unless that was done."""
-    model, context = state.artifacts[planned.input], state.context(planned.name)
+        def measure() -> DeviceReport:
+            parity = Parity(atol=0, on=(device,)).evaluate(artifact, artifact, context)
+            first, signature = "", artifact.signature
+            if parity.value != 0 and isinstance(there, RemoteDevice):
+                from compress.export.onnx.first_difference import first_difference
 
-    def check() -> bool:
-        # A stage that has just run has done so itself.
-        if lookup.cached and not cache.artifact.not_run:
-            planned.stage.check_parity(model, cache.artifact, context)
-        return True
+                rows = LAYERS_ROWS if signature.batch_axis else signature.smallest_batch
+                inputs = next(context.comparison_inputs(signature, rows))
+                try:
+                    first = first_difference(artifact.payload_path, there, inputs, context.threads)
+                except Exception as error:  # noqa: BLE001 - the verdicts stand without a cause
+                    first = f"not found: {first_line(error)}"
+            return DeviceReport(
+                device=device,
+                equal_labels=equal_labels(artifact),
+                equal_to_baseline=equal_labels(baseline),
+                largest_difference=parity.value,
+                problem=parity.reason,
+                first_difference=first,
+            )
 
-    with name_stage_in_errors(planned.name, state.out):
-        # The number goes up where more is compared.
-        key = {"proved against its input": 2, **state.measurement_conditions()}
-        cache.get_or_measure(key, check)
-
-
-def _moved_outputs(
-    state: RunState, planned: PlannedStage, measurements: Measurements
-) -> dict[str, float]:
-    """Return by how much outputs differ from the input's on `val`, where rounding is no reason.
-
-    Raise StageFailed where the stage must keep them.
-    """
-    model, artifact = state.artifacts[planned.input], state.artifacts[planned.name]
-    report, before = state.reports.get(planned.input), state.baseline
-    if planned.input != state.plan.baseline:
-        before = report.measurements if report else None
-    if before is None or not (before.outputs and measurements.outputs):
-        return {}
-    if state.exported_as.get(planned.input) == planned.name:
-        return {}  # this file answered for its input, with which the export compared it
-    context = state.context(planned.name)
-    if context.judged_batch_size(model) != context.judged_batch_size(artifact):
-        return {}  # they were called in other batches, on which outputs depend
-    limit, moved = planned.stage.rounding_error(model, artifact), {}
-    names = [output.name for output in artifact.signature.outputs]
-    for name, own, other in zip(names, before.outputs, measurements.outputs, strict=False):
-        distance = own.relative_distance(other)
-        if distance is not None and not distance <= limit:
-            moved[name] = distance
-    if moved and planned.stage.keeps_outputs:
-        errors = ", ".join(f"output {name!r} by {error:.2g}" for name, error in moved.items())
-        raise StageFailed(
-            f"{planned.name}: on all {measurements.outputs[0].rows} rows of `val` answers differ "
-            f"from the source's by more than {limit:g} of their spread: {errors}"
+        key = {"compared on": f"{device} {there.version}", "against": baseline.digest}
+        return self.get_or_measure(
+            key | self._conditions(baseline),
+            measure=measure,
+            load=DeviceReport.model_validate,
+            # What could not be compared is tried again by the next run.
+            dump=lambda found: None if found.problem else found.model_dump(mode="json"),
         )
-    return moved
 
+    def check_parity(self, planned: PlannedStage, lookup: CacheLookup) -> None:
+        """Compare a cached artifact with its input on this run's data, unless that was done."""
+        model, context = self.state.artifacts[planned.input], self.context
 
-def _evaluate_gate(
-    state: RunState,
-    planned: PlannedStage,
-    cache: MeasurementCache,
-    gate: Gate,
-    before: Artifact,
-    after: Artifact,
-    context: Context,
-) -> Verdict:
-    """Evaluate a gate on the value that was measured before, if it was, and emit the verdict."""
-    compared = baseline_name(gate, after.kind, planned.input, state.plan.baseline)
-    # The limit is no part of the key: a changed limit is held against the stored value.
-    key = {**gate.measurement_key(), "against": before.digest, **state.measurement_conditions()}
-    if gate.depends_on_batch:
-        # Stored in the entries of both artifacts, where later runs find them.
-        batch_dependence(state, planned.name, cache)
-        if gate.compares and state.artifacts.get(compared) is before:
-            batch_dependence(state, compared, context=context)
-        others = (before,) if gate.compares else ()
-        key |= _conditions_of_calls(state, planned.name, *others)
-    verdict = cache.get_or_measure(
-        key,
-        measure=lambda: gate.evaluate(before, after, context),
-        load=gate.stored_verdict,
-        dump=lambda verdict: verdict.measured,
-    )
-    verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
-    words = "passed" if verdict.passed else "refused"
-    state.emit(
-        "gate_judged",
-        planned.name,
-        f"{planned.name}: {verdict.gate} {words}",
-        verdict.model_dump(mode="json"),
-        "info" if verdict.passed else "error",
-        is_announced=False,
-    )
-    return verdict
+        def check() -> bool:
+            # A stage that has just run has done so itself.
+            if lookup.cached and not self.artifact.not_run:
+                planned.stage.check_parity(model, self.artifact, context)
+            return True
 
+        with name_stage_in_errors(self.name, self.state.out):
+            # The number goes up where more is compared.
+            key = {"proved against its input": 2, **self.state.measurement_conditions()}
+            self.get_or_measure(key, check)
 
-def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Measurements:
-    """Measure metric, size, latency and memory of an artifact, compared with the run's baseline.
+    def _moved_outputs(self, planned: PlannedStage, measurements: Measurements) -> dict[str, float]:
+        """Return by how much outputs differ from the input's on `val`, where rounding is no reason.
 
-    Latency and memory of what only simulates its export are not.
-    """
-    baseline, artifact = state.artifacts[state.plan.baseline], state.artifacts[name]
-    # What answers is opened once for both, and closed before two models are timed.
-    with state.context(name).form_of(artifact).keep_loaded():
-        dependence = batch_dependence(state, name, cache)
+        Raise StageFailed where the stage must keep them.
+        """
+        state, model, artifact = self.state, self.state.artifacts[planned.input], self.artifact
+        report, before = state.reports.get(planned.input), state.baseline
+        if planned.input != state.plan.baseline:
+            before = report.measurements if report else None
+        if before is None or not (before.outputs and measurements.outputs):
+            return {}
+        if state.exported_as.get(planned.input) == self.name:
+            return {}  # this file answered for its input, with which the export compared it
+        context = self.context
+        if context.judged_batch_size(model) != context.judged_batch_size(artifact):
+            return {}  # they were called in other batches, on which outputs depend
+        limit, moved = planned.stage.rounding_error(model, artifact), {}
+        names = [output.name for output in artifact.signature.outputs]
+        for name, own, other in zip(names, before.outputs, measurements.outputs, strict=False):
+            distance = own.relative_distance(other)
+            if distance is not None and not distance <= limit:
+                moved[name] = distance
+        if moved and planned.stage.keeps_outputs:
+            errors = ", ".join(f"output {name!r} by {error:.2g}" for name, error in moved.items())
+            raise StageFailed(
+                f"{self.name}: on all {measurements.outputs[0].rows} rows of `val` answers differ "
+                f"from the source's by more than {limit:g} of their spread: {errors}"
+            )
+        return moved
+
+    def _evaluate_gate(
+        self, planned: PlannedStage, gate: Gate, before: Artifact, after: Artifact, context: Context
+    ) -> Verdict:
+        """Evaluate a gate on the value that was measured before, if any, and emit the verdict."""
+        state, name = self.state, self.name
+        compared = baseline_name(gate, after.kind, planned.input, state.plan.baseline)
+        key, conditions = gate.measurement_key(), state.measurement_conditions()
+        if gate.depends_on_batch:
+            # Stored in the entries of both artifacts, where later runs find them.
+            self.batch_dependence()
+            if gate.compares and state.artifacts.get(compared) is before:
+                ArtifactEvaluator(state, compared).batch_dependence(context)
+            conditions = self._conditions(*((before,) if gate.compares else ()))
+        verdict = self.get_or_measure(
+            # The limit is no part of the key: a changed limit is held against the stored value.
+            {**key, "against": before.digest, **conditions},
+            measure=lambda: gate.evaluate(before, after, context),
+            load=gate.stored_verdict,
+            dump=lambda verdict: verdict.measured,
+        )
+        verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
+        words, level = ("passed", "info") if verdict.passed else ("refused", "error")
+        line, fields = f"{name}: {verdict.gate} {words}", verdict.model_dump(mode="json")
+        state.emit("gate_judged", name, line, fields, level, is_announced=False)
+        return verdict
+
+    def measure(self) -> Measurements:
+        """Measure metric, size, latency and memory, compared with the run's baseline.
+
+        Latency and memory of what only simulates its export are not.
+        """
+        state, artifact = self.state, self.artifact
+        baseline, dependence = state.artifacts[state.plan.baseline], self.batch_dependence()
         if state.data and "val" in state.data.datasets and state.plan.metric.is_measured:
-            score_of(state, name, "val", cache)
-    context = state.context(name)
-    conditions = state.measurement_conditions()
-    # The number goes up where other things are measured: stored values are then measured again.
-    key = {"measurements": 4, "against": baseline.digest, **conditions}
-    if untimed := _why_untimed(state, name):
-        key["untimed"] = untimed
-    with name_stage_in_errors(name, state.out), artifact.keep_loaded():
-        measurements = cache.get_or_measure(
-            key | _conditions_of_calls(state, name),
-            measure=lambda: Measurements.from_artifact(artifact, baseline, context, untimed),
-            load=Measurements.model_validate,
-            # On a machine too busy to tell, the next run measures again.
-            dump=lambda found: (
-                None if found.unmeasurable_reasons else found.model_dump(mode="json")
-            ),
+            self.score("val")
+        context, conditions = self.context, state.measurement_conditions()
+        # The number goes up where other things are measured: stored values are then taken again.
+        key: dict[str, Any] = {"measurements": 4, "against": baseline.digest}
+        if untimed := _why_untimed(state, self.name):
+            key["untimed"] = untimed
+        with name_stage_in_errors(self.name, state.out), artifact.keep_loaded():
+            measurements = self.get_or_measure(
+                key | self._conditions(),
+                measure=lambda: Measurements.from_artifact(artifact, baseline, context, untimed),
+                load=Measurements.model_validate,
+                # On a machine too busy to tell, the next run measures again.
+                dump=lambda found: (
+                    None if found.unmeasurable_reasons else found.model_dump(mode="json")
+                ),
+            )
+        prepared = {"batch_dependence": dependence, "preparation": self._preparation()}
+        measurements = measurements.model_copy(update=prepared)
+        if untimed:
+            return measurements
+        if state.is_quick:
+            return measurements.model_copy(update={"peak_reason": JUDGED_QUICKLY})
+        # Neither the metric nor the baseline changes how much memory an artifact takes.
+        key = {"peak memory": 2, **{k: v for k, v in conditions.items() if k != "metric"}}
+        batch = artifact.signature.smallest_batch
+        try:
+            peak = self.get_or_measure(key, lambda: context.peak_memory(artifact, batch), float)
+            return measurements.model_copy(update={"peak_mebibytes": peak})
+        except StageFailed as error:
+            return measurements.model_copy(update={"peak_reason": str(error)})
+
+    def _preparation(self) -> tuple[Preparation, ...]:
+        artifact, data = self.artifact, self.state.data
+        if artifact.kind not in SERVED_KINDS or data is None or "val" not in data.datasets:
+            return ()
+        forms = forms_of(artifact)
+        if not forms:
+            return ()
+        key = {"preparation": 1, **self.state.measurement_conditions()}
+        del key["metric"]
+        return self.get_or_measure(
+            key,
+            measure=lambda: tuple(compare_preparation(forms, artifact.signature, data)),
+            load=lambda stored: tuple(map(Preparation.model_validate, stored)),
+            dump=lambda found: [each.model_dump(mode="json") for each in found],
         )
-    # Neither the metric nor the baseline changes how much memory an artifact takes.
-    key = {"peak memory": 2, **{k: v for k, v in conditions.items() if k != "metric"}}
-    batch = artifact.signature.smallest_batch
-    measurements = measurements.model_copy(
-        update={"batch_dependence": dependence, "preparation": _preparation(state, name, cache)}
-    )
-    if untimed:
-        return measurements
-    if state.is_quick:
-        return measurements.model_copy(update={"peak_reason": JUDGED_QUICKLY})
-    return measurements.with_peak(
-        lambda: cache.get_or_measure(
-            key, lambda: context.peak_memory(artifact, batch), float, lambda mebibytes: mebibytes
-        )
-    )
+
+    def score(self, split: str) -> Score:
+        """Return the metric on a split, by sample, from the store if it was measured before.
+
+        The run's contexts find it from then on, so that no other comparison reads the split again.
+        """
+        context = self.context
+        with name_stage_in_errors(self.name, self.state.out):
+            score = self.get_or_measure(
+                {"metric by part, and outputs": split, **self._conditions()},
+                measure=lambda: context.score_by_sample(self.artifact, split),
+                load=Score.from_json,
+                dump=Score.to_json,
+            )
+            known = context.score_key(self.artifact, split)
+            self.state.caches.scores.setdefault(known, (score, Recording()))
+        return score
+
+    def batch_dependence(self, context: Context | None = None) -> BatchDependence:
+        """Return whether outputs depend on what else is in the batch.
+
+        Those of the file that answers in the artifact's place, where one does in the context: by
+        default that of the artifact's own stage.
+        """
+        context, known = context or self.context, self.state.caches.dependences
+        form = context.form_of(self.artifact)
+        if form.digest not in known:
+            key = {"batch dependence": 1, **self.state.measurement_conditions()}
+            del key["metric"]
+            if form is not self.artifact:
+                key["answered by"] = form.digest
+            with name_stage_in_errors(self.name, self.state.out):
+                known[form.digest] = self.get_or_measure(
+                    key,
+                    measure=lambda: context.batch_dependence(form),
+                    load=BatchDependence.model_validate,
+                    dump=lambda found: found.model_dump(mode="json"),
+                )
+        return known[form.digest]
+
+    def _conditions(self, *before: Artifact) -> dict[str, Any]:
+        """Return the part of a measurement's key for what is called, with how many rows, and on."""
+        self.batch_dependence()
+        context, conditions = self.context, self.state.measurement_conditions()
+        if (size := context.judged_batch_size(*before, self.artifact)) is not None:
+            conditions["batch size"] = size
+        if (form := context.form_of(self.artifact)) is not self.artifact:
+            conditions["answered by"] = form.digest
+        return conditions
 
 
 def _why_untimed(state: RunState, name: str) -> str:
@@ -330,80 +377,3 @@ def _why_untimed(state: RunState, name: str) -> str:
         isinstance(gate, MeasuredOnVal) and name in (stage, gate.against) for stage, gate in gates
     )
     return "" if is_asked else f"{NOT_MEASURED}exported by {exports[0]}"
-
-
-def _preparation(state: RunState, name: str, cache: MeasurementCache) -> tuple[Preparation, ...]:
-    artifact, data = state.artifacts[name], state.data
-    if artifact.kind not in SERVED_KINDS or data is None or "val" not in data.datasets:
-        return ()
-    forms = forms_of(artifact)
-    if not forms:
-        return ()
-    key = {"preparation": 1, **state.measurement_conditions()}
-    del key["metric"]
-    return cache.get_or_measure(
-        key,
-        measure=lambda: tuple(compare_preparation(forms, artifact.signature, data)),
-        load=lambda stored: tuple(map(Preparation.model_validate, stored)),
-        dump=lambda found: [each.model_dump(mode="json") for each in found],
-    )
-
-
-def score_of(
-    state: RunState, name: str, split: str, cache: MeasurementCache | None = None
-) -> Score:
-    """Return an artifact's metric on a split, by sample, from the store if it was measured before.
-
-    The run's contexts find it from then on, so that no other comparison reads the split again.
-    """
-    artifact, context = state.artifacts[name], state.context(name)
-    cache = cache or MeasurementCache(state.entries[name], artifact)
-    key = {"metric by part, and outputs": split, **state.measurement_conditions()}
-    with name_stage_in_errors(name, state.out):
-        score = cache.get_or_measure(
-            key | _conditions_of_calls(state, name),
-            measure=lambda: context.score_by_sample(artifact, split),
-            load=Score.from_json,
-            dump=Score.to_json,
-        )
-        state.scores.setdefault(context.score_key(artifact, split), (score, Recording()))
-    return score
-
-
-def batch_dependence(
-    state: RunState,
-    name: str,
-    cache: MeasurementCache | None = None,
-    context: Context | None = None,
-) -> BatchDependence:
-    """Return whether an artifact's outputs depend on what else is in the batch.
-
-    Those of the file that answers in its place, where one does in the context: by default that of
-    the artifact's own stage. `cache` counts the seconds, if given.
-    """
-    artifact, known = state.artifacts[name], state.batch_dependences
-    context = context or state.context(name)
-    form = context.form_of(artifact)
-    if form.digest not in known:
-        cache = cache or MeasurementCache(state.entries[name], artifact)
-        key = {"batch dependence": 1, **state.measurement_conditions()}
-        del key["metric"]
-        if form is not artifact:
-            key["answered by"] = form.digest
-        with name_stage_in_errors(name, state.out):
-            known[form.digest] = cache.get_or_measure(
-                key,
-                measure=lambda: context.batch_dependence(form),
-                load=BatchDependence.model_validate,
-                dump=lambda found: found.model_dump(mode="json"),
-            )
-    return known[form.digest]
-
-
-def _conditions_of_calls(state: RunState, name: str, *before: Artifact) -> dict[str, JsonValue]:
-    """Return the part of a measurement's key for what is called, and with how many rows."""
-    batch_dependence(state, name)
-    context, artifact = state.context(name), state.artifacts[name]
-    size, form = context.judged_batch_size(*before, artifact), context.form_of(artifact)
-    key: dict[str, JsonValue] = {} if size is None else {"batch size": size}
-    return key if form is artifact else key | {"answered by": form.digest}

@@ -73,7 +73,7 @@ class PipelineExecutor:
             lookup = self.commit(lookup, artifact, time.monotonic() - began, recorded)
         source = state.artifacts[SOURCE]
         publish(source, state.out / "artifacts" / SOURCE)
-        cache = evaluator.MeasurementCache(lookup.entry, source)
+        cache = evaluator.ArtifactEvaluator(state, SOURCE)
         context, plan, pipeline = state.context(SOURCE), state.plan, state.pipeline
         loss_key: dict[str, Any] = {
             "loss": plan.loss.identity(),
@@ -98,7 +98,7 @@ class PipelineExecutor:
             else:
                 with state.profiler.section(SOURCE, "evaluation"):
                     self._answer_by_file(cache, fit_early)
-                    state.baseline = evaluator.measure_artifact(state, SOURCE, cache)
+                    state.baseline = cache.measure()
         self._emit_finished(lookup, cache.seconds, state.baseline)
         if line := fit():
             state.emit("task_known", None, line)
@@ -230,11 +230,11 @@ class PipelineExecutor:
         state.outcome.current = export.name
         try:
             lookup = self.ahead[export.name] = self.find_or_run(export)
-            cache = evaluator.MeasurementCache(lookup.entry, state.artifacts[export.name])
+            exported = evaluator.ArtifactEvaluator(state, export.name)
             with state.profiler.section(export.name, "evaluation"):
                 # Before it answers: a cached file was compared on what may be other data.
-                evaluator.check_parity(state, export, lookup, cache)
-                evaluator.batch_dependence(state, export.name, cache)
+                exported.check_parity(export, lookup)
+                exported.batch_dependence()
         except CompressError as error:
             if signals.exit_code():  # the error is a consequence of it
                 raise
@@ -247,7 +247,8 @@ class PipelineExecutor:
         """Evaluate a stage's artifact, and record its report, and its refusal if a gate refused."""
         state, name = self.state, planned.name
         with state.profiler.section(name, "evaluation"):
-            report = state.reports[name] = evaluator.evaluate_stage(state, planned, lookup)
+            judged = evaluator.ArtifactEvaluator(state, name)
+            report = state.reports[name] = judged.evaluate(planned, lookup)
         if name == state.plan.baseline:
             state.baseline = report.measurements
         state.outcome.current = ""  # from here on an interruption finds the stage finished
@@ -269,12 +270,13 @@ class PipelineExecutor:
         has_val = "val" in state.data.datasets  # type: ignore[union-attr]
         called = (n for n in (plan.baseline, *plan.leaves) if not state.artifacts[n].not_run)
         names = dict.fromkeys(called)
-        scores = {name: evaluator.score_of(state, name, "test") for name in names}
+        judged = {name: evaluator.ArtifactEvaluator(state, name) for name in names}
+        scores = {name: each.score("test") for name, each in judged.items()}
         unlike_val = {}
         for name in names if has_val else ():
             if name in state.unmeasured:
                 continue
-            by_split = {"val": evaluator.score_of(state, name, "val"), "test": scores[name]}
+            by_split = {"val": judged[name].score("val"), "test": scores[name]}
             chance = {split: score.uncertainty() for split, score in by_split.items()}
             ends = [each.interval for each in chance.values() if each.interval]
             if len(ends) == 2 and max(low for low, _ in ends) > min(high for _, high in ends):

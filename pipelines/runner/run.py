@@ -29,7 +29,7 @@ from compress.pipelines.results.schema import (
     rerun_command,
 )
 from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
-from compress.pipelines.runner.evaluator import MeasurementCache
+from compress.pipelines.runner.evaluator import ArtifactEvaluator
 from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
 from compress.pipelines.runner.inputs import (
     INPUTS_FILE,
@@ -343,8 +343,7 @@ def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]
     if data is None:
         return
     key = {"constant answer": 1, "data": state.fingerprint, "metric": metric.identity()}
-    cache = MeasurementCache(state.entries[plan.baseline], state.artifacts[plan.baseline])
-    constant = cache.get_or_measure(
+    constant = ArtifactEvaluator(state, plan.baseline).get_or_measure(
         key,
         measure=lambda: constant_score(data, metric),
         load=lambda stored: stored if isinstance(stored, int | float) else None,

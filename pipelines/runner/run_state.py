@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import CompressError, GateRefused, lines_of
-from compress.core.context import Context, KeptAnswers
+from compress.core.context import Caches, Context, KeptAnswers
 from compress.core.gates.runtime import runtime_of
 from compress.export.imported.exported_files import import_file
 from compress.pipelines.config.model_spec import SOURCE, ModelFile
@@ -28,8 +28,6 @@ from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrup
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
-    from compress.common.dependency_recorder import Recording
-    from compress.core.metrics.score import Score
     from compress.core.progress import Progress
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from compress.pipelines.planning.plan import Plan, PlannedStage
     from compress.pipelines.store.entry import Entry
     from compress.pipelines.system.jsonl_log import EventEmitter
-    from compress.profiling.batch_dependence import BatchDependence
-    from compress.profiling.benchmark import Comparison
 
 MIN_VAL_SAMPLES = 30  # of `val`: with fewer, one sample moves an accuracy by more than three points
 
@@ -148,9 +144,6 @@ class RunState:
     entries: dict[str, Entry] = field(default_factory=dict)
     reports: dict[str, StageReport] = field(default_factory=dict)
     """Of the stages whose gates have been evaluated, whether they passed or not."""
-    scores: dict[tuple[Any, ...], tuple[Score, Recording]] = field(default_factory=dict)
-    batch_dependences: dict[str, BatchDependence] = field(default_factory=dict)
-    comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
     exported_as: dict[str, str] = field(default_factory=dict)
     """Stage → the later stage whose file answers for it while its quality is evaluated."""
     baseline_file: Artifact | None = None
@@ -165,7 +158,7 @@ class RunState:
     def __post_init__(self) -> None:
         self.outcome = RunOutcome(self.plan, self.emit)
         # On the disk of the store: temporary files may be in memory.
-        self.answers = KeptAnswers(self.store.root / WORK)
+        self.caches = Caches(answers=KeptAnswers(self.store.root / WORK))
 
     @cached_property
     def exports(self) -> StoredExports:
@@ -192,8 +185,8 @@ class RunState:
         if isinstance(data, RememberedSplits):
             self.data = data.loaded
             own = {id(data): id(self.data)}  # by which keys know the data
-            known = [*self.scores.items()]
-            self.scores.update({tuple(own.get(k, k) for k in key): s for key, s in known})
+            scores = self.caches.scores
+            scores.update({tuple(own.get(k, k) for k in key): s for key, s in [*scores.items()]})
 
     @property
     def fingerprint(self) -> str | None:
@@ -285,14 +278,11 @@ class RunState:
             # which gives it another key.
             scratch=self.store.root / WORK / name,
             results=self.out,
-            scores=self.scores,
+            caches=self.caches,
             served_batch_size=self.pipeline.served_batch_size,
             is_quick=self.is_quick,
-            dependences=self.batch_dependences,
-            comparisons=self.comparisons,
             exports=self.exports,
             originals=self.originals,
-            answers=self.answers,
             forms=forms,
         )
 

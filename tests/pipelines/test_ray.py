@@ -133,8 +133,9 @@ def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
     from compress.pipelines.executors.ray import _run_on_node
 
-    _, error, *_ = _run_on_node("thin", b"is not unpickled", home, 0)
-    assert str(error).startswith(f"thin: node {socket.gethostname()} has no {store}; all nodes")
+    result, _ = _run_on_node("thin", b"is not unpickled", home, 0)
+    why = f"thin: node {socket.gethostname()} has no {store}; all nodes"
+    assert str(result.error).startswith(why)
     assert Path.cwd() == folder
 
 

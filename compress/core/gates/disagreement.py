@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
@@ -14,7 +14,7 @@ from compress.common.errors import StageFailed
 from compress.common.lazy_modules import torch
 from compress.common.tensor_difference import measured
 from compress.core.bounds import CLOPPER_PEARSON, quantile_bound, share_bound
-from compress.core.gates.gate import Gate
+from compress.core.gates.gate import Gate, Measured
 from compress.core.gates.quality import (
     NO_ELEMENTS,
     paired_outputs,
@@ -29,8 +29,6 @@ from compress.core.metrics.metric import Metric
 from compress.core.verdict import Bound
 
 if TYPE_CHECKING:
-    from pydantic import JsonValue
-
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.objectives.task import Task
@@ -72,6 +70,8 @@ class MaxDisagreement(Gate):
     limit_field = "percent"
     rule_template = "inputs answered otherwise <= {percent:g} %"
     judges_quality = depends_on_batch = needs_data = of_uncompressed = True
+    # To earlier versions all shares after a sigmoid were a yes.
+    measured_as: ClassVar = {"shares": "one half"}
 
     @property
     def rule(self) -> str:
@@ -96,24 +96,13 @@ class MaxDisagreement(Gate):
             return f"score is for boxes, and a model for {task.name} gives {task.answer}"
         return ""
 
-    def measurement_key(self) -> dict[str, JsonValue]:
-        """Return what a value is stored under.
-
-        It is apart from those of earlier versions, to which all shares after a sigmoid were a yes.
-        """
-        return {**super().measurement_key(), "shares": "one half"}
-
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the bound, in percent."""
-        return self.bound(before, after, context).value
-
     def errors(self, one: Outputs, other: Outputs, context: Context) -> torch.Tensor:
         """Return each sample's error, `(samples,)`, of both models' outputs by name."""
         found = _errors_of(context.task, self.error).measure(one, other, context, self.score)
         return found.double().nan_to_num(math.inf)
 
-    def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound:
-        """Compare both models' answers to each sample of `val`."""
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> Measured:
+        """Compare both models' answers to each sample of `val`; return the bound, in percent."""
         # All of them where a run judges quickly, too: 16 show nothing.
         judging = context.without_choosing_samples(after)
         is_half, context = judging is not context, replace(judging, is_quick=False)
@@ -144,7 +133,7 @@ class MaxDisagreement(Gate):
             for q in (() if kind is LABELS else QUANTILES)
         }
         changed = int(differs.sum())
-        return Bound(
+        bound = Bound(
             value=100 * share_bound(changed, samples, self.confidence),
             measured=100 * changed / samples,
             samples=samples,
@@ -155,6 +144,7 @@ class MaxDisagreement(Gate):
             classes=of_class,
             quantiles={q: end for q, end in ends.items() if end is not None and end < math.inf},
         )
+        return Measured(bound.value, bound=bound)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Union
 
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, JsonValue, TypeAdapter
 from pydantic_core import core_schema
@@ -26,8 +26,15 @@ COST_ELSEWHERE = (
     "takes gates that judge answers, such as max_drop, label_agreement and parity: time and memory "
     "in an emulator or a browser are not the device's, and a size is the same everywhere"
 )
-Measured = tuple[float, dict[str, float]]
-"""A value, and that of each output by name; empty where it has none by output."""
+
+
+class Measured(NamedTuple):
+    """A measured value, and what it rests on: the fields of :class:`Verdict`."""
+
+    value: float
+    uncertainty: Uncertainty | None = None
+    bound: Bound | None = None
+    outputs: Mapping[str, float] = {}
 
 
 class Gate(Settings):
@@ -74,9 +81,11 @@ class Gate(Settings):
     may_vary: ClassVar[bool] = False
     """Whether the value differs from run to run, as times and memory do."""
     reads_all_outputs: ClassVar[bool] = False
-    """Whether it looks at every output of any model; else :meth:`measure_by_output` names those."""
+    """Whether it looks at every output of any model; else :attr:`Measured.outputs` names those."""
     judges_quality: ClassVar[bool] = False
     """Whether it refuses a result that answers worse than the artifact compared with."""
+    measured_as: ClassVar[Mapping[str, str]] = {}
+    """How values are measured, where those that earlier versions stored are measured otherwise."""
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
@@ -113,26 +122,12 @@ class Gate(Settings):
         """The rule with its unit, such as ``size ratio <= 0.25``."""
         return self.rule_template.format_map(dict(self))
 
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float | Measured:
         """Measure the value of a stage's result, `after`; raise CompressError where that fails.
 
         `before` is the artifact that it is compared with.
         """
         raise NotImplementedError
-
-    def measure_by_output(self, before: Artifact, after: Artifact, context: Context) -> Measured:
-        """Measure the value, and that of each output."""
-        return self.measure(before, after, context), {}
-
-    def uncertainty(
-        self, before: Artifact, after: Artifact, context: Context
-    ) -> Uncertainty | None:
-        """Return how far the samples leave open what :meth:`measure` returned; None by default."""
-        return None
-
-    def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound | None:
-        """Measure a confidence bound, which is the value then; None for a gate on the figure."""
-        return None
 
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
         """Return, before anything runs, why a limit or this type of result cannot be meant."""
@@ -160,7 +155,8 @@ class Gate(Settings):
         """Return the settings that change the measured value, its limit left out."""
         # Measured once per pair of artifacts: tightening a limit judges again without computing.
         key = self.model_dump(mode="json", exclude={self.limit_field, "against", "on"})
-        return key | {f"on {name}": devices()[name].version for name in self.on}
+        key |= {f"on {name}": devices()[name].version for name in self.on}
+        return {**key, **self.measured_as}
 
     def evaluate(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
         """Compare the measured value with the limit; raise Unavailable if a library is missing.
@@ -178,12 +174,10 @@ class Gate(Settings):
                     # A property of the model, and costly to measure there.
                     dependence = context.batch_dependence(after)
                     after = OnDevice(after, device_named(name))
-                    context.dependences[after.digest] = dependence
-                if bound := self.bound(before, after, context):
-                    return self.verdict(bound.value, bound=bound)
-                value, outputs = self.measure_by_output(before, after, context)
-                uncertainty = self.uncertainty(before, after, context)
-                return self.verdict(value, uncertainty=uncertainty, outputs=outputs)
+                    context.caches.dependences[after.digest] = dependence
+                found = self.measure(before, after, context)
+                own = found if isinstance(found, Measured) else Measured(found)
+                return self.verdict(**own._asdict())
         except Unavailable:
             # What is not installed is no verdict on the model: the run ends with another exit code.
             raise
@@ -194,25 +188,14 @@ class Gate(Settings):
 
     def stored_verdict(self, stored: Any) -> Verdict:
         """Hold against the limit what :attr:`Verdict.measured` returned for an earlier verdict."""
-        if not isinstance(stored, dict):
-            return self.verdict(float(stored))
-        own, bound = stored["uncertainty"], stored.get("bound")  # earlier versions had none
-        return self.verdict(
-            stored["value"],
-            uncertainty=Uncertainty.model_validate(own) if own else None,
-            bound=Bound.model_validate(bound) if bound else None,
-            outputs=stored["outputs"],
-        )
+        found = stored if isinstance(stored, dict) else {"value": float(stored)}
+        return Verdict.model_validate({**dict(self.verdict(found["value"])), **found})
 
-    def verdict(
-        self,
-        value: float | None,
-        reason: str = "",
-        uncertainty: Uncertainty | None = None,
-        bound: Bound | None = None,
-        outputs: Mapping[str, float] | None = None,
-    ) -> Verdict:
-        """Hold a measured value against the limit; None and NaN never pass."""
+    def verdict(self, value: float | None, reason: str = "", **basis: Any) -> Verdict:
+        """Hold a measured value against the limit; None and NaN never pass.
+
+        `basis` is what the value rests on, as :class:`Measured` has it.
+        """
         if value is None or not math.isfinite(value):
             value, passed = None, False
             reason = reason or "the measured value is not finite"
@@ -227,9 +210,7 @@ class Gate(Settings):
             on=", ".join(self.on),
             rule=self.rule,
             reason=reason,
-            uncertainty=uncertainty,
-            bound=bound,
-            outputs=dict(outputs or {}),
+            **basis,
         )
 
     def reproducible(self, verdict: Verdict) -> Verdict:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from compress.common.config import Count, Fraction, Positive, Ratio, Unmet
 from compress.common.errors import StageFailed
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.objectives.task import Task
-    from compress.core.verdict import Bound, Uncertainty, Verdict
+    from compress.core.verdict import Verdict
 
 NO_ELEMENTS = "the outputs have no elements, so that there is nothing to compare"
 
@@ -145,24 +145,17 @@ class Parity(Gate):
 class _OutputsGate(Gate):
     # On a number of each output, of which the worst decides.
     judges_quality = depends_on_batch = higher_passes = True
-
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        return self.measure_by_output(before, after, context)[0]
-
-    def measurement_key(self) -> dict[str, JsonValue]:
-        # Apart from values of earlier versions, which read the first output alone.
-        return {**super().measurement_key(), "outputs": "each"}
+    # Earlier versions read the first output alone.
+    measured_as: ClassVar = {"outputs": "each"}
 
 
 def _worst(found: Mapping[int, float], before: Artifact, count: int) -> Measured:
     """Return the least number, and those of a model's `count` outputs by name if it has several."""
-    if any(map(math.isnan, found.values())):
-        return math.nan, {}
-    value = min(found.values())
-    if count == 1:
-        return value, {}
+    value = math.nan if any(map(math.isnan, found.values())) else min(found.values())
+    if count == 1 or math.isnan(value):
+        return Measured(value)
     names = [output.name for output in before.signature.outputs]
-    return value, {names[i]: number for i, number in found.items()}
+    return Measured(value, outputs={names[i]: number for i, number in found.items()})
 
 
 class LabelAgreement(_OutputsGate):
@@ -181,15 +174,10 @@ class LabelAgreement(_OutputsGate):
     limit_field = "minimum"
     rule_template = "equal labels >= {minimum:g}"
     report_template = "at least {percent:g} % of the labels are equal"
+    # To earlier versions all shares after a sigmoid were a yes.
+    measured_as: ClassVar = {**_OutputsGate.measured_as, "shares": "one half"}
 
-    def measurement_key(self) -> dict[str, JsonValue]:
-        """Return what a value is stored under.
-
-        It is apart from those of earlier versions, to which all shares after a sigmoid were a yes.
-        """
-        return {**super().measurement_key(), "shares": "one half"}
-
-    def measure_by_output(self, before: Artifact, after: Artifact, context: Context) -> Measured:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> Measured:
         """Return the fraction of equal labels, of the worst output and of each."""
         equal, total, count = Counter[int](), Counter[int](), 0
         for expected, got in paired_scores(before, after, context):
@@ -226,7 +214,7 @@ class MinCosine(_OutputsGate):
     limit_field = "minimum"
     rule_template = "cosine of outputs >= {minimum:g}"
 
-    def measure_by_output(self, before: Artifact, after: Artifact, context: Context) -> Measured:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> Measured:
         """Return the least cosine of all samples of `val`, of the worst output and of each."""
         cosines, count = defaultdict[int, list[torch.Tensor]](list), 0
         for expected, got in paired_outputs(before, after, context):
@@ -375,13 +363,8 @@ def continue_greedily(
 
 class _MetricGate(Gate):
     needs_data = judges_quality = depends_on_batch = True
-
-    def uncertainty(self, before: Artifact, after: Artifact, context: Context) -> Uncertainty:
-        return context.drop_uncertainty(before, after)
-
-    def measurement_key(self) -> dict[str, JsonValue]:
-        # Apart from values of earlier versions, without such intervals.
-        return {**super().measurement_key(), "measured": "by part"}
+    # Earlier versions stored values without intervals.
+    measured_as: ClassVar = {"measured": "by part"}
 
     def unsuitable_metric(self, metric: str) -> str:
         is_measured = metric_class(metric).is_measured
@@ -408,19 +391,17 @@ class MaxDrop(_MetricGate):
         sure = f"with {100 * self.confidence:g} % confidence, " if self.confidence else ""
         return sure + super().rule
 
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the loss in points, negative when the result is better."""
-        # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
-        return round(context.metric.drop_points(context.score(before), context.score(after)), 9)
-
-    def bound(self, before: Artifact, after: Artifact, context: Context) -> Bound | None:
-        """Return the upper bound of the loss in points; None without `confidence`."""
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> Measured:
+        """Return the loss in points, negative when the result is better, or its upper bound."""
         if self.confidence is None:
-            return None
+            points = context.metric.drop_points(context.score(before), context.score(after))
+            # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
+            return Measured(round(points, 9), context.drop_uncertainty(before, after))
         judging = context.without_choosing_samples(after)
         scores = (judging.score_by_sample(model) for model in (before, after))
         bound = next(scores).drop_bound(next(scores), self.confidence)
-        return bound.model_copy(update={"is_half": judging is not context})
+        bound = bound.model_copy(update={"is_half": judging is not context})
+        return Measured(bound.value, bound=bound)
 
     def unmet_by(self, context: Context) -> Iterator[Unmet]:
         """Yield that `val` is too small to show the limit, even if no sample changes."""
@@ -473,16 +454,15 @@ class MaxRelativeDrop(_MetricGate):
     rule_template = "drop <= {percent:g} % of the metric"
     report_template = "{metric} gets worse by at most {limit:g} %"
 
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> Measured:
         """Return the loss in percent, negative when the result is better."""
         score = context.score(before)
         if score == 0:
             raise StageFailed(f"{context.metric.name} was 0 before, which has no percentage")
-        return round(context.metric.drop_points(score, context.score(after)) / abs(score), 9)
-
-    def uncertainty(self, before: Artifact, after: Artifact, context: Context) -> Uncertainty:
-        """Return the interval of the loss in percent, taking the metric before as given."""
-        return context.drop_uncertainty(before, after).scaled(1 / abs(context.score(before)))
+        points = context.metric.drop_points(score, context.score(after))
+        # Of the interval the metric before is taken as given.
+        interval = context.drop_uncertainty(before, after).scaled(1 / abs(score))
+        return Measured(round(points / abs(score), 9), interval)
 
 
 class MinMetric(_MetricGate):
@@ -498,15 +478,12 @@ class MinMetric(_MetricGate):
     higher_passes = True
     compares = False
 
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> Measured:
         """Return the metric on `val`."""
         if not context.metric.higher_is_better:
             raise StageFailed(f"metric {context.metric.name} falls with quality; use max_drop")
-        return context.score(after)
-
-    def uncertainty(self, before: Artifact, after: Artifact, context: Context) -> Uncertainty:
-        """Return the interval of the metric."""
-        return context.score_by_sample(after).uncertainty()
+        score = context.score_by_sample(after)
+        return Measured(score.value, score.uncertainty())
 
     def unsuitable_metric(self, metric: str) -> str:
         """Return why the metric, or a limit in its unit, cannot be meant."""

@@ -17,7 +17,7 @@ from compress.common.counts import counted
 from compress.common.dependency_recorder import recording
 from compress.common.signature import Signature, TensorSpec
 from compress.core import context as context_module
-from compress.core.context import KeptAnswers
+from compress.core.context import Caches, KeptAnswers
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
 
@@ -88,7 +88,7 @@ def test_kept_outputs_are_those_of_the_model(context: Context) -> None:
                 assert torch.equal(got, expected)
         got[:] = 0  # nothing is shared
         assert torch.equal(kept(x)[-1], predict(x)[-1])
-    with context.answers.predictor(model, "cpu", 1, by_row=True, keep_errors=True) as kept:
+    with context.caches.answers.predictor(model, "cpu", 1, by_row=True, keep_errors=True) as kept:
         mixed = torch.stack([x[5], x[2], x[5]])
         assert rows_of(lambda: kept(mixed)) == 0
         for whole, part in zip(predict_rows(model, x), kept(mixed), strict=True):
@@ -115,7 +115,7 @@ def test_what_a_model_read_counts_for_all_that_read_its_answers(context: Context
         pass
 
     model, file = model_of(Reading(6, 4)), str(Path(__file__).resolve())
-    answers_of = context.answers._answers_of(model, "cpu", 1)
+    answers_of = context.caches.answers._answers_of(model, "cpu", 1)
     context.score(model)
     answers_of._recorded.files.add(file)
     with recording() as recorded:
@@ -136,16 +136,16 @@ def test_the_oldest_answers_go_and_large_ones_are_not_kept(
     context.score(second)
     assert rows_of(lambda: Parity(atol=1).evaluate(first, first, context)) >= 50
     monkeypatch.setattr(context_module, "MAX_BYTES", size - 1)
-    small = replace(context, answers=KeptAnswers(), scores={})
+    small = replace(context, caches=Caches())
     small.score(first)
-    assert not small.answers.has_room(first, "cpu", 1)
+    assert not small.caches.answers.has_room(first, "cpu", 1)
     assert rows_of(lambda: Parity(atol=1).evaluate(first, second, small)) > 50
 
 
 def test_another_process_begins_without_answers(context: Context) -> None:
     model = model_of(nn.Linear(6, 4))
     context.score(model)
-    sent = pickle.loads(pickle.dumps(context.answers))
+    sent = pickle.loads(pickle.dumps(context.caches.answers))
     assert isinstance(sent, KeptAnswers)
     with sent.predictor(model, "cpu", 1) as kept:
         assert rows_of(lambda: kept(torch.randn(3, 6))) == 3

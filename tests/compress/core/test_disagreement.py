@@ -68,7 +68,7 @@ def context(tmp_path, task: str | None = None) -> Context:
 def test_shares_after_a_sigmoid_are_a_yes_above_one_half(tmp_path) -> None:
     # All are positive: by their signs no label could differ. Of the first six samples two are yes.
     pair = table(kind=Shares), table(6, kind=Shares)
-    found = MaxDisagreement(percent=2).bound(*pair, context(tmp_path))
+    found = MaxDisagreement(percent=2).measure(*pair, context(tmp_path)).bound
     assert (found.changed, found.classes.keys()) == (2, {"0", "1"})
     assert LabelAgreement().evaluate(*pair, context(tmp_path)).value == 1 - 2 / SAMPLES
 

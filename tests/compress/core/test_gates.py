@@ -31,7 +31,7 @@ from compress.core.gates.gate import Gate
 from compress.core.metrics import Metric
 from compress.core.metrics.builtin import predicted_decisions
 from compress.core.stage import Stage
-from compress.core.verdict import explain
+from compress.core.verdict import Uncertainty, explain
 from compress.data.splits import Splits
 from compress.profiling import benchmark
 from compress.profiling.quantiles import Interval
@@ -119,14 +119,20 @@ def test_one_output_is_decided_by_its_sign() -> None:
     [("accuracy", 0.9, 0.882, 2), ("loss", 20.0, 20.4, 2), ("r2", -0.5, -0.6, 20)],
 )
 def test_a_relative_drop_is_in_percent_of_the_metric_before(metric, before, after, percent) -> None:
-    scored = SimpleNamespace(metric=Metric(metric), score=lambda value: value)
-    assert MaxRelativeDrop(percent=1).measure(before, after, scored) == percent
-    assert MaxRelativeDrop(percent=1).measure(after, before, scored) < 0
+    assert MaxRelativeDrop(percent=1).measure(before, after, _scored(metric)).value == percent
+    assert MaxRelativeDrop(percent=1).measure(after, before, _scored(metric)).value < 0
+
+
+def _scored(metric):
+    """Return a context in which the score of a number is this number."""
+    unsure = Uncertainty(samples=1)
+    return SimpleNamespace(
+        metric=Metric(metric), score=lambda value: value, drop_uncertainty=lambda *_: unsure
+    )
 
 
 def test_a_metric_of_0_has_no_relative_drop() -> None:
-    scored = SimpleNamespace(metric=Metric("accuracy"), score=lambda value: value)
-    verdict = MaxRelativeDrop(percent=100).evaluate(0.0, 0.0, scored)
+    verdict = MaxRelativeDrop(percent=100).evaluate(0.0, 0.0, _scored("accuracy"))
     assert not verdict.passed and "was 0 before" in verdict.reason
 
 
@@ -162,8 +168,7 @@ def test_a_drop_of_exactly_the_limit_passes(context) -> None:
     ],
 )
 def test_a_drop_is_in_hundredths_and_free_of_float_errors(metric, before, after, points) -> None:
-    scored = SimpleNamespace(metric=Metric(metric), score=lambda value: value)
-    assert MaxDrop(points=0).measure(before, after, scored) == points
+    assert MaxDrop(points=0).measure(before, after, _scored(metric)).value == points
 
 
 def test_max_parameters_fails_for_artifacts_without_weights(context) -> None:

@@ -86,7 +86,7 @@ def test_labels_of_tokens_are_compared_at_every_position(tokens) -> None:
 
 
 def _agreement(expected: torch.Tensor, got: torch.Tensor, task) -> float:
-    return LabelAgreement().measure(*_compared(expected, got, task))
+    return LabelAgreement().measure(*_compared(expected, got, task)).value
 
 
 def _compared(expected: torch.Tensor, got: torch.Tensor, task=None):
@@ -107,7 +107,7 @@ def test_the_cosine_is_that_of_the_worst_sample() -> None:
     vectors = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
     turned = torch.tensor([[2.0, 0.0], [4.0, 3.0]])
     gate = MinCosine(minimum=0.99)
-    assert gate.measure(*_compared(vectors, 7 * vectors)) == pytest.approx(1)
+    assert gate.measure(*_compared(vectors, 7 * vectors)).value == pytest.approx(1)
     verdict = gate.evaluate(*_compared(vectors, turned))
     assert verdict.value == pytest.approx(24 / 25) and not verdict.passed
     assert gate.evaluate(*_compared(vectors, vectors * torch.nan)).value is None

@@ -15,7 +15,7 @@ from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import GateRefused
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.core.context import Context
+from compress.core.context import Caches, Context
 from compress.core.gates import LabelAgreement, MaxDrop, MinMetric, Parity
 from compress.data.splits import Splits
 from compress.profiling import batch_dependence
@@ -312,7 +312,7 @@ def test_gates_measure_a_batch_dependent_model_at_the_served_batch_size(
 def test_gates_use_served_batch_size(models: dict[str, EagerModel], context: Context) -> None:
     from dataclasses import replace
 
-    served = replace(context, served_batch_size=48, dependences={}, scores={})
+    served = replace(context, served_batch_size=48, caches=Caches())
     assert served.score(models["Standardized"]) == 1.0
 
 

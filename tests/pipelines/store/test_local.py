@@ -264,7 +264,7 @@ def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project, comman
     project.edit("ratio: 0.4", "ratio: 0.5")
     killed = (
         "import os; from compress.pipelines.runner import executor\n"
-        "executor.evaluator.evaluate_stage = lambda *_: os._exit(0)\n"
+        "executor.evaluator.ArtifactEvaluator.evaluate = lambda *_: os._exit(0)\n"
     )
     arguments = ("run", project.file, "--out", project.out)
     done = commands.call(*arguments, cwd=project.folder, first=killed)
