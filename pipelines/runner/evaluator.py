@@ -262,9 +262,12 @@ class ArtifactEvaluator(MeasurementCache):
         Latency and memory of what only simulates its export are not.
         """
         state, artifact = self.state, self.artifact
-        baseline, dependence = state.artifacts[state.plan.baseline], self.batch_dependence()
-        if state.data and "val" in state.data.datasets and state.plan.metric.is_measured:
-            self.score("val")
+        baseline = state.artifacts[state.plan.baseline]
+        # What answers is opened once for both, and closed before two models are timed.
+        with self.context.form_of(artifact).keep_loaded():
+            dependence = self.batch_dependence()
+            if state.data and "val" in state.data.datasets and state.plan.metric.is_measured:
+                self.score("val")
         context, conditions = self.context, state.measurement_conditions()
         # The number goes up where other things are measured: stored values are then taken again.
         key: dict[str, Any] = {"measurements": 4, "against": baseline.digest}
