@@ -15,18 +15,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from compress.common.config import Positive, Settings
+from compress.common.errors import StageFailed
 from compress.common.lazy_modules import F, torch
 from compress.core.objectives.task import need_tensor
-from compress.training.objectives.objective import (
-    cosine_distance,
-    need_classes,
-    soft_cross_entropy,
-    squared_error,
-)
 
 if TYPE_CHECKING:
     from compress.data.targets import Targets
-    from compress.training.objectives.objective import TargetMean
+    from compress.training.objectives.objective import TargetMean, Teaching
 
     FeaturePair = tuple[torch.Tensor, torch.Tensor]
 
@@ -104,8 +99,16 @@ class Kl(Term):
     """How far both distributions are softened before they are compared."""
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
-        """Return the divergence."""
-        return soft_cross_entropy(outputs.student, outputs.teacher, self.temperature)
+        """Return the Kullback-Leibler divergence, as a mean over all axes but the classes'.
+
+        After Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015),
+        section 2: gradients of softened targets shrink with 1/T squared, and the factor undoes it.
+        """
+        _need_classes(self.loss, outputs.student)
+        student = F.log_softmax(outputs.student / self.temperature, dim=1)
+        teacher = F.log_softmax(outputs.teacher / self.temperature, dim=1)
+        divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
+        return divergence.mean() * self.temperature**2
 
 
 class Dkd(Term):
@@ -130,7 +133,7 @@ class Dkd(Term):
         with alpha 1 and as beta the teacher's probability of the other classes, which is near zero
         where the teacher is confident.
         """
-        need_classes(self.loss, outputs.teacher)
+        _need_classes(self.loss, outputs.teacher)
         target = outputs.teacher.argmax(1)
         labels = None if outputs.target is None else need_tensor("loss dkd", outputs.target)
         if labels is not None and labels.shape == outputs.teacher.shape:
@@ -176,7 +179,7 @@ class Dist(Term):
         After Huang et al., "Knowledge Distillation from A Stronger Teacher" (2022): it matters how
         classes rank for a sample (inter-class), and how samples rank within a class (intra-class).
         """
-        need_classes(self.loss, outputs.teacher)
+        _need_classes(self.loss, outputs.teacher)
         student_NC, teacher_NC = (
             (_class_rows(logits) / self.temperature).softmax(1)
             for logits in (outputs.student, outputs.teacher)
@@ -194,7 +197,7 @@ class Mse(Term):
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the mean."""
-        return squared_error(outputs.student, outputs.teacher)
+        return (outputs.student - outputs.teacher).square().mean()
 
 
 class Cosine(Term):
@@ -377,6 +380,38 @@ OutputTerm = Labels | Kl | Dkd | Dist | Mse | Cosine
 AnyFeatureTerm = Relational | Hint | Attention | Similarity | Contrastive
 AnyTerm = Annotated[OutputTerm | AnyFeatureTerm, Field(discriminator="loss")]
 """A term of the loss; the key ``loss`` selects its class."""
+
+
+def terms_of(teaching: Teaching) -> tuple[AnyTerm, ...]:
+    """Return the terms that settings of a teaching stand for."""
+    weight = teaching.soft_weight
+    soft: AnyTerm
+    match teaching.loss:
+        case "kl":
+            soft = Kl(loss="kl", temperature=teaching.temperature, weight=weight)
+        case "mse":
+            soft = Mse(loss="mse", weight=weight)
+        case "cosine":
+            soft = Cosine(loss="cosine", weight=weight)
+    if not teaching.labels_weight:
+        return (soft,)
+    return (soft, Labels(loss="labels", weight=teaching.labels_weight))
+
+
+def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Compute the mean of one minus the cosine between vectors."""
+    # The vectors lie on axis 1 of feature maps [N, C, H, W], and else on the last axis.
+    axis = 1 if student.dim() == 4 else -1
+    return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()
+
+
+def _need_classes(term: str, logits: torch.Tensor) -> None:
+    """Refuse outputs without two classes on axis 1, over which the softmax would always be 1."""
+    if logits.dim() < 2 or logits.shape[1] < 2:
+        raise StageFailed(
+            f"loss: {term} compares probabilities of classes on axis 1, and the outputs have shape "
+            f"{tuple(logits.shape)}; use loss: mse"
+        )
 
 
 def _class_rows(logits: torch.Tensor) -> torch.Tensor:
