@@ -122,7 +122,7 @@ class LossMeter:
             if width != own[0]
         ]
         plan = SlicePlan.combine(slices, ranking.pinned, ranking.graph)
-        module = copy.deepcopy(sliced_copy(ranking.module, plan.kept, plan.attributes))
+        module = copy.deepcopy(sliced_copy(ranking.module, plan))
         if plan.groups:
             recover_(module, copy.deepcopy(ranking.module), plan.kept, space.batches)
         return module

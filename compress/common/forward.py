@@ -252,6 +252,11 @@ def copy_module(
     return copy.deepcopy(module, memo)
 
 
+def shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """Copy a module but share its tensors, which slicing replaces in the copy alone."""
+    return copy_module(module, {id(x): x for x in (*module.parameters(), *module.buffers())})
+
+
 @contextmanager
 def preserve_modes(module: torch.nn.Module) -> Iterator[None]:
     """Restore each submodule's own mode, training or eval, at the end of a block."""

@@ -17,15 +17,18 @@ from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, seeded
 from compress.core.objectives.task import need_tensor
 from compress.distillation.teacher import FeatureRecorder, LoadedTeacher, Teacher
-from compress.distillation.terms import AnyTerm, FeatureTerm, Modules, OutputPair
-from compress.training.objectives.objective import (
-    AUXILIARY_PREFIX,
-    TargetLoss,
+from compress.distillation.terms import (
+    AnyTerm,
+    FeatureTerm,
+    Modules,
+    OutputPair,
     cosine_distance,
-    need_equal_shapes,
+    terms_of,
 )
+from compress.training.objectives.objective import AUXILIARY_PREFIX, TargetLoss, Teaching
 
 if TYPE_CHECKING:
+    from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.data.batch import Batch
 
@@ -35,6 +38,8 @@ Features = dict[str, torch.Tensor]  # outputs of modules by name; "" for the mod
 
 Pairs = tuple[tuple[str, str], ...]
 """Names of student and teacher modules that are compared; "" for the models' outputs."""
+UNNAMED: Pairs = (("", ""),)
+"""Of terms that name no modules."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,19 @@ class DistillationObjective:
         """The teacher's modules whose features are needed, each once."""
         names = (name for pairs in self.pairs for _, name in pairs if name)
         return tuple(dict.fromkeys(names))
+
+    @classmethod
+    def from_teaching(
+        cls, teaching: Teaching, teacher: Artifact, targets: TargetLoss
+    ) -> DistillationObjective:
+        """Create the objective of a training that learns from a model's outputs, and from labels.
+
+        Raises:
+            StageFailed: the task has no classes that the outputs' divergence could compare.
+        """
+        teaching.check_loss(targets.loss)
+        terms = terms_of(teaching)
+        return cls(Teacher.from_model(teacher), terms, (UNNAMED,) * len(terms), targets)
 
     def prepare(self, device: str) -> DistillationLoss:
         """Return the loss function; it loads the teacher at its first call."""
@@ -120,7 +138,7 @@ class DistillationLoss:
         total = pair.student.new_zeros(())
         for term, slots in zip(self.objective.terms, self.slots, strict=True):
             if term.needs_equal_outputs:
-                need_equal_shapes(pair.student, pair.teacher)
+                _need_equal_shapes(pair.student, pair.teacher)
             own = [next(captured) if slot.is_captured else outputs[0] for slot in slots]
             features = [
                 (a.float(), teacher_features[slot.teacher].float())
@@ -191,12 +209,21 @@ class DistillationLoss:
         return dict(zip(("", *modules), outputs, strict=True))
 
 
+def _need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
+    """Refuse a teacher whose output has another shape than the model's."""
+    if teacher.shape != student.shape:
+        raise StageFailed(
+            f"the teacher's output has shape {tuple(teacher.shape)} and the model's "
+            f"{tuple(student.shape)}; name a teacher with the same outputs"
+        )
+
+
 def pairs_of(terms: Sequence[AnyTerm], student: nn.Module, teacher: nn.Module) -> tuple[Pairs, ...]:
     """Match the student's and the teacher's modules for each term of the loss."""
     pairs: list[Pairs] = []
     for i, term in enumerate(terms):
         if term.modules is None:
-            pairs.append((("", ""),))
+            pairs.append(UNNAMED)
             continue
         own = _matching_modules(term.modules[0], student, f"losses[{i}]: the student")
         taught = _matching_modules(term.modules[1], teacher, f"losses[{i}]: the teacher")
@@ -264,7 +291,7 @@ def distance_to(
         total = 0.0
         for own, expected in zip(inputs, expected_outputs, strict=True):
             output = flatten_outputs(module(*own))[0]
-            need_equal_shapes(output, expected)
+            _need_equal_shapes(output, expected)
             pair = OutputPair(output, expected, None)
             value = sum(term.weight * term.compute(pair, []) for term in comparing)
             total += float(value if comparing else cosine_distance(output, expected)) * len(output)

@@ -18,11 +18,11 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.model_source import Origin
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Settings
-from compress.common.errors import CompressError, StageFailed
+from compress.common.errors import StageFailed, located
 from compress.common.signature import Signature
 from compress.core.stage import Stage
 from compress.distillation.teacher import OnnxFile, Teacher
-from compress.distillation.terms import AnyTerm, Cosine, Kl, Labels, Mse, Term
+from compress.distillation.terms import AnyTerm, Labels, Term, terms_of
 from compress.training.config.training import Training
 from compress.training.objectives.objective import TargetLoss, Teaching, need_task_of_classes
 
@@ -180,29 +180,15 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
     @property
     def terms(self) -> tuple[AnyTerm, ...]:
         """All terms of the loss."""
-        if self.losses:
-            return self.losses
-        soft: AnyTerm
-        match self.loss:
-            case "kl":
-                soft = Kl(loss="kl", temperature=self.temperature, weight=self.soft_weight)
-            case "mse":
-                soft = Mse(loss="mse", weight=self.soft_weight)
-            case "cosine":
-                soft = Cosine(loss="cosine", weight=self.soft_weight)
-        if not self.labels_weight:
-            return (soft,)
-        return (soft, Labels(loss="labels", weight=self.labels_weight))
+        return self.losses or terms_of(self)
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
         """Return the same stage with the paths of teacher and student resolved."""
         changed: dict[str, Any] = {}
-        if isinstance(self.teacher, Origin):
-            changed["teacher"] = self.teacher.resolve_paths(folder, code)
-        elif isinstance(self.teacher, OnnxFile):
-            changed["teacher"] = self.teacher.resolve_paths(folder)
-        if isinstance(self.student, Origin):
-            changed["student"] = self.student.resolve_paths(folder, code)
+        for role in ("teacher", "student"):
+            model = getattr(self, role)
+            if isinstance(model, Origin | OnnxFile):
+                changed[role] = model.resolve_paths(folder, code)
         return self.model_copy(update=changed)
 
     def own_settings(self) -> dict[str, Any]:
@@ -220,11 +206,9 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         from compress.training.fit import fit
 
         context = replace(context, data=with_unlabelled(context.need_data(self.title)))
-        try:
+        with located(f"{self.title}: "):
             student, objective, facts = self.student_and_objective(model, context)
             context = replace(context, data=self._with_teacher_outputs(objective, context))
-        except CompressError as error:
-            raise type(error)(f"{self.title}: {error}") from error
         trained = fit(student, self, objective, context, self.title, accept_start=True)
         lineage = self.lineage(model, teacher=objective.teacher.digest)
         facts |= trained.facts()
@@ -235,6 +219,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
     ) -> tuple[EagerModel, DistillationObjective, dict[str, JsonValue]]:
         """Return the student before its training, what it minimizes, and facts about its blocks."""
         from compress.distillation.distillation_objective import (
+            UNNAMED,
             DistillationObjective,
             distance_to,
             pairs_of,
@@ -253,7 +238,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         terms = self.terms
         targets = TargetLoss.for_training(self, context, student.signature)
         self.check_loss(targets.loss)
-        pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
+        pairs: tuple[Pairs, ...] = (UNNAMED,) * len(terms)
         if self._names_modules:
             pairs = pairs_of(terms, student.load(), teacher.module)
         return student, DistillationObjective(teacher, terms, pairs, targets), facts

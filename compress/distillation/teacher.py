@@ -15,7 +15,12 @@ from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import onnx_runtime
-from compress.common.forward import Predictor, accept_any_batch, flatten_outputs
+from compress.common.forward import (
+    Predictor,
+    accept_any_batch,
+    flatten_outputs,
+    plain_attention,
+)
 from compress.common.lazy_modules import torch
 
 if TYPE_CHECKING:
@@ -28,7 +33,7 @@ class OnnxFile(Settings):
     onnx: str
     """The file, relative to the pipeline file; onnxruntime runs it on the CPU."""
 
-    def resolve_paths(self, folder: Path) -> OnnxFile:
+    def resolve_paths(self, folder: Path, code: Path) -> OnnxFile:
         """Return the same with its path relative to a folder; the file must exist."""
         file = (folder / self.onnx).absolute()
         if not file.is_file():
@@ -104,6 +109,7 @@ class Teacher:
             recorder = FeatureRecorder(module, modules)
 
             @torch.no_grad()
+            @plain_attention()
             def run_module(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
                 output = flatten_outputs(module(*inputs))[0]
                 return (output, *recorder.take())

@@ -1,9 +1,12 @@
-"""The inverse Hessian of a layer's output error, from its inputs: for SparseGPT and GPTQ."""
+"""How a layer's weights make up for the errors of others, by its inputs: for SparseGPT and GPTQ."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+LAZY_INPUTS = 128  # the batch size of the authors of both papers below
 DAMPING = 0.01  # added to the Hessian's diagonal, as a share of its mean; as in both papers below
 
 
@@ -25,3 +28,29 @@ def inverse_hessian_factor(moment_II: torch.Tensor) -> torch.Tensor:
     del factor_II
     upper_II: torch.Tensor = torch.linalg.cholesky(inverse_II, upper=True)
     return upper_II
+
+
+def compensate(
+    weight_OI: torch.Tensor,
+    inverse_II: torch.Tensor,
+    change: Callable[[int, torch.Tensor], torch.Tensor],
+    at_once: int = LAZY_INPUTS,
+) -> None:
+    """Change input after input; those that follow make up for each one's error, in place.
+
+    `inverse_II` is :func:`inverse_hessian_factor` of the inputs in this order; `change` is given an
+    input's place and its weights, and returns them rounded, or zero. The inputs behind `at_once` of
+    them make up for the errors of all of these at once: the papers' "lazy batch updates". Leading
+    axes of both tensors are a batch.
+    """
+    inputs = weight_OI.shape[-1]
+    for begin in range(0, inputs, at_once):
+        end = min(begin + at_once, inputs)
+        error_OL = torch.empty_like(weight_OI[..., begin:end])
+        for step in range(begin, end):
+            off_O = weight_OI[..., step] - change(step, weight_OI[..., step])
+            error_O = off_O / inverse_II[..., step, step, None]
+            next_1L = inverse_II[..., step, None, step + 1 : end]
+            weight_OI[..., step + 1 : end] -= error_O[..., None] * next_1L
+            error_OL[..., step - begin] = error_O
+        weight_OI[..., end:] -= error_OL @ inverse_II[..., begin:end, end:]

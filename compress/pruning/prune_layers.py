@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
-from compress.common.errors import StageFailed
+from compress.common.errors import StageFailed, located
 from compress.core.stage import CalibrationSamples
 from compress.pruning.pruning_stage import AnyFinetune, PruningStage, finetune
 
@@ -144,13 +144,11 @@ class PruneLayers(PruningStage):
         meter = block_search.OutputErrorMeter(
             module, model.signature, context, self.judged_by, self.samples
         )
-        try:
+        with located(f"{self.title}: "):
             if self.blocks is not None:
                 removal = block_search.remove_named(module, self.blocks, blocks, refused, meter)
             else:
                 removal = block_search.search(module, free, count, meter, refused, context.progress)
-        except StageFailed as error:
-            raise StageFailed(f"{self.title}: {error}") from None
         removed = [block for block, _ in removal.steps]
         log.info("%s: without %s", self.title, ", ".join(block.name for block in removed))
         kept = block_search.kept_without(module, removed)

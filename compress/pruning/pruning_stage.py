@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from compress.artifacts.eager_model import EagerModel
 from compress.core.stage import Stage
 from compress.training.config.training import Training
-from compress.training.objectives.objective import Constraint, TargetLoss, Teaching
+from compress.training.objectives.objective import Constraint, Objective, TargetLoss, Teaching
 
 if TYPE_CHECKING:
     from compress.core.context import Context
@@ -79,11 +79,13 @@ def finetune(
     ``unpruned`` is the teacher if ``training.teaching`` is set. Progress is shown under ``task``.
     ``constraint`` is a condition that the weights must satisfy after every step.
     """
+    from compress.distillation.distillation_objective import DistillationObjective
     from compress.training.fit import fit
 
     targets = TargetLoss.for_training(training, context, unpruned.signature)
-    teaching = training.teaching
-    objective = targets if teaching is None else teaching.objective(unpruned, targets)
+    objective: Objective = targets
+    if training.teaching is not None:
+        objective = DistillationObjective.from_teaching(training.teaching, unpruned, targets)
     accepts = constraint is None or constraint.is_met(0.0)
     return fit(
         start, training, objective, context, task, accept_start=accepts, constraint=constraint

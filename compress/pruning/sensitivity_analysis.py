@@ -119,7 +119,7 @@ def measure_sensitivity(
     points: dict[str, list[Point]] = {}
     for done, ((name, ratio), one) in enumerate(slices.items(), 1):
         plan = SlicePlan.combine([one], {}, ranking.graph)
-        pruned = sliced_copy(module, plan.kept, plan.attributes)
+        pruned = sliced_copy(module, plan)
         error, share = meter.measure(pruned), None
         if timed:
             slow, fast = (partial(torch_predictor, m, device, threads) for m in (module, pruned))

@@ -398,7 +398,7 @@ class _TargetSearch:
                 # Counts are by group, so the errors of those tried so far are of no use.
                 self.ranking, errors = self.ranking.without(unverified, plan.pinned), {}
                 continue
-            cost = self.measure(sliced_copy(self.ranking.module, plan.kept, plan.attributes))
+            cost = self.measure(sliced_copy(self.ranking.module, plan))
             errors[keep] = cost - estimate.without(self.ranking.removed(keep))
             yield cost, plan
 
@@ -414,7 +414,7 @@ class _TargetSearch:
             keep = tuple(self.ranking.allocate(ratio, self.selection))
             if keep not in cost_of:
                 plan = self.ranking.verify(keep, self.selection.on_unverified)
-                sliced = sliced_copy(self.ranking.module, plan.kept, plan.attributes)
+                sliced = sliced_copy(self.ranking.module, plan)
                 cost_of[keep] = self.measure(sliced)
                 yield cost_of[keep], plan
             low, high = (low, ratio) if cost_of[keep] <= self.goal else (ratio, high)

@@ -35,7 +35,7 @@ from compress.artifacts.edits.named_sizes import (
     sizes_of,
 )
 from compress.common.counts import count
-from compress.common.errors import StageFailed, first_line
+from compress.common.errors import StageFailed, raised_as
 from compress.common.forward import batched_experts, plain_attention
 from compress.graph.torch_export import flat_outputs
 from compress.pruning.dependency.rules import elementwise
@@ -482,19 +482,14 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
         StageFailed: torch.export cannot trace it.
     """
     # With gradients enabled, torch.export refuses in-place operators on views.
+    what = f"torch.export cannot trace {type(module).__name__}, so its channels cannot be followed"
     with warnings.catch_warnings(), torch.no_grad(), plain_attention(), batched_experts():
         # torch 2.13 warns that recurrent layers keep a list of their weights.
         warnings.filterwarnings("ignore", "The tensor attributes? self", UserWarning)
-        try:
-            # Not strict: Python runs the module, so that more models can be traced than by Dynamo.
-            with flat_outputs(module):
-                count("traces")
-                return torch.export.export(module, tuple(inputs), strict=False)
-        except Exception as error:
-            raise StageFailed(
-                f"torch.export cannot trace {type(module).__name__}, so its channels cannot be "
-                f"followed: {type(error).__name__}: {first_line(error)}"
-            ) from error
+        # Not strict: Python runs the module, so that more models can be traced than by Dynamo.
+        with raised_as(StageFailed, what), flat_outputs(module):
+            count("traces")
+            return torch.export.export(module, tuple(inputs), strict=False)
 
 
 def _propagate_labels(

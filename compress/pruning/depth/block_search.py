@@ -14,11 +14,17 @@ from torch.utils import _pytree as pytree
 
 from compress.artifacts.edits.removal import alike_entries, keep_blocks_
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import Predictor, accept_any_batch, run_in_eval, torch_predictor
+from compress.common.forward import (
+    Predictor,
+    accept_any_batch,
+    run_in_eval,
+    shallow_copy,
+    torch_predictor,
+)
 from compress.common.tensor_difference import relative_error_of_batches
 from compress.core.metrics.builtin import joint_decisions
 from compress.data.batch import Batch
-from compress.pruning.verification.masked_equivalence import shallow_copy, shapes_in_training
+from compress.pruning.verification.masked_equivalence import shapes_in_training, training_mismatch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,13 +95,9 @@ class OutputErrorMeter:
                 f"judged_by: metric needs a split 'val' with targets for {self.metric.name}; "
                 "bring one, or use judged_by: outputs"
             )
-        self.by_metric = judged_by != "outputs" and has_targets
+        by_metric = judged_by != "outputs" and has_targets
+        self.judged_by: JudgedBy = "metric" if by_metric else "outputs"
         self.base = self._measure(self.expected)[1]
-
-    @property
-    def judged_by(self) -> JudgedBy:
-        """What errors are ranked by."""
-        return "outputs" if self.base is None else "metric"
 
     def measure(self, changed: nn.Module) -> OutputError:
         """Measure the error of a changed module.
@@ -132,7 +134,7 @@ class OutputErrorMeter:
         distance = relative_error_of_batches(self._compared(batches, meter))
         if not math.isfinite(distance):
             raise StageFailed("the outputs are NaN or infinite where they were not")
-        if not self.by_metric:
+        if self.judged_by == "outputs":
             return distance, None
         return distance, self.metric.require_finite(meter.compute(), "val")
 
@@ -149,7 +151,7 @@ class OutputErrorMeter:
                     f"{tuple(expected.shape)}"
                 )
             yield expected, outputs[0]
-            if self.by_metric and target is not None:
+            if self.judged_by == "metric" and target is not None:
                 meter.update(outputs, target)
 
 
@@ -347,19 +349,10 @@ def _untrainable(
 ) -> str | None:
     """Return why the model without some blocks cannot run in training mode, if the whole can."""
     inputs = tuple(x.to(meter.context.device) for x in meter.batches[0].inputs)
-    try:
-        expected = shapes_in_training(module, inputs)
-    except Exception:  # noqa: BLE001 - a forward may fail in any way
-        return None
     trial = shallow_copy(module)
-    try:
-        keep_blocks_(trial, kept_without(module, removed))
-        found = shapes_in_training(trial, inputs)
-    except Exception as error:  # noqa: BLE001 - a forward may fail in any way
-        return (
-            f"the model without it fails in training: {type(error).__name__}: {first_line(error)}"
-        )
-    return None if found == expected else "the outputs of the model without it differ in training"
+    keep_blocks_(trial, kept_without(module, removed))
+    reason = training_mismatch(trial, inputs, shapes_in_training(module, inputs))
+    return f"the model without it {reason}" if reason else None
 
 
 def _first_shape(value: Any) -> tuple[int, ...] | None:

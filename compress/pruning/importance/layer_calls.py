@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import ceil, prod
@@ -21,8 +21,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from compress.common.errors import StageFailed, first_line
-from compress.common.forward import copy_module, run_in_eval
+from compress.common.errors import StageFailed, raised_as
+from compress.common.forward import run_in_eval, shallow_copy
 
 if TYPE_CHECKING:
     from compress.data.batch import Batch
@@ -207,9 +207,7 @@ def channels_last(modules: Sequence[nn.Module], batch: Batch, device: str) -> It
         yield
         return
     inputs = [x[:2] for x in batch.inputs]
-    # A copy with the same tensors: what forward keeps on a module belongs to its own passes.
-    tensors = [*modules[0].parameters(), *modules[0].buffers()]
-    trial = copy_module(modules[0], {id(tensor): tensor for tensor in tensors})
+    trial = shallow_copy(modules[0])  # what forward keeps on a module belongs to its own passes
     try:
         expected = run_in_eval(trial, inputs)
         for weight in weights:
@@ -242,11 +240,8 @@ def observe_layer_calls(
     mode = LayerCallMode(module, on_call)
     for batch in batches:
         moved = batch.to(device)
-        try:
-            with torch.no_grad(), mode:
-                outputs = module(*moved.inputs)
-        except Exception as error:
-            raise samples_refused(batch, error) from error
+        with refused_samples(batch), torch.no_grad(), mode:
+            outputs = module(*moved.inputs)
         mode.add_reader_(outputs)
     return mode
 
@@ -262,14 +257,11 @@ def record_layer_calls(
     return calls, mode
 
 
-def samples_refused(batch: Batch, error: Exception) -> StageFailed:
-    """Build the error that says that a model does not take the calibration samples."""
+def refused_samples(batch: Batch) -> AbstractContextManager[None]:
+    """Turn what a model raises in a block into StageFailed: it does not take the samples."""
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch.inputs)
-    return StageFailed(
-        f"the model does not take the calibration samples, a batch of shape {shapes}: "
-        f"{type(error).__name__}: {first_line(error)}; "
-        "the data must give what model.inputs declares"
-    )
+    what = f"the model does not take the calibration samples, a batch of shape {shapes}"
+    return raised_as(StageFailed, what, "; the data must give what model.inputs declares")
 
 
 def layer_call_of(

@@ -34,7 +34,7 @@ from compress.pruning.importance.layer_calls import (
     LayerCallMode,
     channels_last,
     observe_layer_calls,
-    samples_refused,
+    refused_samples,
 )
 
 if TYPE_CHECKING:
@@ -241,16 +241,12 @@ def _loss(
     module: nn.Module, batch: Batch, on_targets: LossFunction, generator: torch.Generator | None
 ) -> torch.Tensor:
     """Return the value to differentiate: the task's loss, or a function of the outputs' change."""
-    try:
+    with refused_samples(batch):
         # cuDNN differentiates recurrent layers in training mode only.
         with torch.backends.cudnn.flags(enabled=False):
             outputs = flatten_outputs(module(*batch.inputs))
         if batch.target is not None:
             return on_targets(outputs, batch.target, label_smoothing=0.0)
-    except CompressError:
-        raise
-    except Exception as error:
-        raise samples_refused(batch, error) from error
     floating = [x for x in outputs if x.is_floating_point()]
     if generator is None:
         return sum((x - x.detach()).square().sum() for x in floating) / (2 * len(batch))  # type: ignore[return-value]

@@ -23,7 +23,7 @@ from compress.pruning.dependency.channel_groups import GroupSlice, SlicePlan
 from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.solver import Limit, Programme
-from compress.pruning.recovery.recovery import recovered_slice, usual_calibration
+from compress.pruning.recovery.recovery import recovered_slice, rounded, usual_calibration
 from compress.pruning.verification.masked_equivalence import VerificationInputs, sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
 
@@ -239,7 +239,7 @@ class WidthVariants:
         ranking = self._ranking
         plan = ranking.verify([widths[one.group.name] for one in ranking.ranked])
         cut = {one.group.name: len(one.group.channels) - len(one.removed) for one in plan.groups}
-        sliced = sliced_copy(ranking.module, plan.kept, plan.attributes)
+        sliced = sliced_copy(ranking.module, plan)
         edit = KeepIndices(kept=plan.kept, attributes=dict(plan.attributes))
         edits = [*self.rewrites, edit]
         return self.whole | cut, self._model.derive(folder, sliced, edits=edits)
@@ -332,10 +332,10 @@ def solve_widths(
             "runtime": served.name,
             "batch": size,
             "target": target.latency,
-            "predicted": _rounded(latency.predicted(widths)),
-            "measured": _rounded(measured.share),
-            "ms": _rounded(measured.ms),
-            "unpruned_ms": _rounded(measured.unpruned_ms),
+            "predicted": rounded(latency.predicted(widths)),
+            "measured": rounded(measured.share),
+            "ms": rounded(measured.ms),
+            "unpruned_ms": rounded(measured.unpruned_ms),
             "models_measured": len(search.measured),
         }
 
@@ -425,7 +425,3 @@ class _Search:
 
 def _key(widths: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(widths.items()))
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from compress.common.forward import copy_module, flatten_outputs
-from compress.pruning.importance.layer_calls import LayerCall, layer_call_of, samples_refused
+from compress.common.forward import flatten_outputs, shallow_copy
+from compress.pruning.importance.layer_calls import LayerCall, layer_call_of, refused_samples
 
 if TYPE_CHECKING:
     from torch import nn
@@ -238,12 +238,10 @@ class PausedForward:
         while isinstance(self._pending, _Request):
             self._answer(*self._execute(self._pending))
         ended: Any = self._pending
-        try:
+        with refused_samples(self._batch):
             if ended.error is not None:
                 raise ended.error
             return flatten_outputs(ended.output)
-        except Exception as error:
-            raise samples_refused(self._batch, error) from error
 
     def close(self) -> None:
         """End the module's code, wherever it waits; it begins anew when it is asked for more."""
@@ -285,8 +283,7 @@ class PausedForward:
         output, raised = None, None
         try:
             # What forward keeps on the module, such as a cache, belongs to this pass alone.
-            tensors = [*self._original.parameters(), *self._original.buffers()]
-            module = copy_module(self._original, {id(tensor): tensor for tensor in tensors})
+            module = shallow_copy(self._original)
             with torch.no_grad(), _Requests(self._requests, self._answers, self._device_type):
                 output = module(*self._batch.inputs)
         except _Closed:

@@ -31,7 +31,7 @@ from compress.pruning.importance.layer_calls import (
     LayerCall,
     channels_last,
     record_layer_calls,
-    samples_refused,
+    refused_samples,
 )
 from compress.pruning.importance.scores import (
     MAX_COLUMNS,
@@ -336,7 +336,7 @@ def recover_(
 
             options: Any = {"names": names, "on_outputs": compare, "folder": folder}
             for one in refit_(module, reference, kept, batches, device, **options):
-                layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
+                layers[one.weight] = [rounded(one.before), rounded(one.after)]
             errors = {"cut": expected.error(sliced, enough), "refit": relative_error(refitted)}
             del sliced
         else:
@@ -355,7 +355,7 @@ def recover_(
                 errors["batch_norm"] = error
     return {
         "samples": sum(map(len, batches)),
-        "output_error": {name: _rounded(error) for name, error in errors.items()},
+        "output_error": {name: rounded(error) for name, error in errors.items()},
         "layers": layers,
     }
 
@@ -365,7 +365,7 @@ def recovered_slice(
 ) -> nn.Module:
     """Copy a module without the channels of a plan, and recover it if there are batches."""
     # A slice shares the tensors that it leaves whole, and a refit changes them in place.
-    sliced = copy_module(sliced_copy(module, plan.kept, plan.attributes))
+    sliced = copy_module(sliced_copy(module, plan))
     if batches:
         recover_(sliced, copy_module(module), plan.kept, batches, device, refit=refit)
     return sliced
@@ -490,13 +490,12 @@ def calibration_batches(
 
 
 def _run(module: nn.Module, batch: Batch) -> Outputs:
-    try:
+    with refused_samples(batch):
         return flatten_outputs(module(*batch.inputs))
-    except Exception as error:
-        raise samples_refused(batch, error) from error
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """Return a value with four digits, for facts."""
     return float(f"{value:.4g}")
 
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.utils.prune import L1Unstructured, RandomUnstructured
 
 from compress.data.batch import Batch
-from compress.graph.layer_gram import inverse_hessian_factor
+from compress.graph.layer_gram import LAZY_INPUTS, compensate, inverse_hessian_factor
 from compress.pruning.allocation.ranking import names_matching
 from compress.pruning.depth.block_search import all_blocks
 from compress.pruning.importance.layer_calls import observe_layer_calls, record_layer_calls
@@ -33,8 +32,6 @@ Method: TypeAlias = Literal["l1", "random", "wanda", "sparsegpt"]
 NofM: TypeAlias = "tuple[int, int]"
 """n and m: of m neighbouring inputs n stay nonzero."""
 
-# As in the paper: within a block, each column is compensated at once; later blocks once per block.
-BLOCK = 128  # columns that SparseGPT prunes at a time
 DENSE = (
     "Zeros alone make dense kernels no faster and the file no smaller: they are stored and "
     "multiplied like other numbers. They pay where the file is compressed."
@@ -202,12 +199,16 @@ def unstructured_masks(
 
     ``amount`` is the share of zeros, in each weight or of all ranked together (``is_global``).
     """
-    choose = (L1Unstructured if method == "l1" else RandomUnstructured)(amount)
-    if not is_global:
-        return {name: _chosen(choose, weight) for name, weight in weights.items()}
-    together = torch.cat([weight.flatten() for weight in weights.values()])
-    sizes = [weight.numel() for weight in weights.values()]
-    parts = torch.split(_chosen(choose, together), sizes)
+
+    def zeros_of(flat: torch.Tensor) -> torch.Tensor:
+        score = flat.abs() if method == "l1" else -torch.rand_like(flat)
+        return _smallest(score, round(amount * len(flat)))
+
+    flat = [weight.detach().flatten() for weight in weights.values()]
+    if is_global:
+        parts = torch.split(zeros_of(torch.cat(flat)), [*map(len, flat)])
+    else:
+        parts = tuple(map(zeros_of, flat))
     return {
         name: part.view_as(weight)
         for (name, weight), part in zip(weights.items(), parts, strict=True)
@@ -237,10 +238,13 @@ def n_of_m_masks(
 def smallest_of_neighbours(score: torch.Tensor, n_of_m: NofM) -> torch.Tensor:
     """Mask the smallest scores along the last axis, so that of each m neighbours n stay."""
     n, m = n_of_m
-    groups = score.reshape(-1, m)
-    removed = groups.topk(m - n, largest=False).indices
-    zeros = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, removed, True)
-    return zeros.reshape(score.shape)
+    return _smallest(score.reshape(-1, m), m - n).reshape(score.shape)
+
+
+def _smallest(score: torch.Tensor, count: int) -> torch.Tensor:
+    """Mask so many of the smallest scores along the last axis."""
+    removed = score.topk(count, largest=False).indices
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, removed, True)
 
 
 def wanda(
@@ -256,8 +260,7 @@ def wanda(
     score = weight_goi.abs() * norm_gi.unsqueeze(-2)
     if n_of_m:
         return smallest_of_neighbours(score, n_of_m)
-    removed = score.topk(round(amount * score.shape[-1]), largest=False).indices
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, removed, True)
+    return _smallest(score, round(amount * score.shape[-1]))
 
 
 def sparsegpt(
@@ -275,46 +278,23 @@ def sparsegpt(
     always_zero_gi = gram_gii.diagonal(dim1=-2, dim2=-1) == 0
     weight_goi.masked_fill_(always_zero_gi.unsqueeze(-2), 0)
     inverse_gii = inverse_hessian_factor(gram_gii)
-    width = weight_goi.shape[-1]
-    block = BLOCK - BLOCK % n_of_m[1] if n_of_m and n_of_m[1] < BLOCK else BLOCK
-    for start in range(0, width, block):
-        own = slice(start, min(start + block, width))
-        factor = inverse_gii[:, own, own]
-        error = _treat_block_(weight_goi[..., own], factor, amount, n_of_m)
-        weight_goi[..., own.stop :] -= error @ inverse_gii[:, own, own.stop :]
-    return weight_goi
+    diagonal_gi = inverse_gii.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    zeros_goi = torch.zeros_like(weight_goi, dtype=torch.bool)
+    together = n_of_m[1] if n_of_m else LAZY_INPUTS  # columns whose zeros are chosen at once
 
+    def prune_column(step: int, column_go: torch.Tensor) -> torch.Tensor:
+        if step % together == 0:
+            own = slice(step, step + together)
+            score = (weight_goi[..., own] / diagonal_gi[..., own]).square()
+            if n_of_m:
+                zeros_goi[..., own] = smallest_of_neighbours(score, n_of_m)
+            else:
+                zeros = _smallest(score.flatten(1), round(amount * score[0].numel()))
+                zeros_goi[..., own] = zeros.view_as(score)
+        return column_go.masked_fill(zeros_goi[..., step], 0)
 
-def _treat_block_(
-    block_goi: torch.Tensor, factor_gii: torch.Tensor, amount: float, n_of_m: NofM | None
-) -> torch.Tensor:
-    """Prune a block and compensate within it, in place; return the errors for later blocks."""
-    diagonal_gi = factor_gii.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
-    if n_of_m:
-        zeros = torch.zeros_like(block_goi, dtype=torch.bool)
-    else:
-        score = (block_goi / diagonal_gi).square().flatten(1)
-        removed = score.topk(round(amount * score.shape[1]), largest=False).indices
-        zeros = torch.zeros_like(score, dtype=torch.bool).scatter_(1, removed, True)
-        zeros = zeros.view_as(block_goi)
-    errors = torch.zeros_like(block_goi)
-    for i in range(block_goi.shape[-1]):
-        if n_of_m and i % n_of_m[1] == 0:
-            near = slice(i, i + n_of_m[1])
-            score = (block_goi[..., near] / diagonal_gi[..., near]).square()
-            zeros[..., near] = smallest_of_neighbours(score, n_of_m)
-        removed = block_goi[..., i].where(zeros[..., i], block_goi.new_zeros(()))
-        errors[..., i] = removed / diagonal_gi[..., i]
-        row_gi = factor_gii[:, i, i + 1 :].unsqueeze(-2)
-        block_goi[..., i + 1 :] -= errors[..., i, None] * row_gi
-        block_goi[..., i].masked_fill_(zeros[..., i], 0)
-    return errors
-
-
-def _chosen(choose: L1Unstructured | RandomUnstructured, weight: torch.Tensor) -> torch.Tensor:
-    weight = weight.detach().contiguous()  # compute_mask views it as a vector
-    kept: torch.Tensor = choose.compute_mask(weight, torch.ones_like(weight))  # type: ignore[no-untyped-call]
-    return kept == 0
+    compensate(weight_goi, inverse_gii, prune_column, max(LAZY_INPUTS // together, 1) * together)
+    return weight_goi.masked_fill_(zeros_goi, 0)
 
 
 def set_uncalibrated_zeros_(

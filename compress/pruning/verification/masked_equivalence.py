@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
@@ -24,7 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.artifacts.edits.removal import keep_indices_
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import copy_module, flatten_outputs, plain_attention, run_in_eval
+from compress.common.forward import (
+    copy_module,
+    flatten_outputs,
+    plain_attention,
+    run_in_eval,
+    shallow_copy,
+)
 from compress.common.tensor_difference import largest, largest_difference, largest_finite
 from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import SlicePlan, export_graph, label_axes, trace
@@ -36,7 +42,7 @@ from compress.pruning.dependency.module_attributes import (
     combined,
     possible_changes,
 )
-from compress.pruning.importance.layer_calls import samples_refused
+from compress.pruning.importance.layer_calls import refused_samples
 
 if TYPE_CHECKING:
     from compress.common.signature import Signature
@@ -48,7 +54,6 @@ if TYPE_CHECKING:
         ChannelGroup,
         GroupSlice,
         Kept,
-        Value,
     )
 
 log = logging.getLogger(__name__)
@@ -168,10 +173,8 @@ class MaskedEquivalence:
         usable = []
         if inputs.real is not None:
             cast = self._cast(inputs.real)
-            try:
+            with refused_samples(Batch(tuple(inputs.real), None)):
                 outputs = _outputs(self._module, cast)
-            except Exception as error:
-                raise samples_refused(Batch(tuple(inputs.real), None), error) from error
             if _any_nan(outputs):
                 log.warning(
                     "the model returns NaN for real samples: slices are verified on seeded inputs "
@@ -192,44 +195,33 @@ class MaskedEquivalence:
                 if not _any_nan(_outputs(self._module, inputs_of_size)):
                     self._comparisons.append((0, inputs_of_size))
 
-    def find_mismatch(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
+    def find_mismatch(self, plan: SlicePlan) -> str | None:
         """Return why a slice is wrong, or None if it is verified."""
-        reason = self.find_change_mismatch(lambda part: keep_indices_(part, kept, attributes), kept)
+        slice_ = partial(keep_indices_, kept=plan.kept, attributes=plan.attributes)
+        reason = self.find_change_mismatch(slice_, plan.kept)
         if reason is None and self.must_train:
-            reason = self.untrainable(kept, attributes)
-        return reason or (self.untraced(kept, attributes) if self.must_trace else None)
+            reason = self.untrainable(plan)
+        return reason or (self.untraced(plan) if self.must_trace else None)
 
-    def untraced(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
+    def untraced(self, plan: SlicePlan) -> str | None:
         """Return why torch.export cannot trace the smaller model, or None if it can."""
         try:
-            export_graph(sliced_copy(self._module, kept, attributes), self._inputs)
+            export_graph(sliced_copy(self._module, plan), self._inputs)
         except StageFailed as error:
             return str(error)
         return None
 
-    def untrainable(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
+    def untrainable(self, plan: SlicePlan) -> str | None:
         """Return why the smaller model cannot run in training mode; None if the unsliced cannot."""
         # Modules that run in training only, such as auxiliary heads, are not in the traced graph:
         # what they read must keep its size.
-        smaller = sliced_copy(self._module, kept, attributes)
-        expected = self._in_training
-        try:
-            found = expected and shapes_in_training(smaller, self._inputs)
-        except Exception as error:  # noqa: BLE001 - a forward may fail in any way
-            return (
-                f"the smaller model fails in training: {type(error).__name__}: {first_line(error)}"
-            )
-        if found != expected:
-            return "the smaller model's outputs have another shape in training"
-        return None
+        smaller = sliced_copy(self._module, plan)
+        reason = training_mismatch(smaller, self._inputs, self._in_training)
+        return f"the smaller model {reason}" if reason else None
 
     @cached_property
-    def _in_training(self) -> list[torch.Size] | None:
-        """Shapes of the unsliced model's outputs in training mode, or None if it fails there."""
-        try:
-            return shapes_in_training(self._module, self._inputs)
-        except Exception:  # noqa: BLE001 - a forward may fail in any way
-            return None
+    def _in_training(self) -> list[torch.Size] | str:
+        return shapes_in_training(self._module, self._inputs)
 
     def is_read(self, attribute: str) -> bool:
         """Whether the module's forward reads an attribute, given its dotted name."""
@@ -368,15 +360,10 @@ def zero_masked(module: nn.Module, kept: Kept) -> nn.Module:
     return copy_module(module, memo)
 
 
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module but share its tensors, which slicing replaces in the copy alone."""
-    return copy_module(module, {id(tensor): tensor for tensor in _tensors(module).values()})
-
-
-def sliced_copy(module: nn.Module, kept: Kept, attributes: Mapping[str, Value]) -> nn.Module:
-    """Copy a module and keep some indices of its tensors; the others are shared."""
+def sliced_copy(module: nn.Module, plan: SlicePlan) -> nn.Module:
+    """Copy a module without the channels of a plan; tensors that stay whole are shared."""
     smaller = shallow_copy(module)
-    keep_indices_(smaller, kept, attributes)
+    keep_indices_(smaller, plan.kept, plan.attributes)
     return smaller
 
 
@@ -395,10 +382,28 @@ def _outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outputs:
         return run_in_eval(module, inputs)
 
 
-def shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Size]:
-    """Run a copy (training changes buffers) in training mode, and return the outputs' shapes."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return [x.shape for x in flatten_outputs(copy_module(module).train()(*inputs))]
+def shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Size] | str:
+    """Return the shapes of a module's outputs in training mode, or why it fails there."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():  # a copy: training changes buffers
+            return [x.shape for x in flatten_outputs(copy_module(module).train()(*inputs))]
+    except Exception as error:  # noqa: BLE001 - a forward may fail in any way
+        return f"{type(error).__name__}: {first_line(error)}"
+
+
+def training_mismatch(
+    smaller: nn.Module, inputs: Sequence[torch.Tensor], expected: list[torch.Size] | str
+) -> str | None:
+    """Return why a smaller module cannot be trained as the whole one; None where neither can.
+
+    ``expected`` are the whole one's :func:`shapes_in_training`.
+    """
+    if isinstance(expected, str):
+        return None
+    found = shapes_in_training(smaller, inputs)
+    if isinstance(found, str):
+        return f"fails in training: {found}"
+    return None if found == expected else "has outputs of another shape in training"
 
 
 def _any_nan(outputs: Outputs) -> bool:
@@ -491,10 +496,10 @@ def verify_slices(
     plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
     # Both checks are slow and seldom fail, so they are first made of the whole plan. An attribute
     # may matter to tracing alone, which takes other paths through a model's code.
-    if plan.groups and equivalence.untrainable(plan.kept, plan.attributes) is not None:
+    if plan.groups and equivalence.untrainable(plan) is not None:
         equivalence.must_train = True
         plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
-    if plan.groups and equivalence.untraced(plan.kept, plan.attributes) is not None:
+    if plan.groups and equivalence.untraced(plan) is not None:
         equivalence.must_trace = True
         plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
     return plan
@@ -592,8 +597,7 @@ class _VerifiedSetSearch:
         return [change for change in changes if self._equivalence.is_read(change.attribute)]
 
     def _mismatch(self, slices: Sequence[GroupSlice]) -> str | None:
-        plan = SlicePlan.combine(slices, {}, self._graph)
-        return self._equivalence.find_mismatch(plan.kept, plan.attributes)
+        return self._equivalence.find_mismatch(SlicePlan.combine(slices, {}, self._graph))
 
 
 def _last_name(change: Change) -> str:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from compress.graph.layer_gram import inverse_hessian_factor
-from compress.quantization.algorithms.weight_rounding import compensate
+from compress.graph.layer_gram import compensate, inverse_hessian_factor
 from compress.quantization.pt2e.graph_capture import (
     fake_quantize,
     module_of,

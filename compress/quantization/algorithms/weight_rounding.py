@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.graph.layer_gram import inverse_hessian_factor
+from compress.graph.layer_gram import compensate, inverse_hessian_factor
 
 SMALLEST_SCALE = 2.0**-60  # scale of a group of zeros; far above what would vanish in a float32
 HQQ_STEPS = 20
@@ -25,7 +25,6 @@ RANGE_SHARES = tuple(1 - step / 40 for step in range(13))
 """Shares of a group's range that `gptq` tries: 1 to 0.7. The more a range is clipped, the finer are
 its steps."""
 
-LAZY_INPUTS = 128  # the batch size of the paper's authors
 LARGEST_PART = 2**22
 """Numbers of a weight that are quantized at once: each temporary tensor has as many float64."""
 
@@ -125,8 +124,7 @@ def gptq(
     After Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
     Transformers" (2023); inputs of large second moment come first, as with `act_order` in the
     authors' code, and scales are fixed before. The second moment is the mean of the products of the
-    layer's inputs. The inputs behind :data:`LAZY_INPUTS` make up for the errors of all of these at
-    once, as in the paper's "lazy batch updates".
+    layer's inputs.
     """
     moment_II = second_moment_II.double()
     order_I = moment_II.diagonal().argsort(descending=True, stable=True)
@@ -150,30 +148,6 @@ def gptq(
         return QuantizedWeight(integers_OI, scale_OG.float(), zero_OG.to(torch.uint8), bits)
 
     return in_parts(quantize, weight_OI)
-
-
-def compensate(
-    weight_OI: torch.Tensor,
-    inverse_II: torch.Tensor,
-    round_input: Callable[[int, torch.Tensor], torch.Tensor],
-) -> None:
-    """Round input after input; those that follow make up for each one's error, in place.
-
-    `inverse_II` is :func:`~compress.graph.layer_gram.inverse_hessian_factor` of the inputs in this
-    order; `round_input` is given an input's place and its weights, and returns them rounded.
-    Leading axes of both tensors are a batch.
-    """
-    inputs = weight_OI.shape[-1]
-    for begin in range(0, inputs, LAZY_INPUTS):
-        end = min(begin + LAZY_INPUTS, inputs)
-        error_OL = torch.empty_like(weight_OI[..., begin:end])
-        for step in range(begin, end):
-            off_O = weight_OI[..., step] - round_input(step, weight_OI[..., step])
-            error_O = off_O / inverse_II[..., step, step, None]
-            next_1L = inverse_II[..., step, None, step + 1 : end]
-            weight_OI[..., step + 1 : end] -= error_O[..., None] * next_1L
-            error_OL[..., step - begin] = error_O
-        weight_OI[..., end:] -= error_OL @ inverse_II[..., begin:end, end:]
 
 
 def _least_error_qparams(

@@ -64,7 +64,6 @@ PATTERNS: dict[Target, Patterns] = {
 }
 
 WeightBits = Literal[4, 7, 8]
-WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
 Rounding = Literal["nearest", "adaround", "gptq"]
 FALSE_IS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """For settings that may be `off`, which YAML 1.1 reads as False."""
@@ -93,6 +92,45 @@ Observer = Annotated[
     PlainSerializer(str),  # pydantic's own warns of a name that the literal lacks
 ]
 """Name of a built-in observer, or of one that an installed package adds."""
+
+
+class WeightFormat(Settings):
+    """How `quantize_weights` holds weights."""
+
+    bits: Literal[4, 8] = 4
+    """Bits of a weight."""
+    group_size: Literal[16, 32, 64, 128, 256] = 32
+    """Inputs of a layer that share a scale and a zero point."""
+    method: Literal["rtn", "hqq", "gptq", "awq"] = "rtn"
+    """`rtn` rounds to the nearest step, `hqq` also fits the zero points of 4-bit weights, `gptq`
+    lets later weights make up for earlier ones' errors on a sample of the data, `awq` scales up
+    before rounding what is multiplied with large inputs."""
+    symmetric: bool = False
+    """Whether zero points lie in the middle of the integers instead of where a group's range has
+    them. GGUF's `Q8_0` and `Q4_0` have no others; ONNX files do not store them, and compute faster.
+    """
+    activation_bits: Literal[8, 32] | None = None
+    """Bits of what linear layers multiply with these weights. 8, the default, rounds each
+    `group_size` numbers of a row with a scale of their own, as onnxruntime's fast kernel does
+    (`MatMulNBits` with `accuracy_level` 4); 32 multiplies floats, as `hqq` always does, whose zero
+    points that kernel does not take. Set 32 for `export_aot` and `export_torchscript`, which have
+    no such kernel."""
+    embeddings: bool = True
+    """Whether tables of embeddings are held in few bits too."""
+    embedding_bits: Literal[4, 8] = 8
+    """Bits of a table's numbers. With 8 each row has a scale; with 4 each 64 numbers of a row have
+    one (32 or 16 where 64 do not divide it), and ONNX files look them up by
+    `GatherBlockQuantized`."""
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the method looks at data."""
+        return self.method in ("gptq", "awq")
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether linear layers read activations rounded to 8 bits, by groups of `group_size`."""
+        return self.activation_bits != 32 and self.method != "hqq"
 
 
 class IntegerFormat(Settings):

@@ -344,11 +344,8 @@ class LayerEvidence:
         """Return the share of the values outside of a range, by more than rounding explains."""
         # The ends of a range of 255 steps are rounded to a step's fraction.
         slack = 1e-3 * (high - low)
-        below, up_to = self.values.count_below(torch.tensor([low - slack, high + slack])).tolist()
-        (own_low, own_high), total = map(float, self.extremes()), self.values.total
-        below = 0.0 if own_low >= low - slack else below
-        up_to = float(total) if own_high <= high + slack else up_to
-        return 1 - (up_to - below) / total if total else 0.0
+        ends = torch.tensor([low - slack, high + slack], dtype=torch.float64)
+        return self.values.share_outside(ends, *self.extremes())
 
     def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the smallest and the largest value, zero included."""

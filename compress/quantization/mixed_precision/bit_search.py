@@ -36,7 +36,12 @@ from compress.quantization.pt2e.graph_capture import (
     module_of,
     value_of,
 )
-from compress.quantization.pt2e.observer_ranges import fit_ranges_, skip_observers
+from compress.quantization.pt2e.observer_ranges import (
+    fit_ranges_,
+    observed,
+    observers_in,
+    skip_observers,
+)
 from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.quantizer import (
     ADDITION,
@@ -47,11 +52,11 @@ from compress.quantization.pt2e.quantizer import (
     MOVES,
     WEIGHTED,
     OnnxRuntimeQuantizer,
+    fold_batch_norms_,
     is_constant,
-    protect_shared_layers_,
     qspec,
 )
-from compress.quantization.pt2e.torchao_api import Q_ANNOTATION_KEY, fuse_conv_bn_
+from compress.quantization.pt2e.torchao_api import Q_ANNOTATION_KEY
 from compress.quantization.ptq.calibrate import (
     calibrate_,
     convert,
@@ -156,8 +161,7 @@ class CandidateBuilder:
 
     def __post_init__(self) -> None:
         self.graph = self._copy()
-        protect_shared_layers_(self.graph)
-        fuse_conv_bn_(self.graph)
+        fold_batch_norms_(self.graph)
 
     def calibrate(
         self, observer: str, batches: Iterable[Batch], report: Callable[[int], None]
@@ -248,10 +252,10 @@ class _LayerProfile(fx.Interpreter):
 
 def _activation_observers(prepared: fx.GraphModule) -> Iterator[tuple[str, Any, list[fx.Node]]]:
     """Yield each observed activation's name, its observer, and its readers."""
-    for node in prepared.graph.nodes:
-        if node.op == "call_module" and node.args[0].op != "get_attr":
+    for node, observer in observers_in(prepared):
+        if observed(node).op != "get_attr":
             source = skip_observers(node)  # it may have observers in 8 and in 16 bits
-            yield source.name, prepared.get_submodule(node.target), list(node.users)
+            yield source.name, observer, list(node.users)
 
 
 @dataclass(frozen=True)
@@ -269,8 +273,7 @@ def weighted_layers(module: nn.Module, signature: Signature) -> list[WeightedLay
     """Return the convolutions and linear layers in graph order; those called twice are in twice."""
     graph = capture(module, signature)
     modules = {name for name, _ in module.named_modules()}
-    protect_shared_layers_(graph)
-    fuse_conv_bn_(graph)
+    fold_batch_norms_(graph)
     layers = []
     for layer in graph.graph.nodes:
         if layer.target not in WEIGHTED or not is_constant(layer.args[1]):
@@ -303,7 +306,7 @@ class AccuracyLoss:
         """Return what layers are ranked by: points, or decibels; None where not finite."""
         if not self.by_metric:
             return round(self.sqnr_db, 1)
-        return round(self.drop, 6) if math.isfinite(self.drop) else None
+        return reported(self.drop)
 
 
 class SensitivityMeter:

@@ -22,8 +22,7 @@ from compress.quantization.pt2e.graph_capture import (
     name_inputs_,
     remove_unread_tensors_,
 )
-from compress.quantization.pt2e.quantizer import is_float
-from compress.quantization.pt2e.torchao_api import fuse_conv_bn_
+from compress.quantization.pt2e.quantizer import fold_batch_norms_, is_float
 from compress.quantization.ptq.calibrate import require_matching_inputs
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ def convert_precision(
     compute in half precision, the data does not fit the signature, or a value is NaN.
     """
     graph = capture(module, signature)
-    fuse_conv_bn_(graph)
+    fold_batch_norms_(graph)
     name_inputs_(graph, signature)
     measure = converter.measuring_run(graph)
     samples = 0

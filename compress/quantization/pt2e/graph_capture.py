@@ -142,6 +142,13 @@ def replace_value_(graph: GraphModule, node: Node, value: torch.Tensor) -> None:
     setattr(module, name, torch.nn.Parameter(value, requires_grad=False) if is_parameter else value)
 
 
+def computed(graph: GraphModule, function: Callable[..., Any], *nodes: Node) -> Node:
+    """Insert the operators by which a function of tensors computes another one; return its node."""
+    tracer = fx.proxy.GraphAppendingTracer(graph.graph)
+    result: Node = function(*(fx.Proxy(node, tracer) for node in nodes)).node
+    return result
+
+
 def readers_of(graph: GraphModule, node: Node) -> list[Node]:
     """Return the users of a tensor over all `get_attr` nodes that read it."""
     same = graph.graph.find_nodes(op="get_attr", target=node.target)

@@ -128,19 +128,12 @@ class RangeMonitor:
 
     def saturated_share(self) -> float:
         """Return the share of values outside the range by more than half a step."""
-        if self.histogram is None or self.histogram.total == 0:
+        if self.histogram is None or self.low is None or self.high is None:
             return 0.0
         scale, zero_point = self.observer.calculate_qparams()
         ends = scale.new_tensor([self.observer.quant_min - 0.5, self.observer.quant_max + 0.5])
         ends = (ends - zero_point) * scale
-        below_low, below_high = self.histogram.count_below(ends).tolist()
-        total = self.histogram.total
-        # A bin may be wider than a step of 16 bits; the exact extremes tell when none is beyond.
-        if self.low is not None and ends[0] <= self.low.amin():
-            below_low = 0.0
-        if self.high is not None and ends[1] >= self.high.amax():
-            below_high = total
-        return float(1 - (below_high - below_low) / total)
+        return self.histogram.share_outside(ends, self.low.amin(), self.high.amax())
 
 
 def range_facts(monitors: list[RangeMonitor]) -> dict[str, dict[str, Any]]:
@@ -164,10 +157,8 @@ def monitor_ranges(prepared: GraphModule, signature: Signature) -> Iterator[list
     known = set()
     name_inputs_(prepared, signature)
     with ExitStack() as stack:
-        for node in prepared.graph.nodes:
-            if node.op != "call_module":
-                continue
-            observer, source = observer_of(prepared, node), observed(node)
+        for node, observer in observers_in(prepared):
+            source = observed(node)
             if id(observer) in known:  # several nodes may share an observer
                 continue
             known.add(id(observer))
@@ -199,9 +190,8 @@ def fit_ranges_(prepared: GraphModule) -> None:
 
 def vanishing_ranges(prepared: GraphModule) -> Iterator[tuple[Node, float]]:
     """Yield observers whose range is too small for its scale, and its largest absolute value."""
-    for node in prepared.graph.nodes:
-        observer = observer_of(prepared, node) if node.op == "call_module" else None
-        if observer is None or not hasattr(observer, "max_val"):  # a bias's scale is derived
+    for node, observer in observers_in(prepared):
+        if not hasattr(observer, "max_val"):  # a bias's scale is derived
             continue
         largest = max(float(observer.min_val.abs().max()), float(observer.max_val.abs().max()))
         scale, _ = observer.calculate_qparams()
@@ -220,6 +210,12 @@ def quantized_biases(prepared: GraphModule) -> Iterator[tuple[Node, Node, Node]]
 def smallest_weight_scale(bias_O: torch.Tensor, input_scale: torch.Tensor) -> torch.Tensor:
     """Return the smallest scale of each channel's weights with which its bias fits int32."""
     return bias_O.abs() / (input_scale * LARGEST_BIAS)
+
+
+def observers_in(prepared: GraphModule) -> Iterator[tuple[Node, Any]]:
+    """Yield the nodes that call observers, and these; several nodes may share an observer."""
+    for node in prepared.graph.find_nodes(op="call_module"):
+        yield node, observer_of(prepared, node)
 
 
 def observer_of(prepared: GraphModule, node: object) -> MinMaxObserver:

@@ -92,6 +92,20 @@ class Histogram(torch.nn.Module):
         bins = position.floor().clamp(max=2 * HALF - 1).long()
         return cumulative[bins] + (position - bins) * counts[bins] + self.zeros * (values > 0)
 
+    def share_outside(
+        self, ends: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor | None
+    ) -> float:
+        """Return the share of the values beyond two ends, given the extremes of all of them.
+
+        A bin may be wider than what matters; the exact extremes tell when none is beyond.
+        """
+        below, up_to = self.count_below(ends).tolist()
+        if low is not None and ends[0] <= low:
+            below = 0.0
+        if high is not None and ends[1] >= high:
+            up_to = self.total
+        return float(1 - (up_to - below) / self.total) if self.total else 0.0
+
     def quantiles(self, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two quantiles, of shares low < 1 and high > 0.
 

@@ -26,6 +26,7 @@ from compress.quantization.pt2e.torchao_api import (
     QuantizationSpec,
     Quantizer,
     SharedQuantizationSpec,
+    fuse_conv_bn_,
 )
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ AVERAGE_POOL = aten.avg_pool2d.default
 
 class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no type information
     """Annotates the patterns that a scheme's runtime fuses into integer kernels."""
+
+    expected = "a float32 convolution or linear layer that `exclude` does not name"
 
     def __init__(
         self,
@@ -361,6 +364,12 @@ FOLDABLE = {
     aten.conv_transpose3d.input,
 }
 """Operators into which torchao folds the BatchNorm that follows."""
+
+
+def fold_batch_norms_(graph: GraphModule) -> None:
+    """Fold each BatchNorm into the layer before it, where that changes no output."""
+    protect_shared_layers_(graph)
+    fuse_conv_bn_(graph)
 
 
 def protect_shared_layers_(graph: GraphModule) -> None:

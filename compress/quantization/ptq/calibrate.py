@@ -9,14 +9,14 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_token and its inverse
 
 from compress.common.errors import StageFailed
-from compress.common.forward import flatten_outputs
+from compress.common.forward import flatten_outputs, run_in_eval
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms.input_scaling import smooth_
 from compress.quantization.algorithms.layer_corrections import (
@@ -58,10 +58,10 @@ from compress.quantization.pt2e.quantizer import (
     is_float,
     is_sequence_linear,
     protect_shared_layers_,
+    qspec,
 )
 from compress.quantization.pt2e.torchao_api import (
     PlaceholderObserver,
-    QuantizationSpec,
     convert_pt2e,
     prepare_pt2e,
 )
@@ -214,10 +214,7 @@ def prepare(graph: GraphModule, quantizer: OnnxRuntimeQuantizer) -> GraphModule:
     protect_shared_layers_(graph)
     prepared: GraphModule = prepare_pt2e(graph, quantizer)
     if not quantizer.quantized:
-        raise StageFailed(
-            "no operator could be quantized; expected a float32 convolution or linear layer "
-            "that `exclude` does not name"
-        )
+        raise StageFailed(f"no operator could be quantized; expected {quantizer.expected}")
     return prepared
 
 
@@ -386,8 +383,7 @@ def search_corrections(
     are `ROWS`; noise is measured on as many that no range has seen.
     """
     seen, held_out = halves(batches)
-    with torch.inference_mode():
-        expected = [flatten_outputs(model(*batch.inputs)) for batch in held_out]
+    expected = [run_in_eval(model, batch.inputs) for batch in held_out]
 
     def sqnr(settings: Mapping[str, Any]) -> float:
         graph = quantized(settings, seen)
@@ -452,6 +448,10 @@ def halves(batches: Iterable[Batch], rows: int = ROWS) -> tuple[list[Batch], lis
 class DynamicQuantizer(OnnxRuntimeQuantizer):
     """Annotates linear and recurrent layers, and embeddings; convolutions stay float."""
 
+    expected = (
+        "a float32 linear or recurrent layer or an embedding that `exclude` does not name; for "
+        "convolutions use quantize_static"
+    )
     # onnxruntime's integer convolution with run-time ranges is far slower than its float one.
 
     def __init__(
@@ -460,15 +460,7 @@ class DynamicQuantizer(OnnxRuntimeQuantizer):
         """Choose the formats; with `by_row` each row of an activation has a range of its own."""
         super().__init__(scheme, "minmax", exclude, embeddings=embeddings)
         self.by_row = by_row
-        options: dict[str, Any] = {
-            "dtype": getattr(torch, scheme.activations.dtype),
-            "quant_min": scheme.activations.quant_min,
-            "quant_max": scheme.activations.quant_max,
-            "qscheme": torch.per_tensor_affine,
-            "is_dynamic": True,
-        }
-        observer = PlaceholderObserver.with_args(eps=SMALLEST_SCALE, **options)
-        self.activation = QuantizationSpec(observer_or_fake_quant_ctr=observer, **options)
+        self.activation = replace(qspec(scheme.activations, PlaceholderObserver), is_dynamic=True)
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate the operators to be quantized, in graph order."""
@@ -499,12 +491,7 @@ def quantize_dynamic(
     """Return a graph of integer weights, ranges found in each call; SmoothQuant reads batches."""
     graph = capture(module, signature)
     corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
-    prepared = prepare_pt2e(graph, quantizer)
-    if not quantizer.quantized:
-        raise StageFailed(
-            "no operator could be quantized; expected a float32 linear or recurrent layer or an "
-            "embedding that `exclude` does not name; for convolutions use quantize_static"
-        )
+    prepared = prepare(graph, quantizer)
     with torch.inference_mode():
         prepared(*signature.example())  # observers of weights see them only when the graph runs
     integers = convert(prepared)

@@ -40,6 +40,7 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.data.batch import Batch
 from compress.profiling.rss import release_memory, trim_memory
 from compress.quantization.algorithms.input_scaling import bypass_copies_
+from compress.quantization.config.dtype_scheme import WeightFormat
 from compress.quantization.pt2e.graph_capture import (
     capture,
     module_of,
@@ -460,12 +461,7 @@ class StreamedQuantization:
             release_memory()  # graphs hold themselves in cycles, and glibc keeps what is freed
             logger.info("%s: %.1f s", blocks.name(index), time.monotonic() - began)
             progress("quantize", index + 1, len(blocks))
-        if not self.quantizer.quantized:
-            reasons = "; ".join(f"{k}: {why}" for k, why in self.quantizer.left_float.items())
-            raise StageFailed(
-                f"no weight could be quantized ({reasons or 'there is no linear layer'}); expected "
-                "a linear layer or an embedding that `exclude` does not name"
-            )
+        self.quantizer.require_quantized()
         module, weights = self.model.stored_weights()
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         # Tensors that no piece reads stay as they are.
@@ -525,7 +521,7 @@ class StreamedQuantization:
 
     @property
     def _calibrates(self) -> bool:
-        return self.quantizer.method in ("gptq", "awq")
+        return self.quantizer.format.calibrates
 
     def _record(self, index: int) -> Path:
         """Return the file of what was recorded of a piece, the last one that is written of it."""
@@ -563,12 +559,10 @@ class StreamedQuantization:
 
     def _claim_work(self) -> None:
         """Empty the work folder where it is of another model, other settings or other data."""
-        left_out = (*RECORDED, "after_weight")
-        settings = {
-            k: v for k, v in vars(self.quantizer).items() if k not in left_out and k[0] != "_"
-        }
+        numbers, exclude = self.quantizer.format, self.quantizer.exclude
+        settings = numbers.model_dump(include={*WeightFormat.model_fields}) | {"exclude": exclude}
         parts = {"model": self.model.digest, "settings": settings, "torch": torch.__version__}
-        digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=list).encode())
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
         for batch in self.batches:
             for tensor in batch.inputs:
                 digest.update(tensor.contiguous().numpy().tobytes())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from compress.artifacts.streaming.packed_model import LARGEST, SMALLEST_RANGE
+from compress.artifacts.streaming.packed_model import round_activations
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms.input_scaling import awq_, bypass_copies_
@@ -23,6 +24,7 @@ from compress.quantization.algorithms.weight_rounding import (
 )
 from compress.quantization.pt2e.graph_capture import (
     capture,
+    computed,
     is_excluded,
     module_of,
     remove_unread_tensors_,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
-    from compress.quantization.config.dtype_scheme import WeightMethod
+    from compress.quantization.config.dtype_scheme import WeightFormat
 
 aten = torch.ops.aten
 TABLE_GROUPS = (64, 32, 16)
@@ -48,16 +50,8 @@ PRODUCTS = (aten.bmm.default, aten.matmul.default, aten.einsum.default)
 class WeightQuantizer:
     """Quantizes the weights of linear layers, experts and embeddings; records which."""
 
-    method: WeightMethod
-    bits: int
-    group_size: int
-    embeddings: bool
+    format: WeightFormat
     exclude: tuple[str, ...] = ()
-    embedding_bits: int = 8
-    round_activations: bool = False
-    """Whether linear layers read activations rounded to 8 bits, by groups of `group_size`."""
-    symmetric: bool = False
-    """Whether zero points lie in the middle of the integers."""
     after_weight: Callable[[], None] | None = None
     """Called after each weight, such as to return memory to the system."""
     quantized: dict[str, int] = field(default_factory=dict)
@@ -84,10 +78,10 @@ class WeightQuantizer:
         modules as they are whose weights are `shared` with a part that is not in the graph.
         """
         self._dequantized, self._rounded = {}, {}
-        if self.method == "awq":
+        if self.format.method == "awq":
             kept = (*self.exclude, *shared)
-            sizes = (self.bits, self.group_size)
-            scaled, rescaled = awq_(graph, second_moments, *sizes, kept, symmetric=self.symmetric)
+            options = {"symmetric": self.format.symmetric}
+            scaled, rescaled = awq_(graph, second_moments, *self._sizes, kept, **options)
             self.scaled |= scaled
             self.rescaled |= rescaled
         for node in list(graph.graph.nodes):
@@ -96,7 +90,7 @@ class WeightQuantizer:
             if node.target is LINEAR:
                 moment_II = second_moments.get(node.all_input_nodes[0].name)
                 self._quantize_linear_(graph, node, moment_II)
-            elif node.target is EMBEDDING and self.embeddings:
+            elif node.target is EMBEDDING and self.format.embeddings:
                 self._quantize_embedding_(graph, node)
             elif node.target is aten.index.Tensor and is_constant(node.args[0]):
                 self._quantize_experts_(graph, node)
@@ -107,6 +101,24 @@ class WeightQuantizer:
         graph.graph.eliminate_dead_code()
         graph.recompile()
 
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.format.bits, self.format.group_size
+
+    def facts(self) -> dict[str, Any]:
+        """Return what stayed float, and what AWQ scaled, for the manifest."""
+        scaled = {"scaled": self.scaled} if self.format.method == "awq" else {}
+        return {"left_float": self.left_float, **scaled}
+
+    def require_quantized(self) -> None:
+        """Raise StageFailed where no weight was quantized."""
+        if not self.quantized:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.left_float.items())
+            raise StageFailed(
+                f"no weight could be quantized ({reasons or 'there is no linear layer'}); expected "
+                "a float32 linear layer or an embedding that `exclude` does not name"
+            )
+
     def _quantize_linear_(
         self, graph: fx.GraphModule, node: fx.Node, moment_II: torch.Tensor | None
     ) -> None:
@@ -114,28 +126,30 @@ class WeightQuantizer:
         if not is_constant(weight) or not is_float(weight):
             return
         inputs = weight.meta["val"].shape[1]
-        if inputs % self.group_size:
-            reason = f"{inputs} inputs are not a multiple of group_size {self.group_size}"
+        if inputs % self.format.group_size:
+            reason = f"{inputs} inputs are not a multiple of group_size {self.format.group_size}"
             self.left_float[module_of(node) or str(weight.target)] = reason
             return
         if weight.target not in self._dequantized:
             weight_OI = value_of(graph, weight)
-            sizes = (self.bits, self.group_size)
-            if self.method == "gptq" and moment_II is not None:
-                quantized = gptq(weight_OI, *sizes, moment_II, symmetric=self.symmetric)
-            elif self.method == "hqq":
+            sizes, symmetric = self._sizes, self.format.symmetric
+            if self.format.method == "gptq" and moment_II is not None:
+                quantized = gptq(weight_OI, *sizes, moment_II, symmetric=symmetric)
+            elif self.format.method == "hqq":
                 quantized = in_parts(hqq, weight_OI, *sizes)
             else:  # AWQ's scales are in the weight already
-                quantized = in_parts(round_to_nearest, weight_OI, *sizes, symmetric=self.symmetric)
+                quantized = in_parts(round_to_nearest, weight_OI, *sizes, symmetric=symmetric)
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
         node.replace_input_with(weight, self._dequantized[weight.target])
         features = node.args[0]
-        if self.round_activations and isinstance(features, fx.Node):
+        if self.format.rounds_activations and isinstance(features, fx.Node):
             if features not in self._rounded:
+                # As onnxruntime's MatMulNBits does with `accuracy_level` 4.
+                rounded = partial(round_activations, group_size=self.format.group_size)
                 with graph.graph.inserting_before(node):
-                    self._rounded[features] = _round_activations(graph, features, self.group_size)
+                    self._rounded[features] = computed(graph, rounded, features)
             node.replace_input_with(features, self._rounded[features])
         self.quantized["linear"] = self.quantized.get("linear", 0) + 1
 
@@ -147,7 +161,7 @@ class WeightQuantizer:
         table_VD = value_of(graph, table)
         width = table_VD.shape[1]
         group_size = width
-        if self.embedding_bits == 4:
+        if self.format.embedding_bits == 4:
             group_size = next((size for size in TABLE_GROUPS if width % size == 0), 0)
             if not group_size:
                 raise StageFailed(
@@ -155,9 +169,9 @@ class WeightQuantizer:
                     f"of {TABLE_GROUPS[-1]} numbers, found {width}; set embedding_bits: 8, or "
                     "exclude it"
                 )
-        sizes = (self.embedding_bits, group_size)
-        quantized = in_parts(round_to_nearest, table_VD, *sizes, symmetric=self.symmetric)
-        _look_up_(graph, node, f"{table.target}_rows", quantized, self.embedding_bits == 4)
+        sizes = (self.format.embedding_bits, group_size)
+        quantized = in_parts(round_to_nearest, table_VD, *sizes, symmetric=self.format.symmetric)
+        _look_up_(graph, node, f"{table.target}_rows", quantized, self.format.embedding_bits == 4)
         self.quantized["embedding"] = self.quantized.get("embedding", 0) + 1
 
     def _quantize_experts_(self, graph: fx.GraphModule, node: fx.Node) -> None:
@@ -174,18 +188,17 @@ class WeightQuantizer:
             return  # a table of matrices that are, for example, added
         weight_EOI = value_of(graph, weight)
         inputs = weight_EOI.shape[2]
-        if inputs % self.group_size:
-            reason = f"rows of {inputs} are not a multiple of group_size {self.group_size}"
+        if inputs % self.format.group_size:
+            reason = f"rows of {inputs} are not a multiple of group_size {self.format.group_size}"
             self.left_float[str(weight.target)] = reason
             return
-        sizes = (self.bits, self.group_size)
-        rows_OI = weight_EOI.flatten(0, 1)
-        flat = in_parts(round_to_nearest, rows_OI, *sizes, symmetric=self.symmetric)
+        symmetric, rows_OI = self.format.symmetric, weight_EOI.flatten(0, 1)
+        flat = in_parts(round_to_nearest, rows_OI, *self._sizes, symmetric=symmetric)
         integers, scale, zero = (
             part.view(*weight_EOI.shape[:2], -1)
             for part in (flat.integers_OI, flat.scale_OG, flat.zero_OG)
         )
-        quantized = QuantizedWeight(integers, scale, zero, self.bits)
+        quantized = QuantizedWeight(integers, scale, zero, self.format.bits)
         _look_up_(graph, node, str(weight.target), quantized)
         self.quantized["experts"] = self.quantized.get("experts", 0) + 1
 
@@ -199,14 +212,9 @@ def quantize_weights(
     """Return the module as a graph with weights of few bits; GPTQ and AWQ read the batches."""
     graph = capture(module, signature)
     bypass_copies_(graph)
-    needs_data = quantizer.method in ("gptq", "awq")
-    quantizer.quantize_(graph, input_second_moments(graph, batches) if needs_data else {})
-    if not quantizer.quantized:
-        reasons = "; ".join(f"{name}: {why}" for name, why in quantizer.left_float.items())
-        raise StageFailed(
-            f"no weight could be quantized ({reasons or 'there is no linear layer'}); expected a "
-            "float32 linear layer or an embedding that `exclude` does not name"
-        )
+    moments = input_second_moments(graph, batches) if quantizer.format.calibrates else {}
+    quantizer.quantize_(graph, moments)
+    quantizer.require_quantized()
     remove_unread_tensors_(graph)
     return export_program(graph, signature)
 
@@ -239,17 +247,15 @@ def input_second_moments(
 
 def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx.Node:
     """Insert the dequantization of a packed weight, and return its float node."""
-    call = graph.graph.call_function
     outputs, groups = weight.scale_OG.shape
-    integers, scale, zero = _register(graph, name, pack(weight.integers_OI, weight.bits), weight)
-    if weight.bits == 4:
-        integers = _unpack(graph, integers)
-    in_groups = call(aten.view.default, (integers, [outputs, groups, -1]))
-    floats = call(aten.to.dtype, (in_groups, torch.float32))
-    zeros = call(aten.unsqueeze.default, (call(aten.to.dtype, (zero, torch.float32)), -1))
-    scales = call(aten.unsqueeze.default, (scale, -1))
-    dequantized = call(aten.mul.Tensor, (call(aten.sub.Tensor, (floats, zeros)), scales))
-    return call(aten.view.default, (dequantized, [outputs, -1]))
+
+    def floats(integers: Any, scale: Any, zero: Any) -> Any:
+        integers = _unpacked(integers) if weight.bits == 4 else integers
+        in_groups = integers.view([outputs, groups, -1]).to(torch.float32)
+        zeros = zero.to(torch.float32).unsqueeze(-1)
+        return ((in_groups - zeros) * scale.unsqueeze(-1)).view([outputs, -1])
+
+    return computed(graph, floats, *_register(graph, name, weight))
 
 
 def _look_up_(
@@ -264,53 +270,33 @@ def _look_up_(
     Not `grouped`, a row of a table has one scale.
     """
     ids: Any = node.args[1]
+    size = weight.integers_OI.shape[-1] // weight.scale_OG.shape[-1]
+
+    def floats(integers: Any, scale: Any, zero: Any) -> Any:
+        if weight.bits == 4:
+            integers = _unpacked(integers).flatten(-2)
+        if grouped:
+            integers = integers.unflatten(-1, [-1, size])
+            scale, zero = scale.unsqueeze(-1), zero.unsqueeze(-1)
+        rows = (integers.to(torch.float32) - zero.to(torch.float32)) * scale
+        return rows.flatten(-2) if grouped else rows
+
     with graph.graph.inserting_before(node):
         call: Any = graph.graph.call_function
-        parts = _register(graph, name, pack(weight.integers_OI, weight.bits), weight)
-        integers, scale, zero = (call(node.target, (part, ids)) for part in parts)
-        if weight.bits == 4:
-            integers = call(aten.flatten.using_ints, (_unpack(graph, integers), -2))
-        if grouped:
-            size = weight.integers_OI.shape[-1] // weight.scale_OG.shape[-1]
-            integers = call(aten.unflatten.int, (integers, -1, [-1, size]))
-            scale, zero = (call(aten.unsqueeze.default, (part, -1)) for part in (scale, zero))
-        floats = call(aten.to.dtype, (integers, torch.float32))
-        centred = call(aten.sub.Tensor, (floats, call(aten.to.dtype, (zero, torch.float32))))
-        result = call(aten.mul.Tensor, (centred, scale))
-        if grouped:
-            result = call(aten.flatten.using_ints, (result, -2))
-        node.replace_all_uses_with(result, propagate_meta=True)
+        parts = [call(node.target, (part, ids)) for part in _register(graph, name, weight)]
+        node.replace_all_uses_with(computed(graph, floats, *parts), propagate_meta=True)
     graph.graph.erase_node(node)
 
 
-def _unpack(graph: fx.GraphModule, integers: fx.Node) -> fx.Node:
-    """Insert the unpacking of bytes into pairs of their lower and upper four bits."""
-    low = graph.graph.call_function(aten.bitwise_and.Scalar, (integers, 15))
-    high = graph.graph.call_function(aten.bitwise_right_shift.Tensor_Scalar, (integers, 4))
-    return graph.graph.call_function(aten.stack.default, ([low, high], -1))
+def _unpacked(integers: Any) -> Any:
+    """Return pairs of the lower and upper four bits of bytes, on a last axis."""
+    low, high = torch.bitwise_and(integers, 15), torch.bitwise_right_shift(integers, 4)
+    return torch.stack([low, high], -1)
 
 
-def _round_activations(graph: fx.GraphModule, features: fx.Node, group_size: int) -> fx.Node:
-    """Insert the rounding of an activation to 8 bits, one scale for each group of a row.
-
-    As onnxruntime's MatMulNBits does with `accuracy_level` 4: the largest magnitude becomes 127,
-    and halves are rounded to even.
-    """
-    call = graph.graph.call_function
-    groups = call(aten.unflatten.int, (features, -1, [-1, group_size]))
-    largest = call(aten.amax.default, (call(aten.abs.default, (groups,)), [-1], True))
-    largest = call(aten.clamp_min.default, (largest, SMALLEST_RANGE))
-    inverse = call(aten.mul.Tensor, (call(aten.reciprocal.default, (largest,)), LARGEST))
-    integers = call(aten.round.default, (call(aten.mul.Tensor, (groups, inverse)),))
-    scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
-    floats = call(aten.mul.Tensor, (integers, scale))
-    return call(aten.flatten.using_ints, (floats, -2))
-
-
-def _register(
-    graph: fx.GraphModule, name: str, integers: torch.Tensor, weight: QuantizedWeight
-) -> tuple[fx.Node, ...]:
+def _register(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> tuple[fx.Node, ...]:
     """Register integers, scale and zero point as buffers, and return the nodes that read them."""
+    integers = pack(weight.integers_OI, weight.bits)
     parts = {"packed": integers, "scale": weight.scale_OG, "zero_point": weight.zero_OG}
     stem = name.replace(".", "_")
     for part, value in parts.items():

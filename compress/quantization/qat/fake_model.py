@@ -20,13 +20,18 @@ from compress.common.forward import Predictor, flatten_outputs
 from compress.common.tensor_difference import largest_difference
 from compress.core.metrics.builtin import predicted_labels
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
-from compress.quantization.pt2e.observer_ranges import quantized_biases, smallest_weight_scale
+from compress.quantization.pt2e.observer_ranges import (
+    observers_in,
+    quantized_biases,
+    smallest_weight_scale,
+)
 from compress.quantization.pt2e.quantizer import (
     BATCH_NORM,
     LINEAR,
     WEIGHTED,
     is_constant,
     is_sequence_linear,
+    protect_shared_layers_,
 )
 from compress.quantization.pt2e.torchao_api import DerivedObserverOrFakeQuantize
 from compress.quantization.qat.fake_quantize import (
@@ -63,23 +68,21 @@ class ConvBnParameters:
 
 
 def find_conv_bn(graph: GraphModule) -> dict[str, ConvBnParameters]:
-    """Return the layers followed by a BatchNorm, by the names of their nodes."""
+    """Return the layers into which a BatchNorm will be folded, by the names of their nodes."""
+    protect_shared_layers_(graph)
     layers = {}
-    for node in graph.graph.nodes:
-        layer, *tensors = node.args[:5] if node.target is BATCH_NORM else (None,)
-        if not isinstance(layer, Node) or layer.target not in WEIGHTED or is_sequence_linear(layer):
+    for node in graph.graph.find_nodes(op="call_function", target=BATCH_NORM):
+        operands: Any = node.args
+        layer, *tensors = operands[:5]
+        if layer.target not in WEIGHTED or is_sequence_linear(layer):
             continue
-        weight = layer.args[1]
-        # Where another node reads the output or weight, torchao folds before training.
-        bias = layer.args[2] if len(layer.args) > 2 else None
-        computed = [t for t in (bias, *tensors) if isinstance(t, Node) and not is_constant(t)]
-        is_read_once = is_constant(weight) and len(weight.users) == 1 and len(layer.users) == 1
-        if is_read_once and not computed:
-            values = [
+        weight, bias = layer.args[1], layer.args[2] if len(layer.args) > 2 else None
+        if len(weight.users) == 1:  # a layer that is called twice is folded before training
+            values: list[Any] = [
                 attrgetter(str(part.target))(graph) if isinstance(part, Node) else None
                 for part in (weight, bias, *tensors)
             ]
-            layers[layer.name] = ConvBnParameters(*values, *node.args[5:7])  # type: ignore[arg-type]
+            layers[layer.name] = ConvBnParameters(*values, *operands[5:7])
     return layers
 
 
@@ -178,7 +181,7 @@ class FakeQuantizedModel(nn.Module):
         self.fake_quantizers: dict[str, FakeQuantize] = {}
         """By the names of the observers that they replace; some have several names."""
         by_observer: dict[int, FakeQuantize] = {}
-        for node, observer in _observers(prepared):
+        for node, observer in observers_in(prepared):
             if isinstance(observer, DerivedObserverOrFakeQuantize):
                 continue
             if id(observer) not in by_observer and is_constant(node.args[0]):
@@ -248,7 +251,7 @@ class FakeQuantizedModel(nn.Module):
                 weight = self.fake_quantizers[str(weight_node.target)]
                 bias_O = prepared.get_parameter(_constant_name(bias_node))
                 weight.set_scale_(torch.maximum(weight.scale, smallest_weight_scale(bias_O, scale)))
-        names_by_id = {id(observer): str(node.target) for node, observer in _observers(prepared)}
+        names_by_id = {id(observer): str(node.target) for node, observer in observers_in(prepared)}
         for observer in _bias_observers(prepared).values():
             observer.obs_or_fqs = [
                 self.fake_quantizers[names_by_id[id(part)]] for part in observer.obs_or_fqs
@@ -309,16 +312,10 @@ class FreezeSchedule:
         return True
 
 
-def _observers(prepared: GraphModule) -> list[tuple[Node, Any]]:
-    """Return the `call_module` nodes with their observers; nodes may share an observer."""
-    nodes = [node for node in prepared.graph.nodes if node.op == "call_module"]
-    return [(node, prepared.get_submodule(str(node.target))) for node in nodes]
-
-
 def _bias_observers(prepared: GraphModule) -> dict[str, Any]:
     return {
         str(node.target): observer
-        for node, observer in _observers(prepared)
+        for node, observer in observers_in(prepared)
         if isinstance(observer, DerivedObserverOrFakeQuantize)
     }
 

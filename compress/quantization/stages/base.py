@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.data.splits import Splits
+    from compress.quantization.numeric_debug.fidelity_report import Fidelity
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
     from compress.quantization.ptq.calibrate import Corrections
 
@@ -145,29 +146,32 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
         graph = program.module(check_guards=False)
         module = model.load()
         fidelity = compare(module, graph, model.signature, context, rescaled)
-        counts = dict(sorted(quantized.items()))
-        summary = "; ".join(
-            shorten(f"{name.replace('_', ' ')}: {value or 'none'}", LONGEST_FACT)
-            for name, value in facts.items()
-        )
         left, total = (
             sum(x.numel() for name, x in state.items() if is_weight(name, x))
             for state in (program.state_dict, module.state_dict())
         )
-        logger.info(
-            "%s: quantized %s; %.0f %% of the weights stay in float32; %s",
-            *(self.title, counts, 100 * left / max(1, total), summary),
-        )
-        logger.info("%s: %s", self.title, fidelity.line())
-        facts = {"quantized_operators": counts, **facts, FIDELITY: fidelity.model_dump(mode="json")}
+        stay = f"{100 * left / max(1, total):.0f} % of the weights stay in float32"
         return GraphModel.create(
             context.root,
             program,
             model.signature,
             lineage=self.lineage(model),
-            facts=facts,
+            facts=self.recorded(quantized, facts, fidelity, stay),
             carried=model.carried_files(),
         )
+
+    def recorded(
+        self, quantized: Mapping[str, int], facts: Mapping[str, Any], fidelity: Fidelity, *said: str
+    ) -> dict[str, Any]:
+        """Log what was quantized, and how near the outputs are; return all of it for a manifest."""
+        counts = dict(sorted(quantized.items()))
+        summary = [
+            shorten(f"{name.replace('_', ' ')}: {value or 'none'}", LONGEST_FACT)
+            for name, value in facts.items()
+        ]
+        logger.info("%s: quantized %s; %s", self.title, counts, "; ".join([*said, *summary]))
+        logger.info("%s: %s", self.title, fidelity.line())
+        return {"quantized_operators": counts, **facts, FIDELITY: fidelity.model_dump(mode="json")}
 
 
 class IntegerStage(QuantizationStage):

@@ -154,6 +154,7 @@ class QuantizeAwareTraining(CalibratedStage, Training):
         context: Context,
     ) -> Fit:
         from compress.data.splits import with_unlabelled
+        from compress.distillation.distillation_objective import DistillationObjective
         from compress.training.fit import fit
         from compress.training.objectives.objective import TargetLoss
 
@@ -169,7 +170,7 @@ class QuantizeAwareTraining(CalibratedStage, Training):
         targets = TargetLoss.for_training(self, context, model.signature)
         objective: Objective = targets
         if teaching is not None:
-            objective = teaching.objective(model, targets)
+            objective = DistillationObjective.from_teaching(teaching, model, targets)
             context = replace(context, data=with_unlabelled(data))
         return fit(
             start, self, objective, context, self.title, accept_start=True, constraint=freezing

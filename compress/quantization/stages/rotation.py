@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.artifact import STREAMED
 from compress.artifacts.carried_files import CONFIG, TIED
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import UntieWeights
-from compress.common.errors import StageFailed
+from compress.common.errors import StageFailed, located
 from compress.common.lazy_modules import torch
 from compress.core.stage import Stage
 
@@ -61,10 +62,8 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         else:
             module = model.load()
             weights = module.state_dict()
-        try:
+        with located(f"{self.title}: "):
             stream = residual_stream(module, weights, model.signature.example(seed=context.seed))
-        except StageFailed as error:
-            raise StageFailed(f"{self.title}: {error}") from None
         if self.heads and not stream.heads:
             raise StageFailed(
                 f"{self.title}: heads: true rotates values between linear layers named v_proj and "
@@ -134,15 +133,11 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
             torch_predictor(module, "cpu", context.threads) as found,
         ):
             pair = [accept_any_batch(predict, model.signature) for predict in (expected, found)]
-            # One row where each call reads all weights.
-            inputs = [model.signature.example(seed=context.seed)]
-            if context.data is not None and "val" in context.data.datasets:
-                rows = 1 if model.is_streamed else COMPARED_ROWS
-                chosen = range(min(rows, len(context.data.split("val"))))  # type: ignore[arg-type]
-                inputs += [batch.inputs for batch in context.data.read("val", chosen, rows)]
+            rows = 1 if model.is_streamed else COMPARED_ROWS  # each call reads all weights
+            compared = islice(context.comparison_inputs(model.signature, rows), 1)
             error = max(
                 relative_error_of_batches(zip(*(predict(*batch) for predict in pair), strict=True))
-                for batch in inputs
+                for batch in (model.signature.example(seed=context.seed), *compared)
             )
         if not error <= LARGEST_ERROR:
             hint = ", or its attention changes single values: try heads: false"

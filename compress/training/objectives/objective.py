@@ -1,21 +1,18 @@
-"""The loss that training minimizes, on labels or beside a teacher's outputs, and constraints."""
+"""The loss that training minimizes, how much a teacher counts beside labels, and constraints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
-from compress.artifacts.artifact import Artifact
 from compress.common.config import Positive, Settings
 from compress.common.errors import StageFailed
-from compress.common.forward import flatten_outputs
-from compress.common.lazy_modules import F, torch
+from compress.common.lazy_modules import torch
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.objectives.task import infer_loss
 
@@ -152,59 +149,6 @@ class Teaching(Settings):
         if self.loss == "kl":
             need_task_of_classes(self.loss, loss)
 
-    def objective(self, teacher: Artifact, targets: TargetLoss) -> FromTeacher:
-        """Create the objective of a training with a teacher."""
-        self.check_loss(targets.loss)
-        return FromTeacher(teacher.path.absolute(), teacher.digest, self, targets)
-
-
-@dataclass(frozen=True)
-class FromTeacher:
-    """Distance of the first output to the teacher's, and the loss on labels if there are any."""
-
-    teacher: Path = field(repr=False)
-    """Directory of the teacher, from which each process loads it."""
-    teacher_digest: str
-    teaching: Teaching
-    targets: TargetLoss
-    """The loss on the targets."""
-
-    def prepare(self, device: str) -> LossFunction:
-        """Load the teacher and return the loss function."""
-        # In each process anew: an objective is sent to others as data, without tensors.
-        teacher = Artifact.from_directory(self.teacher).load(device).requires_grad_(False)
-        # The mean over all samples, so that those without a label add nothing.
-        labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching
-        task = self.targets.loss.task
-
-        def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
-            with torch.no_grad():
-                expected = flatten_outputs(teacher(*batch.inputs))[0]
-            need_equal_shapes(outputs[0], expected)
-            if teaching.loss == "kl":
-                student = outputs[0] if task is None else task.classes_first(outputs[0])
-                expected = expected if task is None else task.classes_first(expected)
-                distance = soft_cross_entropy(student, expected, teaching.temperature)
-            elif teaching.loss == "mse":
-                distance = squared_error(outputs[0], expected)
-            else:
-                distance = cosine_distance(outputs[0], expected)
-            total = teaching.soft_weight * distance
-            if batch.target is None or not teaching.labels_weight:
-                return total
-            return total + teaching.labels_weight * labels_term(outputs, batch.target)
-
-        return loss
-
-
-def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
-    """Refuse a teacher whose output has another shape than the model's."""
-    if teacher.shape != student.shape:
-        raise StageFailed(
-            f"the teacher's output has shape {tuple(teacher.shape)} and the model's "
-            f"{tuple(student.shape)}; name a teacher with the same outputs"
-        )
-
 
 def need_task_of_classes(term: str, loss: Loss) -> None:
     """Refuse a comparison of class probabilities for regression and for independent labels."""
@@ -214,43 +158,6 @@ def need_task_of_classes(term: str, loss: Loss) -> None:
             f"loss: {term} compares probabilities of classes that exclude each other, and the "
             f"model of a pipeline with loss: {name} has none; use loss: mse"
         )
-
-
-def need_classes(term: str, logits: torch.Tensor) -> None:
-    """Refuse outputs without two classes on axis 1, over which the softmax would always be 1."""
-    if logits.dim() < 2 or logits.shape[1] < 2:
-        raise StageFailed(
-            f"loss: {term} compares probabilities of classes on axis 1, and the outputs have shape "
-            f"{tuple(logits.shape)}; use loss: mse"
-        )
-
-
-def soft_cross_entropy(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """Compute the Kullback-Leibler divergence of softened distributions, times T squared.
-
-    After Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015), section
-    2: gradients of softened targets shrink with 1/T squared, and the factor undoes it. Classes lie
-    on axis 1, as for ``cross_entropy``; the mean is taken over all other axes.
-    """
-    need_classes("kl", student_logits)
-    student = F.log_softmax(student_logits / temperature, dim=1)
-    teacher = F.log_softmax(teacher_logits / temperature, dim=1)
-    divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
-    return divergence.mean() * temperature**2
-
-
-def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compute the mean squared error."""
-    return (student - teacher).square().mean()
-
-
-def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compute the mean of one minus the cosine between vectors."""
-    # The vectors lie on axis 1 of feature maps [N, C, H, W], and else on the last axis.
-    axis = 1 if student.dim() == 4 else -1
-    return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()
 
 
 class Constraint(Protocol):

@@ -7,9 +7,20 @@ import pytest
 import torch
 
 from compress.common.errors import StageFailed
-from compress.distillation import losses
-from compress.distillation.terms import Cosine, Dist, Dkd, Kl, Labels, OutputPair
-from compress.training.objectives.objective import TargetLoss, soft_cross_entropy
+from compress.distillation.terms import (
+    Attention,
+    Contrastive,
+    Cosine,
+    Dist,
+    Dkd,
+    Hint,
+    Kl,
+    Labels,
+    OutputPair,
+    Relational,
+    Similarity,
+)
+from compress.training.objectives.objective import TargetLoss
 
 
 @pytest.fixture
@@ -19,20 +30,31 @@ def logits():
 
 
 TARGET = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+
+
+def decoupled_divergence(student, teacher, target, **settings):
+    return Dkd(loss="dkd", **settings).compute(OutputPair(student, teacher, target), [])
+
+
+def correlation_distance(student, teacher, **settings):
+    return Dist(loss="dist", **settings).compute(OutputPair(student, teacher, None), [])
+
+
+relational_distances = Relational(loss="relational", angle_weight=0).distance
+relational_angles = Relational(loss="relational", distance_weight=0, angle_weight=1).distance
+attention_distance = Attention(loss="attention", student="a").distance
+similarity_distance = Similarity(loss="similarity").distance
+hint = {name: Hint(loss="hint", compare=name).distance for name in ("mse", "cosine")}
+
 EVERY = {
-    "dkd": lambda s, t: losses.decoupled_divergence(
-        s, t, TARGET, temperature=4, target_weight=1, other_weight=8
-    ),
-    "dist": lambda s, t: losses.correlation_distance(
-        s, t, temperature=1, between_weight=1, within_weight=1
-    ),
-    "distances": losses.relational_distances,
-    "angles": losses.relational_angles,
-    "attention": lambda s, t: losses.attention_distance(s[:, :, None], t[:, :, None]),
-    "similarity": losses.similarity_distance,
-    "contrastive": lambda s, t: losses.contrastive_distance(s, t, 0.1),
-    "mse": lambda s, t: losses.hint_distance(s, t, "mse"),
-    "cosine": lambda s, t: losses.hint_distance(s, t, "cosine"),
+    "dkd": lambda s, t: decoupled_divergence(s, t, TARGET),
+    "dist": correlation_distance,
+    "distances": relational_distances,
+    "angles": relational_angles,
+    "attention": lambda s, t: attention_distance(s[:, :, None], t[:, :, None]),
+    "similarity": similarity_distance,
+    "contrastive": Contrastive(loss="contrastive").distance,
+    **hint,
 }
 
 
@@ -54,10 +76,11 @@ def test_decoupled_divergence_is_the_plain_one_with_the_teachers_own_weights():
     target, hot = torch.tensor([1]), 2.0
     p = (teacher / hot).softmax(1)
     others = 1 - float(p[0, 1])
-    decoupled = losses.decoupled_divergence(
+    decoupled = decoupled_divergence(
         student, teacher, target, temperature=hot, target_weight=1, other_weight=others
     )
-    assert torch.allclose(decoupled, soft_cross_entropy(student, teacher, hot), atol=1e-6)
+    plain = Kl(loss="kl", temperature=hot).compute(OutputPair(student, teacher, None), [])
+    assert torch.allclose(decoupled, plain, atol=1e-6)
 
 
 def test_decoupled_divergence_is_its_two_parts(logits):
@@ -70,7 +93,7 @@ def test_decoupled_divergence_is_its_two_parts(logits):
         rest_q, rest_p = [q[i] / (1 - q[y]) for i in rest], [p[i] / (1 - p[y]) for i in rest]
         for weight, a, b in ((2, binary_p, binary_q), (7, rest_p, rest_q)):
             expected += weight * sum(float(x * (x / z).log()) for x, z in zip(a, b, strict=True))
-    found = losses.decoupled_divergence(
+    found = decoupled_divergence(
         student, teacher, TARGET, temperature=3, target_weight=2, other_weight=7
     )
     assert float(found) == pytest.approx(9 * expected / 8, rel=1e-4)
@@ -84,9 +107,7 @@ def test_correlations_are_pearsons(logits):
         pairs = zip(a, b, strict=True)
         return sum(float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs) / len(a)
 
-    found = losses.correlation_distance(
-        student, teacher, temperature=2, between_weight=2, within_weight=3
-    )
+    found = correlation_distance(student, teacher, temperature=2, between_weight=2, within_weight=3)
     expected = 4 * (2 * (1 - mean_r(q, p)) + 3 * (1 - mean_r(q.T, p.T)))
     assert float(found) == pytest.approx(expected, rel=1e-4)
 
@@ -97,8 +118,8 @@ def test_distances_are_in_units_of_their_mean():
     teacher = torch.tensor([[0.0], [1], [2]])
     differences = [3 / 4 - 3 / 4, 4 / 4 - 6 / 4, 5 / 4 - 3 / 4]
     expected = 2 * sum(0.5 * d**2 for d in differences) / 9
-    assert float(losses.relational_distances(student, teacher)) == pytest.approx(expected, rel=1e-5)
-    assert losses.relational_distances(7 * student, student) < 1e-9
+    assert float(relational_distances(student, teacher)) == pytest.approx(expected, rel=1e-5)
+    assert relational_distances(7 * student, student) < 1e-9
 
 
 def test_angles_are_those_of_every_three_samples(logits):
@@ -112,25 +133,25 @@ def test_angles_are_those_of_every_three_samples(logits):
     for i, j, k in itertools.product(range(4), repeat=3):
         d = abs(cosine(student, i, j, k) - cosine(teacher, i, j, k))
         total += 0.5 * d**2 if d < 1 else d - 0.5
-    assert float(losses.relational_angles(student, teacher)) == pytest.approx(total / 64, rel=1e-4)
+    assert float(relational_angles(student, teacher)) == pytest.approx(total / 64, rel=1e-4)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_relations_do_not_depend_on_the_size_of_features(logits, size):
     student, teacher = logits
-    for distance in (losses.relational_distances, losses.relational_angles):
+    for distance in (relational_distances, relational_angles):
         expected = float(distance(student, teacher))
         assert float(distance(size * student, teacher)) == pytest.approx(expected, rel=1e-3)
         assert float(distance(student, size * teacher)) == pytest.approx(expected, rel=1e-3)
     images = [x.reshape(8, 5, 1, 1) for x in logits]
-    assert losses.relational_distances(*images) == losses.relational_distances(*logits)
-    assert losses.relational_distances(student[:1], teacher[:1]) == 0  # nothing to be apart from
+    assert relational_distances(*images) == relational_distances(*logits)
+    assert relational_distances(student[:1], teacher[:1]) == 0  # nothing to be apart from
 
 
 def test_two_equal_samples_pull_at_each_other_with_bounded_force(logits):
     student, teacher = logits[0].clone(), logits[1]
     student[1] = student[0]
-    for distance in (losses.relational_distances, losses.relational_angles):
+    for distance in (relational_distances, relational_angles):
         leaf = student.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(distance(leaf, teacher), leaf)
         assert gradient.abs().max() < 1e6
@@ -141,10 +162,10 @@ def test_attention_is_where_channels_are_large_and_maps_of_two_sizes_meet():
     student[0, :, 0, 0] = torch.tensor([3.0, 4.0])  # the map is 25 at one place
     teacher = torch.zeros(1, 3, 2, 2)
     teacher[0, 0, 0, 0], teacher[0, 1, 1, 1] = 1.0, 1.0
-    found = float(losses.attention_distance(student, teacher))
+    found = float(attention_distance(student, teacher))
     assert found == pytest.approx((1 - math.sqrt(0.5)) ** 2 + 0.5)
     larger = teacher.repeat_interleave(2, 2).repeat_interleave(2, 3)
-    assert float(losses.attention_distance(student, larger)) == pytest.approx(found)
+    assert float(attention_distance(student, larger)) == pytest.approx(found)
     tall, wide = torch.rand(3, 2, 4, 3), torch.rand(3, 5, 2, 6)
     maps = [
         tall.square().sum(1).reshape(3, 2, 2, 3).mean(2),  # rows by twos
@@ -152,10 +173,10 @@ def test_attention_is_where_channels_are_large_and_maps_of_two_sizes_meet():
     ]
     unit = [m.flatten(1) / m.flatten(1).norm(dim=1, keepdim=True) for m in maps]
     expected = float((unit[0] - unit[1]).square().sum()) / 3
-    assert float(losses.attention_distance(tall, wide)) == pytest.approx(expected, rel=1e-5)
+    assert float(attention_distance(tall, wide)) == pytest.approx(expected, rel=1e-5)
     tokens = torch.tensor([[[3.0, 4.0], [0, 0]]])
     other = torch.tensor([[[0.0], [1.0]]])
-    assert float(losses.attention_distance(tokens, other)) == pytest.approx(2)
+    assert float(attention_distance(tokens, other)) == pytest.approx(2)
 
 
 def test_similarity_compares_inner_products_of_a_batch():
@@ -163,23 +184,23 @@ def test_similarity_compares_inner_products_of_a_batch():
     teacher = torch.tensor([[1.0], [1.0]])  # rows (1, 1) / √2
     r = math.sqrt(0.5)
     expected = 2 * ((1 - r) ** 2 + r**2) / 4
-    assert float(losses.similarity_distance(student, teacher)) == pytest.approx(expected)
-    assert float(losses.similarity_distance(student[..., None], teacher)) == pytest.approx(expected)
+    assert float(similarity_distance(student, teacher)) == pytest.approx(expected)
+    assert float(similarity_distance(student[..., None], teacher)) == pytest.approx(expected)
 
 
 def test_contrast_is_the_log_chance_of_the_right_one_less_the_teachers_own():
     teacher = torch.tensor([[1.0, 0], [0, 2]])
     student = torch.tensor([[0.0, 5], [3, 0]])  # each resembles the other one's
     wrong, right = -math.log(1 / (1 + math.exp(2))), -math.log(1 / (1 + math.exp(-2)))
-    found = float(losses.contrastive_distance(student, teacher, 0.5))
+    found = float(Contrastive(loss="contrastive", temperature=0.5).distance(student, teacher))
     assert found == pytest.approx(wrong - right)
 
 
 def test_hints_compare_channels():
     student = torch.tensor([[[[3.0]], [[4.0]]]])
     teacher = torch.tensor([[[[4.0]], [[3.0]]]])
-    assert float(losses.hint_distance(student, teacher, "mse")) == pytest.approx(1)
-    assert float(losses.hint_distance(student, teacher, "cosine")) == pytest.approx(0.04)
+    assert float(hint["mse"](student, teacher)) == pytest.approx(1)
+    assert float(hint["cosine"](student, teacher)) == pytest.approx(0.04)
     images = torch.rand(2, 3, 4, 5), torch.rand(2, 3, 4, 5)
     tokens = [x.movedim(1, -1).flatten(1, 2) for x in images]
     cosines = [
@@ -188,9 +209,9 @@ def test_hints_compare_channels():
     ]
     expected = 1 - sum(cosines) / len(cosines)
     for pair in (images, tokens):
-        assert float(losses.hint_distance(*pair, "cosine")) == pytest.approx(expected, rel=1e-4)
+        assert float(hint["cosine"](*pair)) == pytest.approx(expected, rel=1e-4)
         mean = float((pair[0] - pair[1]).square().mean())
-        assert float(losses.hint_distance(*pair, "mse")) == pytest.approx(mean)
+        assert float(hint["mse"](*pair)) == pytest.approx(mean)
 
 
 def maps():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.distillation.stage import Distill
@@ -42,6 +43,26 @@ def folder(tmp_path, school):
     save_file(school.weights(school.teacher), tmp_path / "mine" / "big.safetensors")
     (tmp_path / "mine" / "pipeline.yaml").write_text(PIPELINE)
     return tmp_path / "mine"
+
+
+class Padded(torch.nn.Module):
+    """An encoder, whose fused path answers zeros at padded places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+def test_a_teacher_answers_at_padded_places_as_a_student_in_training():
+    module = Padded()
+    inputs = torch.randn(4, 6, 8), torch.arange(6).expand(4, 6) > 3
+    model = EagerModel.from_module(module, example_inputs=inputs)
+    (answers,) = Teacher.from_model(model).load("cpu")(inputs)
+    torch.testing.assert_close(answers, module.train()(*inputs).detach())
 
 
 @pytest.mark.soak
@@ -153,7 +174,7 @@ def test_wrong_onnx_files_are_reported_in_one_line(school, tmp_path):
     with pytest.raises(StageFailed, match=r"teacher's output has shape \(16, 7\) and the model's"):
         school.distil(school.make(), teacher={"onnx": str(other.payload_path)})
     with pytest.raises(ArtifactInvalid, match=r"onnx: /.*/none.onnx: no such file"):
-        OnnxFile(onnx="none.onnx").resolve_paths(tmp_path)
+        OnnxFile(onnx="none.onnx").resolve_paths(tmp_path, tmp_path)
     answer = Teacher.from_model(OnnxFile(onnx=str(other.payload_path))).load("cpu")
     with pytest.raises(StageFailed, match=r"takes 1 inputs \(features\), and samples have 2"):
         answer((torch.zeros(1, 4), torch.zeros(1, 4)))

@@ -9,6 +9,7 @@ from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.core.metrics import Metric
 from compress.data.splits import DataReference
+from compress.distillation.distillation_objective import DistillationObjective
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss, Teaching
@@ -46,7 +47,9 @@ def test_distillation_into_a_divided_model_keeps_frozen_weights(tmp_path, parall
     student = make_source(tmp_path / "student", frozen_layers=1)
     teacher = make_source(tmp_path / "teacher", 1)
     training = Training(epochs=1, label_smoothing=0.0)
-    objective = Teaching(temperature=2.0).objective(teacher, TargetLoss(training.label_smoothing))
+    objective = DistillationObjective.from_teaching(
+        Teaching(temperature=2.0), teacher, TargetLoss(training.label_smoothing)
+    )
     alone = run(tmp_path / "alone", student, objective)
     spread = run(tmp_path / "spread", student, objective, processes=2, **parallel)
     expected, got = alone.module.state_dict(), spread.module.state_dict()

@@ -91,6 +91,13 @@ def test_wanda_scales_weights_by_input_norms() -> None:
     ]
 
 
+def test_sparsegpt_takes_patterns_wider_than_a_block_of_columns() -> None:
+    torch.manual_seed(0)
+    x, weight = activations(width=320), torch.randn(1, 4, 320, dtype=torch.float64)
+    found = sparsegpt(weight, (x.T @ x)[None], 0.0, (40, 160))
+    assert ((found.reshape(-1, 160) != 0).sum(1) == 40).all()
+
+
 @pytest.mark.parametrize(("n_of_m", "amount"), [(None, 0.5), ((2, 4), 0.0)])
 def test_sparsegpt_compensates_zeros(n_of_m, amount) -> None:
     torch.manual_seed(0)
@@ -124,7 +131,7 @@ def test_sparsegpt_with_one_zero_is_optimal_brain_surgeon() -> None:
 )
 def test_sparsegpt_is_the_papers_algorithm(monkeypatch, n_of_m, amount, block) -> None:
     """Algorithm 1, the Hessian of the columns to come inverted anew at each."""
-    monkeypatch.setattr(zeros_module, "BLOCK", 8)
+    monkeypatch.setattr(zeros_module, "LAZY_INPUTS", 8)
     x = torch.stack([activations(width=12, seed=seed) for seed in (0, 1)])
     x[0, :, 4] = 0
     gram = x.mT @ x / 1e5  # small numbers, beside which the 1 that a silent input is given is large

@@ -6,10 +6,18 @@ from torch import nn
 from torchao.quantization.pt2e import qat_utils
 
 from compress.common.signature import Signature, TensorSpec
+from compress.data.batch import Batch
 from compress.quantization.config.dtype_scheme import scheme_for
+from compress.quantization.mixed_precision.half_graph import PrecisionConverter, convert_precision
 from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.ptq.calibrate import convert, prepare
+from compress.quantization.ptq.calibrate import (
+    Corrections,
+    DynamicQuantizer,
+    convert,
+    prepare,
+    quantize_dynamic,
+)
 
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 
@@ -62,4 +70,25 @@ def test_a_prepared_graph_answers_as_the_model(
     assert sum("batch_norm" in str(node.target) for node in integers.graph.nodes) == left
     with torch.no_grad():
         expected, found = module(image), integers(image)
+    assert 0 < (found - expected).norm() < 0.05 * expected.norm()
+
+
+def dynamic(module: nn.Module, image: torch.Tensor):
+    quantizer = DynamicQuantizer(scheme_for("onnxruntime-cpu"), embeddings=True)
+    return quantize_dynamic(module, IMAGE, quantizer, (), Corrections())
+
+
+def half(module: nn.Module, image: torch.Tensor):
+    converter = PrecisionConverter(torch.bfloat16, 2.0)
+    return convert_precision(module, IMAGE, converter, [Batch((image,), None)], lambda _: None)
+
+
+@pytest.mark.parametrize("quantize", [dynamic, half])
+@pytest.mark.parametrize("readers", ["its norm", "its norm and a sum", "two norms"])
+def test_layers_that_stay_float_answer_as_before(readers: str, quantize) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Shared(readers), nn.Flatten(), nn.Linear(256, 3)).eval()
+    image = torch.randn(3, 1, 8, 8)
+    with torch.no_grad():
+        found, expected = quantize(module, image).module()(image), module(image)
     assert 0 < (found - expected).norm() < 0.05 * expected.norm()

@@ -5,8 +5,10 @@ import torch
 from pydantic import ValidationError
 
 from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.batch import Batch
+from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.ptq.calibrate import halves, search_corrections
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import answer, build_model, images, labelled_images
@@ -53,6 +55,30 @@ def test_a_correction_stays_only_where_it_gains_upon_those_before() -> None:
         "a: True, c: True": 40,
         "a: True, c: True, d: True": 40.09,
     }
+
+
+class Padded(torch.nn.Module):
+    """An encoder, whose fused path answers zeros at padded places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+def test_noise_at_padded_places_is_that_of_quantization_alone() -> None:
+    module, padding = Padded().eval(), torch.arange(6).expand(4, 6) > 3
+    samples = [Batch((torch.randn(4, 6, 8), padding), None) for _ in range(2)]
+    specs = (
+        TensorSpec(name="x", shape=("batch", 6, 8)),
+        TensorSpec(name="padding", shape=("batch", 6), dtype="bool"),
+    )
+    graph = capture(module, Signature(inputs=specs))
+    _, tried = search_corrections(module, samples, lambda *_: graph, [])
+    assert tried["none"] > 100
 
 
 class LoadedLater:

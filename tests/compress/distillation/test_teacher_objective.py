@@ -1,20 +1,18 @@
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from compress.common.errors import StageFailed
 from compress.data.batch import Batch
+from compress.distillation.distillation_objective import DistillationObjective
 from compress.distillation.stage import Distill
-from compress.training.objectives.objective import (
-    TargetLoss,
-    Teaching,
-    cosine_distance,
-    soft_cross_entropy,
-    squared_error,
-)
+from compress.distillation.terms import Cosine, Kl, Mse, OutputPair
+from compress.training.objectives.objective import TargetLoss, Teaching
 from tests.compress.training.builders import import_net
+
+
+def soft_cross_entropy(student, teacher, temperature):
+    return Kl(loss="kl", temperature=temperature).compute(OutputPair(student, teacher, None), [])
 
 
 def labels_term(logits, target, weights=None):
@@ -55,8 +53,9 @@ def test_every_position_of_a_sequence_counts_alike(logits):
 
 def test_embeddings_are_compared_by_their_direction_or_their_place():
     student, teacher = torch.tensor([[3.0, 4.0], [0, 2]]), torch.tensor([[4.0, 3.0], [0, 6]])
-    assert float(cosine_distance(student, teacher)) == pytest.approx((0.04 + 0) / 2)
-    assert float(squared_error(student, teacher)) == pytest.approx((1 + 1 + 0 + 16) / 4)
+    pair = OutputPair(student, teacher, None)
+    assert float(Cosine(loss="cosine").compute(pair, [])) == pytest.approx((0.04 + 0) / 2)
+    assert float(Mse(loss="mse").compute(pair, [])) == pytest.approx((1 + 1 + 0 + 16) / 4)
 
 
 def test_unlabelled_samples_add_nothing_however_a_batch_is_shared_out(logits):
@@ -77,12 +76,13 @@ def test_an_objective_weighs_the_teacher_and_the_labels(tmp_path):
     answers = torch.randn(6, 3, requires_grad=True)
     taught = teacher.load()(inputs)
     teaching = Teaching(temperature=2.0, soft_weight=0.7, hard_weight=0.2)
-    objective = teaching.objective(teacher, TargetLoss())
+    objective = DistillationObjective.from_teaching(teaching, teacher, TargetLoss())
     loss = objective.prepare("cpu")
     soft, hard = soft_cross_entropy(answers, taught, 2.0), labels_term(answers, target)
     assert torch.allclose(loss((answers,), Batch((inputs,), target)), 0.7 * soft + 0.2 * hard)
     assert torch.allclose(loss((answers,), Batch((inputs,), None)), 0.7 * soft)
-    without = replace(objective, teaching=Teaching(loss="mse", soft_weight=1))
+    mse = Teaching(loss="mse", soft_weight=1)
+    without = DistillationObjective.from_teaching(mse, teacher, TargetLoss())
     mse = without.prepare("cpu")((answers,), Batch((inputs,), target))
     assert torch.allclose(mse, F.mse_loss(answers, taught))
     (gradient,) = torch.autograd.grad(mse, answers)
