@@ -21,7 +21,7 @@ from torch._decomp import get_decompositions
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.signature import AxisBounds, Signature
-from compress.export.common.compiled_code import in_parts, refuse_misfit
+from compress.export.common.compiled_code import checked, in_parts
 from compress.export.common.macs import count_macs, operator_of
 from compress.export.common.runtime import (
     SIGNED_8_BITS,
@@ -101,14 +101,10 @@ def load(
 
     Larger batches are answered in parts, and other sizes refused.
     """
-    program, bounded = ExecuTorchProgram(file, threads), bounded_signature(signature, sizes)
-
-    def run(*inputs: torch.Tensor) -> Tensors:
-        # The runtime takes any sizes with as many elements as were planned, and reads the memory of
-        # inputs of other types.
-        refuse_misfit(bounded, inputs, bounded=True)
-        return program(*inputs)
-
+    # The runtime takes any sizes with as many elements as were planned, and reads the memory of
+    # inputs of other types.
+    bounded = bounded_signature(signature, sizes)
+    run = checked(ExecuTorchProgram(file, threads), bounded)
     batch = signature.batch_axis
     return run if batch is None else in_parts(run, signature, sizes[batch][1])
 
