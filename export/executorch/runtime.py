@@ -19,13 +19,12 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch._decomp import get_decompositions
 
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line, raised_as
 from compress.common.signature import AxisBounds, Signature
 from compress.export.common.compiled_code import checked, in_parts
 from compress.export.common.macs import count_macs, operator_of
 from compress.export.common.runtime import (
     SIGNED_8_BITS,
-    failing_as,
     kernel_facts,
     refuse_unrolled_rnn,
 )
@@ -403,7 +402,11 @@ def lower(program: ExportedProgram, bounded: Signature) -> tuple[bytes, dict[str
     if any(dtype in node.args for node in rounding for dtype in UNSIGNED):
         raise StageFailed(SIGNED_8_BITS)
     refuse_unrolled_rnn(program, "ExecuTorch")
-    with failing_as("ExecuTorch cannot lower the model"), quiet_library(), torch.no_grad():
+    with (
+        raised_as(StageFailed, "ExecuTorch cannot lower the model"),
+        quiet_library(),
+        torch.no_grad(),
+    ):
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import (
             EdgeCompileConfig,

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from compress.common.config import Count, Settings
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, raised_as
 from compress.common.foreign.native_runtimes import onnx_runtime_genai
 from compress.common.lazy_modules import np
 from compress.common.requirements import Requirement, pip_install
@@ -218,14 +218,10 @@ def open_folder(folder: Path, threads: int = 1) -> Any:
     GenaiConfig.read(folder)
     onnxruntime_genai = onnx_runtime_genai()
     options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
-    try:
+    with raised_as(ArtifactInvalid, f"{folder}: onnxruntime-genai cannot open it"):
         config = onnxruntime_genai.Config(str(folder))
         config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
         return onnxruntime_genai.Model(config)
-    except Exception as error:
-        raise ArtifactInvalid(
-            f"{folder}: onnxruntime-genai cannot open it: {first_line(error)}"
-        ) from error
 
 
 def next_tokens(
