@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypedDict, Unpack
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -20,13 +20,11 @@ from compress.artifacts.recipe import Recipe
 from compress.common import atomic_files, sealed_json
 from compress.common.config import Settings
 from compress.common.counts import count
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, raised_as
 from compress.common.forward import KeptModels, OpenedModel
+from compress.common.lazy_modules import torch
 from compress.common.printable import ShownInNotebooks
 from compress.common.signature import Signature
-
-if TYPE_CHECKING:
-    import torch
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**26  # larger than any manifest that this toolkit writes; more is refused unread
@@ -244,10 +242,8 @@ class Artifact(ShownInNotebooks):
         if name not in self.manifest.files:
             return None
         self.check_files(hashed=[name])
-        try:
+        with raised_as(ArtifactInvalid, f"{self.path / name}: not JSON"):
             return json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ArtifactInvalid(f"{self.path / name}: not JSON: {first_line(error)}") from None
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -365,8 +361,6 @@ class Artifact(ShownInNotebooks):
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a new module that computes as the artifact does, in whatever runtime."""
-        import torch
-
         from compress.artifacts.meta_init import PredictorModule
 
         return PredictorModule(self.open(device, torch.get_num_threads()))

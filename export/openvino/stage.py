@@ -13,6 +13,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import open_vino, openvino_core
+from compress.common.lazy_modules import torch
 from compress.common.requirements import Requirement, pip_install
 from compress.common.signature import TABLE_ROWS, Signature
 from compress.export.common.compiled_code import checked
@@ -27,7 +28,6 @@ from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import ONNX_TARGETS, ExportOnnx, OnnxModel
 
 if TYPE_CHECKING:
-    import torch
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
@@ -104,8 +104,6 @@ def compiled(file: Path, threads: int) -> Any:
 
 def predictor(model: Any) -> Predictor:
     """Return a predictor that runs a compiled model."""
-    import torch
-
     shapes = {port.get_any_name(): port.partial_shape for port in model.inputs}
     request = model.create_infer_request()
 
