@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -20,13 +20,11 @@ from compress.artifacts.recipe import Recipe
 from compress.common import atomic_files, sealed_json
 from compress.common.config import Settings
 from compress.common.counts import count
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, raised_as
 from compress.common.forward import KeptModels, OpenedModel
+from compress.common.lazy_modules import torch
 from compress.common.printable import ShownInNotebooks
 from compress.common.signature import Signature
-
-if TYPE_CHECKING:
-    import torch
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**26  # larger than any manifest that this toolkit writes; more is refused unread
@@ -80,6 +78,16 @@ class Manifest(Settings):
             if not atomic_files.stays_inside(name) or name == MANIFEST:
                 raise ValueError(f"{name[:80]!r} is not a file of an artifact")
         return files
+
+
+class Details(TypedDict, total=False):
+    """What is known of a model beside its files, when its artifact is written."""
+
+    lineage: tuple[Step, ...]
+    facts: dict[str, Any] | None
+    """Results of the stage; they may still be filled while the files are written."""
+    carried: Mapping[str, bytes] | None
+    """Files beside the model, as :meth:`Artifact.carried_files` of the stage's input."""
 
 
 class Artifact(ShownInNotebooks):
@@ -168,21 +176,18 @@ class Artifact(ShownInNotebooks):
         signature: Signature,
         *,
         recipe: Recipe | None = None,
-        lineage: tuple[Step, ...] = (),
-        facts: dict[str, Any] | None = None,
-        carried: Mapping[str, bytes] | None = None,
+        **details: Unpack[Details],
     ) -> Iterator[Path]:
-        """Yield a temporary directory, which becomes the artifact; ``facts`` may still be filled.
+        """Yield a temporary directory, which becomes the artifact.
 
-        ``carried`` are files beside the model, as :meth:`carried_files` of the stage's input.
         Raises PipelineInvalid where the path holds files that are no artifact.
         """
         # It is synced and renamed, and the manifest comes last: a directory without a manifest is
         # not an artifact, so a half-written one does not exist.
-        facts = {} if facts is None else facts
+        facts = details.get("facts")
         _refuse_foreign(path)
         with atomic_files.partial_folder(path) as partial:
-            for name, content in (carried or {}).items():
+            for name, content in (details.get("carried") or {}).items():
                 (partial / name).write_bytes(content)
             yield partial
             # Before they are hashed: it changes their ctime, by which they are known afterwards.
@@ -193,8 +198,8 @@ class Artifact(ShownInNotebooks):
                 kind=cls.kind,
                 signature=signature,
                 recipe=recipe,
-                facts=facts,
-                lineage=lineage,
+                facts={} if facts is None else facts,
+                lineage=details.get("lineage", ()),
                 files=files,
             )
             raw = sealed_json.dump_sealed(manifest.model_dump(mode="json"), indent=1)
@@ -237,10 +242,8 @@ class Artifact(ShownInNotebooks):
         if name not in self.manifest.files:
             return None
         self.check_files(hashed=[name])
-        try:
+        with raised_as(ArtifactInvalid, f"{self.path / name}: not JSON"):
             return json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ArtifactInvalid(f"{self.path / name}: not JSON: {first_line(error)}") from None
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -358,8 +361,6 @@ class Artifact(ShownInNotebooks):
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a new module that computes as the artifact does, in whatever runtime."""
-        import torch
-
         from compress.artifacts.meta_init import PredictorModule
 
         return PredictorModule(self.open(device, torch.get_num_threads()))

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from compress.artifacts.artifact import Artifact, Step
+from compress.artifacts.artifact import Artifact, Details
 from compress.artifacts.in_process import is_in_process
 from compress.checkpoint.state_dict import Weights, load_state_, zero_share
 from compress.common.atomic_files import temporary_folder
@@ -49,21 +49,16 @@ class EagerModel(Artifact):
         signature: Signature,
         *,
         folder: Path | None = None,
-        lineage: tuple[Step, ...] = (),
-        facts: dict[str, Any] | None = None,
-        carried: Mapping[str, bytes] | None = None,
+        **details: Unpack[Details],
     ) -> EagerModel:
         """Write an artifact from a recipe, whose factory's source lies in a folder, and weights.
 
-        The state dict may be in memory or on disk; tied tensors are stored once. ``facts`` and
-        ``carried`` as in :meth:`atomic_write`.
+        The state dict may be in memory or on disk; tied tensors are stored once.
         """
         from compress.checkpoint.safetensors_io import write_safetensors
 
         sources = local_sources(recipe.factory, folder)
-        with cls.atomic_write(
-            path, signature, recipe=recipe, lineage=lineage, facts=facts, carried=carried
-        ) as partial:
+        with cls.atomic_write(path, signature, recipe=recipe, **details) as partial:
             write_safetensors(partial / cls.payload, state)
             for name, source in sources.items():
                 copy = partial / CODE / name
@@ -175,9 +170,7 @@ class EagerModel(Artifact):
         weights: torch.nn.Module | Weights,
         *,
         edits: Sequence[AnyEdit] = (),
-        lineage: tuple[Step, ...] | None = None,
-        facts: dict[str, Any] | None = None,
-        carried: Mapping[str, bytes] | None = None,
+        **details: Unpack[Details],
     ) -> EagerModel:
         """Write a changed version of this model: new weights, and edits of its architecture.
 
@@ -200,17 +193,12 @@ class EagerModel(Artifact):
             is_sparse = self.has_pruned_weights or before >= SPARSE
             if is_sparse and after < SPARSITY_KEPT * before:
                 lost = f"most pruned weights are zero no more: {before:.1%} before, {after:.1%} now"
-                facts = {**(facts or {}), "warnings": [*(facts or {}).get("warnings", ()), lost]}
-        return self.create(
-            path,
-            recipe,
-            state,
-            self.signature,
-            folder=self.code,
-            lineage=self.manifest.lineage if lineage is None else lineage,
-            facts=facts,
-            carried=self.carried_files() if carried is None else carried,
-        )
+                facts = details.get("facts") or {}
+                details["facts"] = {**facts, "warnings": [*facts.get("warnings", ()), lost]}
+        details.setdefault("lineage", self.manifest.lineage)
+        if details.get("carried") is None:
+            details["carried"] = self.carried_files()
+        return self.create(path, recipe, state, self.signature, folder=self.code, **details)
 
     def stored_weights(self) -> tuple[torch.nn.Module, Weights]:
         """Return the module on meta, weights on disk; ArtifactInvalid if it is built with them."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from compress.artifacts.artifact import Artifact, Step
+from compress.artifacts.artifact import Artifact, Details
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.forward import (
@@ -40,17 +40,12 @@ class GraphModel(Artifact):
         path: Path,
         program: torch.export.ExportedProgram,
         signature: Signature,
-        *,
-        lineage: tuple[Step, ...] = (),
-        facts: dict[str, Any] | None = None,
-        carried: Mapping[str, bytes] | None = None,
+        **details: Unpack[Details],
     ) -> GraphModel:
-        """Write a program's artifact; ``facts`` and ``carried`` as in :meth:`atomic_write`."""
+        """Write a program's artifact."""
         from compress.graph.torch_export import save_program
 
-        with cls.atomic_write(
-            path, signature, lineage=lineage, facts=facts, carried=carried
-        ) as partial:
+        with cls.atomic_write(path, signature, **details) as partial:
             save_program(program, partial / cls.payload)
         return cls.from_directory(path)
 

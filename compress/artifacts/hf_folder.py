@@ -24,6 +24,7 @@ from compress.common.atomic_files import (
 )
 from compress.common.errors import ArtifactInvalid, first_line, raised_as
 from compress.common.foreign.child_process import MEMORY, read_in_child, stored_bytes
+from compress.common.lazy_modules import torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -246,8 +247,6 @@ def _refuse_larger_than_stored(
 
 
 def _build_on_meta(folder: Path, task: Task | None, labels: Sequence[str]) -> Any:
-    import torch
-
     with torch.device("meta"):
         config, kind = _class_of(folder, task, labels)
         config.use_cache = False

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import ArtifactInvalid, first_line
+from compress.common.errors import ArtifactInvalid, raised_as
 from compress.common.forward import copy_module
 
 if TYPE_CHECKING:
@@ -32,13 +32,9 @@ def register(function: Callable[..., Any], name: str) -> str:
 def register_module(module: torch.nn.Module) -> str:
     """Return a reference to a factory of copies of a module; ArtifactInvalid if none are made."""
     kind = type(module)
-    try:
+    advice = "; put its class into a file of its own, or pass factory='module:callable'"
+    with raised_as(ArtifactInvalid, f"{kind.__qualname__} cannot be copied", advice):
         original = copy_module(module)
-    except Exception as error:
-        raise ArtifactInvalid(
-            f"{kind.__qualname__} cannot be copied ({type(error).__name__}: {first_line(error)}); "
-            "put its class into a file of its own, or pass factory='module:callable'"
-        ) from error
     return register(lambda: copy_module(original), kind.__name__)
 
 

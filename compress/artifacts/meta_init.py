@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +18,11 @@ from compress.checkpoint.state_dict import (
     storage_key,
 )
 from compress.common.errors import ArtifactInvalid
+from compress.common.foreign.patching import patched_attribute
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from compress.artifacts.recipe import Recipe
     from compress.common.forward import Predictor
 
@@ -42,8 +43,7 @@ def build_skeleton(recipe: Recipe, folder: Path | None) -> nn.Module | None:
     return None
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> AbstractContextManager[None]:
     """Move each parameter to the meta device as it is registered, for a block; ties survive."""
     # Not ``torch.device("meta")``: buffers would be there too, whose values the factory computes.
     register = nn.Module.register_parameter
@@ -57,11 +57,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = twin
         register(self, name, param)
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return patched_attribute(nn.Module, "register_parameter", register_parameter)
 
 
 def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, source: str) -> Weights:

@@ -16,6 +16,7 @@ import numpy as np
 
 from compress.common.config import Settings
 from compress.common.errors import first_line
+from compress.common.lazy_modules import torch
 from compress.common.signature import EXAMPLE_LENGTH, Signature, TensorSpec
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ ProbeName = Literal[
 
 def as_arrays(inputs: Sequence[Any]) -> list[Array]:
     """Convert tensors to arrays; bfloat16, which numpy lacks, becomes float32."""
-    import torch
-
     return [(t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy() for t in inputs]
 
 
@@ -269,8 +268,6 @@ def rounding_tolerance(artifact: Artifact) -> float:
 
 def numpy_call(predict: Predictor, signature: Signature) -> Call:
     """Return a predictor as a function of arrays, in which bfloat16 is float32."""
-    import torch
-
     dtypes = [getattr(torch, spec.dtype) for spec in signature.inputs]
 
     def call(*arrays: Array) -> list[Array]:

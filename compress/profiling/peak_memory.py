@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.lazy_modules import torch
 from compress.common.malloc import keeps_freed_memory
 from compress.profiling.rss import PROCESS, MeasurementRequest
 
 if TYPE_CHECKING:
-    import torch
-
     from compress.artifacts.artifact import Artifact
 
 COMMAND = (
@@ -61,8 +60,6 @@ def peak_memory(
     there, without cuBLAS's workspace. StageFailed is raised, with the reason, where it cannot be
     measured.
     """
-    import torch
-
     require_measurable(artifact)
     kind = type(artifact)
     working_directory, hashed = "", list[list[str | int]]()

@@ -21,7 +21,7 @@ from compress.checkpoint.file_kinds import COMPILED, unreadable
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import StageFailed, first_line
 from compress.common.foreign.patching import patched_attribute
-from compress.export.common.compiled_code import refuse_misfit
+from compress.export.common.compiled_code import checked
 from compress.export.common.macs import count_macs
 from compress.export.common.runtime import NO_UINT16_KERNELS, kernel_facts, refuse_unrolled_rnn
 from compress.graph.torch_export import move_program, reshape_views_
@@ -141,10 +141,9 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
         raise unreadable(file, COMPILED, error) from error
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        refuse_misfit(signature, inputs)
         return tuple(loader.boxed_run([x.contiguous() for x in inputs]))
 
-    return run
+    return checked(run, signature)
 
 
 def refuse_one_channel_integers(program: ExportedProgram) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,34 +63,34 @@ def refuse_other_host(needed: Mapping[str, Any], file: Path) -> None:
             raise Unavailable(f"{file}: compiled for {problem}; run export_aot here")
 
 
-def refuse_misfit(
-    signature: Signature, inputs: Sequence[torch.Tensor], *, bounded: bool = False
-) -> None:
-    """Raise ValueError for inputs of other types or shapes than a signature's.
+def checked(run: Callable[..., Tensors], signature: Signature) -> Callable[..., Tensors]:
+    """Return a function that raises ValueError for other types or shapes than a signature's.
 
-    Compiled code reads memory by the sizes that it was made for, whatever it is given. With
-    `bounded`, named axes are also held to the signature's bounds.
+    Compiled code reads memory by the sizes that it was made for, whatever it is given.
     """
-    sizes: dict[str, int] = {}
-    for spec, tensor in zip(signature.inputs, inputs, strict=True):
-        fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
-        for axis, size in zip(spec.shape, tensor.shape, strict=False):
-            if isinstance(axis, int):
-                fits &= size == axis
-            else:  # a named axis has the same size in all inputs
-                fits &= size == sizes.setdefault(axis, size)
-                fits &= not bounded or size in signature.bounds(axis)
-        if not fits:
-            expected = ", ".join(
-                f"{axis} of {signature.bounds(axis)}"
-                if bounded and isinstance(axis, str)
-                else str(axis)
-                for axis in spec.shape
-            )
-            raise ValueError(
-                f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
-                f"{spec.dtype} [{expected}]"
-            )
+
+    def run_checked(*inputs: torch.Tensor) -> Tensors:
+        sizes: dict[str, int] = {}
+        for spec, tensor in zip(signature.inputs, inputs, strict=True):
+            fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
+            for axis, size in zip(spec.shape, tensor.shape, strict=False):
+                if isinstance(axis, int):
+                    fits &= size == axis
+                else:  # a named axis has the same size in all inputs
+                    fits &= size == sizes.setdefault(axis, size)
+                    fits &= axis not in signature.axes or size in signature.bounds(axis)
+            if not fits:
+                expected = [
+                    f"{axis} of {signature.axes[axis]}" if axis in signature.axes else str(axis)
+                    for axis in spec.shape
+                ]
+                raise ValueError(
+                    f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
+                    f"{spec.dtype} [{', '.join(expected)}]"
+                )
+        return run(*inputs)
+
+    return run_checked
 
 
 def in_parts(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from compress.common.errors import StageFailed, first_line
+from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,18 +109,6 @@ def refuse_unrolled_rnn(
                 "number is a named axis; declare a number instead of the name in model.inputs, or "
                 f"use {other}export_onnx or export_torchscript"
             )
-
-
-@contextmanager
-def failing_as(problem: str) -> Iterator[None]:
-    """Raise StageFailed, which begins with the problem, for what a library raises in a block."""
-    try:
-        yield
-    except StageFailed:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise StageFailed(f"{problem}: {reason}") from error
 
 
 UINT16_OPSET = 21  # the first ONNX operator set whose QuantizeLinear has 16-bit integers

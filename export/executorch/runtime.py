@@ -19,13 +19,12 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch._decomp import get_decompositions
 
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line, raised_as
 from compress.common.signature import AxisBounds, Signature
-from compress.export.common.compiled_code import in_parts, refuse_misfit
+from compress.export.common.compiled_code import checked, in_parts
 from compress.export.common.macs import count_macs, operator_of
 from compress.export.common.runtime import (
     SIGNED_8_BITS,
-    failing_as,
     kernel_facts,
     refuse_unrolled_rnn,
 )
@@ -101,14 +100,10 @@ def load(
 
     Larger batches are answered in parts, and other sizes refused.
     """
-    program, bounded = ExecuTorchProgram(file, threads), bounded_signature(signature, sizes)
-
-    def run(*inputs: torch.Tensor) -> Tensors:
-        # The runtime takes any sizes with as many elements as were planned, and reads the memory of
-        # inputs of other types.
-        refuse_misfit(bounded, inputs, bounded=True)
-        return program(*inputs)
-
+    # The runtime takes any sizes with as many elements as were planned, and reads the memory of
+    # inputs of other types.
+    bounded = bounded_signature(signature, sizes)
+    run = checked(ExecuTorchProgram(file, threads), bounded)
     batch = signature.batch_axis
     return run if batch is None else in_parts(run, signature, sizes[batch][1])
 
@@ -407,7 +402,11 @@ def lower(program: ExportedProgram, bounded: Signature) -> tuple[bytes, dict[str
     if any(dtype in node.args for node in rounding for dtype in UNSIGNED):
         raise StageFailed(SIGNED_8_BITS)
     refuse_unrolled_rnn(program, "ExecuTorch")
-    with failing_as("ExecuTorch cannot lower the model"), quiet_library(), torch.no_grad():
+    with (
+        raised_as(StageFailed, "ExecuTorch cannot lower the model"),
+        quiet_library(),
+        torch.no_grad(),
+    ):
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import (
             EdgeCompileConfig,

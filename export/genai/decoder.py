@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnxscript.rewriter import rewrite
+from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 from torch import nn
 
 from compress.common.errors import StageFailed
@@ -112,15 +114,10 @@ def use_packed_layers_(weights: DecoderWeights) -> None:
 GROUP_QUERY_ATTENTION = "GroupQueryAttention"
 SKIP_NORM = "SkipSimplifiedLayerNormalization"
 """Adds to the residual stream and normalizes the sum; its fourth output is the sum."""
-NORM = ("ReduceMean", "Add", "Sqrt", "Div", "Mul")
-"""Operators of an RMS norm after the first, `Pow`, each of which reads the one before."""
 
 
 def fuse_operators_(model: ir.Model) -> None:
-    """Fuse what stands around attention and norms, in place.
-
-    It takes the shapes that the exporter wrote, and norms that divide by a root.
-    """
+    """Fuse what stands around attention and norms, in place, by the shapes that were exported."""
     # A value that is reshaped, and then reshaped back, is read itself.
     for node in model.graph:
         for place, value in enumerate(node.inputs):
@@ -131,8 +128,8 @@ def fuse_operators_(model: ir.Model) -> None:
                     node.replace_input_with(place, source)
     remove_unread_(model)
     join_projections_(model.graph)
-    add_in_norms_(model.graph)
-    remove_unread_(model)
+    for pattern, replacement in ((_by_reciprocal, _by_division), (_norm_of_sum, _added_in_norm)):
+        rewrite(model, RewriteRuleSet([RewriteRule(pattern, replacement)], commute=True))
 
 
 def join_projections_(graph: ir.Graph) -> None:
@@ -164,49 +161,38 @@ def join_projections_(graph: ir.Graph) -> None:
             attention.replace_input_with(place, value)
 
 
-def add_in_norms_(graph: ir.Graph) -> None:
+def _by_reciprocal(op: Any, x: Any, root: Any) -> Any:
+    return op.Mul(x, op.Reciprocal(root))
+
+
+def _by_division(op: Any, x: ir.Value, root: ir.Value) -> Any:
+    """Divide by a square root instead of multiplying with its reciprocal.
+
+    The exporter writes `rsqrt` as Reciprocal of Sqrt. onnxruntime 1.32 fuses a norm to
+    SimplifiedLayerNormalization only where it divides; apart, a norm is seven kernels.
+    """
+    return op.Div(x, root) if producer(root, "Sqrt") is not None else None
+
+
+def _norm_of_sum(op: Any, x: Any, y: Any, weight: Any, epsilon: Any) -> Any:
+    """Return the pattern of an RMS norm of what is added to the residual stream, and of the sum."""
+    stream = op.Add(x, y)
+    mean = op.ReduceMean(op.Pow(stream, 2.0), _allow_other_inputs=True, _outputs=["mean"])
+    return op.Mul(op.Div(stream, op.Sqrt(op.Add(mean, epsilon))), weight), stream
+
+
+def _added_in_norm(
+    op: Any, x: ir.Value, y: ir.Value, weight: ir.Value, epsilon: ir.Value, mean: ir.Value
+) -> Any:
     """Let a norm add to the residual stream what it normalizes."""
-    for power in [node for node in graph if node.op_type == "Pow"]:
-        add, nodes = producer(power.inputs[0], "Add"), [power]
-        for kind in NORM:
-            after = [use.node for use in nodes[-1].outputs[0].uses()]
-            if len(after) != 1 or after[0].op_type != kind:
-                break
-            nodes += after
-        if add is None or len(nodes) <= len(NORM):
-            continue
-        _, mean, stabilize, _, divide, scale = nodes
-        (stream,) = add.outputs
-        shape = _shape(stream)
-        weight = next(value for value in scale.inputs if value is not divide.outputs[0])
-        constants = [_number(value) for value in (power.inputs[1], *stabilize.inputs)]
-        epsilon = next((x for x in constants[1:] if x is not None), None)
-        if (
-            len(shape) != 3
-            or any(_shape(value) != shape for value in add.inputs)
-            or _shape(mean.outputs[0]) != (*shape[:2], 1)
-            or divide.inputs[0] is not stream
-            or stored(weight) is None
-            or _shape(weight) != shape[2:]
-            or constants[0] != 2
-            or epsilon is None
-        ):
-            continue
-        norm, summed = (
-            ir.Value(name=value.name, type=value.type, shape=value.shape)
-            for value in (scale.outputs[0], stream)
-        )
-        fused = ir.node(
-            SKIP_NORM,
-            [*add.inputs, weight],
-            {"epsilon": epsilon},
-            domain="com.microsoft",
-            outputs=[norm, ir.Value(name=""), ir.Value(name=""), summed],
-        )
-        add.append(fused)
-        scale.outputs[0].replace_all_uses_with(norm, replace_graph_outputs=True)
-        stream.replace_all_uses_with(summed, replace_graph_outputs=True)
-        graph.remove([scale, add], safe=True)
+    shape, number = _shape(x), _number(epsilon)
+    is_over_features = len(shape) == 3 and _shape(mean) == (*shape[:2], 1)
+    is_scaled = stored(weight) is not None and _shape(weight) == shape[2:]
+    if not (is_over_features and is_scaled) or _shape(y) != shape or number is None:
+        return None
+    options = {"epsilon": number, "_domain": "com.microsoft", "_outputs": 4}
+    norm, _, _, stream = getattr(op, SKIP_NORM)(x, y, weight, **options)
+    return norm, stream
 
 
 def _shape(value: ir.Value | None) -> tuple[int | str | None, ...]:
@@ -426,25 +412,5 @@ def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> ir.Model:
         outputs=tuple(OutputSpec(name=name) for name in names),
     )
     graph = lower(export_program(decoder, signature), signature, None, free_weights=True)
-    use_fused_rms_norms_(graph)
     fuse_operators_(graph)
     return graph
-
-
-def use_fused_rms_norms_(model: ir.Model) -> None:
-    """Divide by a square root instead of multiplying with its reciprocal, in place.
-
-    The exporter writes `rsqrt` as Reciprocal of Sqrt. onnxruntime 1.32 fuses a norm to
-    SimplifiedLayerNormalization only where it divides; apart, a norm is seven kernels.
-    """
-    for node in model.graph:
-        for place, value in enumerate(node.inputs if node.op_type == "Mul" else ()):
-            inverse = producer(value, "Reciprocal")
-            if inverse is None or len(inverse.outputs[0].uses()) != 1:
-                continue
-            if producer(inverse.inputs[0], "Sqrt") is not None:
-                node.op_type, other = "Div", node.inputs[1 - place]
-                node.replace_input_with(0, other)
-                node.replace_input_with(1, inverse.inputs[0])
-                model.graph.remove(inverse, safe=True)
-                break

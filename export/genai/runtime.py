@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from compress.common.config import Count, Settings
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, raised_as
 from compress.common.foreign.native_runtimes import onnx_runtime_genai
 from compress.common.lazy_modules import np
 from compress.common.requirements import Requirement, pip_install
@@ -57,22 +57,28 @@ class GreedyText(NamedTuple):
             return
         found = [*next_tokens_unlocked(model, self.prompt, len(self.tokens), Sampling())]
         for place, (expected, chosen) in enumerate(zip(self.tokens, found, strict=False)):
-            if expected == chosen:
-                continue
-            scores = next_scores(model, [*self.prompt, *self.tokens[:place]])
-            gap = float(abs(scores[chosen] - scores[expected]))
-            spread = float(scores.max() - scores.min())
-            if not gap <= self.limit * spread:
-                raise StageFailed(
-                    f"onnxruntime-genai generates {chosen} as token {place + 1} of the text that "
-                    f"the export was proven with, expected {expected}: their scores differ by "
-                    f"{gap:.2g} of {spread:.3g}"
-                )
-            logger.info(
-                "texts are equal for %d tokens; then %d and %d are near a tie: %.2g apart of %.3g",
-                *(place, expected, chosen, gap, spread),
-            )
-            return
+            if expected != chosen:
+                scores = next_scores(model, [*self.prompt, *self.tokens[:place]])
+                near_tie(scores, place, expected, chosen, self.limit, "onnxruntime-genai")
+                return
+
+
+def near_tie(
+    scores: Any, place: int, expected: int, chosen: int, limit: float, generator: str
+) -> float:
+    """Return how far the scores of two tokens are apart; StageFailed where they are no tie."""
+    gap = float(abs(scores[expected] - scores[chosen]))
+    spread = float(scores.max() - scores.min())
+    if not gap <= limit * spread:  # also where a score is NaN
+        raise StageFailed(
+            f"{generator} generates {chosen} as token {place + 1} of the text that proves the "
+            f"export, expected {expected}: their scores differ by {gap:.2g} of {spread:.3g}"
+        )
+    logger.info(
+        "texts are equal for %d tokens; then %d and %d are near a tie: %.2g apart of %.3g",
+        *(place, expected, chosen, gap, spread),
+    )
+    return gap
 
 
 CONFIG = "genai_config.json"
@@ -212,14 +218,10 @@ def open_folder(folder: Path, threads: int = 1) -> Any:
     GenaiConfig.read(folder)
     onnxruntime_genai = onnx_runtime_genai()
     options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
-    try:
+    with raised_as(ArtifactInvalid, f"{folder}: onnxruntime-genai cannot open it"):
         config = onnxruntime_genai.Config(str(folder))
         config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
         return onnxruntime_genai.Model(config)
-    except Exception as error:
-        raise ArtifactInvalid(
-            f"{folder}: onnxruntime-genai cannot open it: {first_line(error)}"
-        ) from error
 
 
 def next_tokens(

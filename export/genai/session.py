@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.core.gates.quality import token_input, unmasked_inputs
 from compress.export.genai.decoder import INPUT_IDS, MASK
-from compress.export.genai.runtime import GreedyText
+from compress.export.genai.runtime import GreedyText, near_tie
 from compress.export.onnx.session import exact_session
 from compress.export.parity.sample_parity import tolerance_for
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
     Cache = list[np.ndarray[Any, Any]]
-logger = logging.getLogger(__name__)
 
 
 class CachedSession:
@@ -187,21 +185,10 @@ class CacheProof:
         differs = (own.argmax(-1) != tokens)[0].nonzero().flatten().tolist()
         facts: dict[str, Any] = {"greedy_tokens": count, "equal_tokens": count}
         if differs:
-            facts |= self._near_tie(differs[0], own[0, differs[0]], int(tokens[0, differs[0]]))
+            place = int(differs[0])
+            best, chosen = int(own[0, place].argmax()), int(tokens[0, place])
+            generator = "the exported decoder"
+            gap = near_tie(own[0, place], place, best, chosen, self.limit, generator)
+            facts |= {"equal_tokens": place, "near_tie": {"tokens": [best, chosen], "gap": gap}}
         greedy = GreedyText(tuple(prompt[0].tolist()), tuple(tokens[0].tolist()), self.limit)
         return {**facts, "greedy_error": error}, greedy
-
-    def _near_tie(self, place: int, scores: torch.Tensor, chosen: int) -> dict[str, Any]:
-        """Return the two tokens at a place where texts part; StageFailed if they are no tie."""
-        best = int(scores.argmax())
-        gap, spread = float(scores[best] - scores[chosen]), float(scores.max() - scores.min())
-        if not gap <= self.limit * spread:  # also where a score is NaN
-            raise StageFailed(
-                f"generated token {place + 1} is {chosen} and the source's is {best}, whose score "
-                f"is higher by {gap:.2g} (scores span {spread:.3g})"
-            )
-        logger.info(
-            "texts are equal for %d tokens; then %d and %d are near a tie: %.2g apart of %.3g",
-            *(place, best, chosen, gap, spread),
-        )
-        return {"equal_tokens": place, "near_tie": {"tokens": [best, chosen], "gap": gap}}

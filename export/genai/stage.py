@@ -14,6 +14,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
+from compress.common.lazy_modules import torch
 from compress.common.requirements import Requirement, require_all
 from compress.export.common.runtime import NO_BFLOAT16, Runtime
 from compress.export.exporter import ExportedModel, Exporter, source_counts
@@ -90,8 +91,6 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
 
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Trace with the cache, translate, write, compare with the source."""
-        import torch
-
         from compress.export.common.packed_weights import decoder_weights
         from compress.export.genai.decoder import CachedDecoder, lower_decoder, use_packed_layers_
         from compress.export.onnx.graph import count_operators, strip_

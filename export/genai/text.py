@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from compress.artifacts.carried_files import TOKENIZER
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, raised_as
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.export.genai.runtime import GENAI, next_tokens, open_folder
 from compress.export.genai.stage import GenaiModel
@@ -92,12 +92,9 @@ class TextTokenizer:
                 f"{artifact.path}: has no {TOKENIZER}, so it takes token ids alone; export the "
                 "model from a Hugging Face folder that has one"
             )
-        try:
+        what = f"{artifact.path / TOKENIZER}: tokenizers cannot read it"
+        with raised_as(ArtifactInvalid, what):
             self._tokenizer = Tokenizer.from_str(content.decode())
-        except Exception as error:
-            raise ArtifactInvalid(
-                f"{artifact.path / TOKENIZER}: tokenizers cannot read it: {first_line(error)}"
-            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from compress.artifacts.artifact import MANIFEST, Artifact, FileVersion
 from compress.artifacts.carried_files import ONNX_FILE
@@ -19,6 +19,7 @@ from compress.checkpoint.file_kinds import unreadable
 from compress.common.atomic_files import file_below, refuse_irregular, sha256_while_unchanged
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, raised_as
 from compress.common.foreign.child_process import read_in_child
+from compress.common.lazy_modules import np, torch
 from compress.common.sealed_json import canonical_json
 from compress.common.signature import (
     EXAMPLE_LENGTH,
@@ -28,9 +29,6 @@ from compress.common.signature import (
     refuse_double_names,
 )
 from compress.export.imported.taken_sizes import LARGEST_CALLED, with_taken_sizes
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 Kind = Literal["onnx", "graph", "torchscript"]
@@ -273,8 +271,6 @@ def _import_module(
     carried: Mapping[str, bytes] | None,
 ) -> Artifact:
     """Import an ONNX file as a module, compared with ONNX Runtime on two numbers of rows."""
-    import torch
-
     from compress.artifacts.importing import import_module
     from compress.artifacts.recipe import Recipe
     from compress.graph.from_onnx.proof import prove
@@ -361,7 +357,6 @@ def _axis_name(key: str | tuple[str, int], known: dict[object, str]) -> str:
 
 
 def _onnx_signature(file: Path) -> Signature:
-    import numpy as np
     import onnx
 
     graph, inputs, axes = _graph(file), [], dict[object, str]()

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from compress.common.errors import ArtifactInvalid
+from compress.common.lazy_modules import torch
 from compress.common.signature import AxisBounds, Signature
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
@@ -27,7 +28,6 @@ def with_taken_sizes(file: Path, signature: Signature) -> Signature:
     """
     import onnx
     import onnxruntime
-    import torch
 
     from compress.graph.from_onnx.reading import load
 

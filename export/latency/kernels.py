@@ -17,7 +17,7 @@ import onnx
 from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype_to_tensor_dtype
 
 from compress.common.config import Settings
-from compress.common.errors import StageFailed, first_line
+from compress.common.errors import StageFailed, raised_as
 from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.export.onnx.session import exact_session, onnxruntime, session_options
 from compress.profiling.benchmark import CallTimer, MeasuredShare, unmeasurable
@@ -77,15 +77,11 @@ def kernels_of(file: Path, inputs: Arrays, threads: int) -> list[Kernel]:
     del complete.graph.output[:]
     names = [name for node in model.graph.node for name in node.output if name]
     complete.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    try:
+    with raised_as(StageFailed, f"{file}: its kernels cannot be measured one by one"):
         session = onnxruntime.InferenceSession(
             complete.SerializeToString(), _plain_options(), ["CPUExecutionProvider"]
         )
         outputs = session.run(names, dict(inputs))
-    except Exception as error:
-        raise StageFailed(
-            f"{file}: its kernels cannot be measured one by one: {first_line(error)}"
-        ) from error
     values = {**inputs, **dict(zip(names, outputs, strict=True))}
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     return [_kernel(node, weights, values, model) for node in model.graph.node]

@@ -13,6 +13,7 @@ from pydantic import Field
 from compress.artifacts.artifact import CASCADE, CERTIFICATE, Artifact
 from compress.common.config import Ratio, Unmet
 from compress.common.errors import StageFailed
+from compress.common.lazy_modules import np, torch
 from compress.common.tensor_difference import relative_error
 from compress.core.bounds import score_threshold, share_bound
 from compress.core.gates.disagreement import MaxDisagreement, labels_of
@@ -22,7 +23,6 @@ from compress.core.stage import Stage
 from compress.export.onnx.stage import ROUNDING, OnnxModel
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from compress.common.forward import Predictor, Tensors
@@ -154,8 +154,6 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
         self, model: OnnxModel, large: OnnxModel, halves: Sequence[Splits], context: Context
     ) -> tuple[RowScore, list[Seen]]:
         """Return how rows are scored, and what is seen of each half."""
-        import torch
-
         from compress.export.onnx.cascade_graph import RowScore
 
         names, how, seen = [output.name for output in model.signature.outputs], None, []
@@ -237,8 +235,6 @@ class Cascade(Stage[OnnxModel, OnnxModel]):
 
     def _batches_to_check(self, half: Splits, is_sure: NDArray[np.bool_]) -> Iterator[Tensors]:
         """Yield batches of several sizes, in which rows of either model stand beside each other."""
-        import numpy as np
-
         few = [np.flatnonzero(rows)[: CHECKED_ROWS // 2] for rows in (is_sure, ~is_sure)]
         order = np.random.default_rng(0).permutation(np.concatenate(few)).tolist()
         for size in CHECKED_BATCHES:
@@ -254,8 +250,6 @@ def check_rows(
     batches: Iterable[Tensors],
 ) -> int:
     """Return how many rows of a cascade are its models'; StageFailed where one is not."""
-    import torch
-
     (small, large), rows = models, 0
     for inputs in batches:
         expected = [x.clone() for x in small(*inputs)]

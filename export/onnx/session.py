@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from compress.common.errors import ArtifactInvalid, Unavailable, first_line
+from compress.common.errors import ArtifactInvalid, Unavailable, raised_as
 from compress.common.foreign.native_runtimes import onnx_runtime
 from compress.common.tensor_difference import relative_error
 from compress.export.common.int8_sums import has_16_bit_sums
@@ -168,7 +168,5 @@ def exact_session(
 
 
 def _session(file: Path, options: Any, providers: Sequence[Any] = (CPU,)) -> Any:
-    try:
+    with raised_as(ArtifactInvalid, f"{file}: onnxruntime cannot load it"):
         return onnxruntime.InferenceSession(str(file), options, list(providers))
-    except Exception as error:
-        raise ArtifactInvalid(f"{file}: onnxruntime cannot load it: {first_line(error)}") from error

@@ -13,8 +13,10 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import open_vino, openvino_core
+from compress.common.lazy_modules import torch
 from compress.common.requirements import Requirement, pip_install
 from compress.common.signature import TABLE_ROWS, Signature
+from compress.export.common.compiled_code import checked
 from compress.export.common.runtime import (
     NO_BFLOAT16,
     Reproducer,
@@ -26,7 +28,6 @@ from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import ONNX_TARGETS, ExportOnnx, OnnxModel
 
 if TYPE_CHECKING:
-    import torch
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
@@ -103,8 +104,6 @@ def compiled(file: Path, threads: int) -> Any:
 
 def predictor(model: Any) -> Predictor:
     """Return a predictor that runs a compiled model."""
-    import torch
-
     shapes = {port.get_any_name(): port.partial_shape for port in model.inputs}
     request = model.create_infer_request()
 
@@ -128,28 +127,6 @@ def from_onnx(onnx_file: Path, signature: Signature) -> Path:
     file.parent.mkdir()
     write(onnx_file, file, signature)
     return file
-
-
-def within_bounds(predict: Predictor, signature: Signature) -> Predictor:
-    """Return a predictor that refuses sizes that `model.axes` does not allow, naming the axis."""
-    bounded = [
-        (i, axis, name)
-        for i, spec in enumerate(signature.inputs)
-        for axis, name in enumerate(spec.shape)
-        if name in signature.axes
-    ]
-
-    def predict_within(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for i, axis, name in bounded:
-            allowed, shape = signature.bounds(str(name)), inputs[i].shape
-            if axis < len(shape) and shape[axis] not in allowed:
-                raise ValueError(
-                    f"input {signature.inputs[i].name}: axis {name!r} has size {shape[axis]}, and "
-                    f"model.axes allows {allowed}"
-                )
-        return predict(*inputs)
-
-    return predict_within if bounded else predict
 
 
 def count_kernels(model: Any) -> dict[str, dict[str, int]]:
@@ -217,7 +194,9 @@ class OpenVINOModel(ExportedModel):
         cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
     ) -> AbstractContextManager[Predictor]:
         """Compile a model for the CPU, in float32; OpenVINO's default may be bfloat16."""
-        return nullcontext(within_bounds(predictor(compiled(file, threads)), signature))
+        predict = predictor(compiled(file, threads))
+        # Other programs take any size that OpenVINO does.
+        return nullcontext(checked(predict, signature) if signature.axes else predict)
 
 
 class ExportOpenVINO(Exporter[EagerModel | GraphModel | OnnxModel, OpenVINOModel]):

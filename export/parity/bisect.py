@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import fx
 from torch.export import ExportedProgram
 
-from compress.common.errors import CompressError, StageFailed, first_line
+from compress.common.errors import CompressError, StageFailed, raised_as
 from compress.common.signature import OutputSpec, Signature
 from compress.common.tensor_difference import largest, relative_error
 from compress.graph.torch_export import trace
@@ -233,11 +233,8 @@ def single_operator(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModu
 
 def retrace(module: fx.GraphModule, signature: Signature) -> ExportedProgram:
     """Export a part of a graph as a program of its own; StageFailed where torch.export cannot."""
-    try:
-        with torch.no_grad():
-            return trace(module, signature.example(), signature)
-    except Exception as error:
-        raise StageFailed(f"torch.export: {first_line(error)}") from error
+    with raised_as(StageFailed, "torch.export"), torch.no_grad():
+        return trace(module, signature.example(), signature)
 
 
 def module_of(node: fx.Node) -> str:

@@ -29,13 +29,13 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor, accept_any_batch, run_in_eval, torch_predictor
+from compress.common.lazy_modules import torch
 from compress.common.tensor_difference import columns, equally_not_finite, largest, measured
 from compress.core.context import QUICK_SAMPLES, Context
 from compress.core.gates.runtime import nearest_float_model
 from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
-    import torch
     from torch import fx
 
     from compress.artifacts.artifact import Artifact
@@ -78,8 +78,6 @@ class RoundingNoise:
     @cached_property
     def _disturbed(self) -> fx.GraphModule | None:
         """The graph with noise before each of its quantizers; None where it has none."""
-        import torch
-
         from compress.graph.constant_folding import fold_constants_, fuse_rounding_
 
         module: Any = self._source.load()
@@ -249,7 +247,6 @@ def _float64_for_float32() -> AbstractContextManager[Any]:
 
     Casts of an imported ONNX file name it, and constants that a module's code makes.
     """
-    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map
 
@@ -274,8 +271,6 @@ def _errors(expected: Tensors, outputs: Tensors, where: Tensors) -> list[float]:
 
 
 def _norms(tensors: Tensors, where: Tensors) -> list[float]:
-    import torch
-
     return [
         float(torch.linalg.vector_norm(t.cpu().double().where(mask.cpu(), 0)))
         for t, mask in zip(tensors, where, strict=True)
@@ -283,8 +278,6 @@ def _norms(tensors: Tensors, where: Tensors) -> list[float]:
 
 
 def _nudged(inputs: Tensors, sign: int) -> Tensors:
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     return tuple(
         x
@@ -360,8 +353,6 @@ class OutputSums:
 
     def add(self, expected: torch.Tensor, exported: torch.Tensor) -> None:
         """Add a batch."""
-        import torch
-
         squared_B = torch.zeros(1, dtype=torch.float64)
         for expected_BN, exported_BN in columns(expected, exported):
             equal = equally_not_finite(expected_BN, exported_BN)
@@ -520,8 +511,6 @@ class SampleLimits(NamedTuple):
 
 def limits_of_noise(noise: NoiseOnSamples, fixed: Tolerance) -> SampleLimits:
     """Return what the noise on samples allows."""
-    import torch
-
     own, spreads = noise.moved, []
     for sums in own.outputs:
         squared_B = torch.cat(sums.by_row)
@@ -538,8 +527,6 @@ def float_problem(noise: NoiseOnSamples, fixed: Tolerance) -> str:
 
     As far as the graph is where its own sums are rounded in either way.
     """
-    import torch
-
     graph, disturbed, export = noise.graph, noise.disturbed, noise.export
     if not graph.samples:
         return ""

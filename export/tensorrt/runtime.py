@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from compress.artifacts.graph_model import GraphModel, program_of
-from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, raised_as
 from compress.common.forward import Predictor, accept_any_batch
 from compress.export.common.compiled_code import CUDA, in_parts
-from compress.export.common.runtime import failing_as
 from compress.export.onnx.stage import OnnxModel
 from compress.export.parity.compare import check_axis_sizes, usual_sizes
 from compress.export.parity.sample_parity import Float64Reference, check_on_samples, tolerance_for
@@ -48,10 +47,8 @@ EXACT = {"tensorrt": "TensorRT", "gpu": "the GPU", "compute_capability": "comput
 def bindings(*, portable: bool = False) -> Any:
     """Return the module `tensorrt`, or the one of TensorRT for RTX, which has the same calls."""
     name, title = (RTX_MODULE, RTX) if portable else ("tensorrt", "TensorRT")
-    try:
+    with raised_as(Unavailable, f"{title} cannot be imported"):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise Unavailable(f"{title} cannot be imported: {error}") from error
 
 
 def not_run_reason(capabilities: Sequence[str], device: str = "cuda:0") -> str:
@@ -344,7 +341,7 @@ def build_from_program(
         inputs.append(torch_tensorrt.Input(**shape, dtype=dtype, name=spec.name))
     with (
         TemporaryDirectory(prefix="compress-tensorrt-") as scratch,
-        failing_as("torch-tensorrt cannot convert the model"),
+        raised_as(StageFailed, "torch-tensorrt cannot convert the model"),
     ):
         engine: bytes = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
             move_program(program, device),

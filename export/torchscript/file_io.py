@@ -20,10 +20,9 @@ from compress.artifacts.edits.independent_calls import script_attributes, unchan
 from compress.artifacts.recipe import AnyEdit, CallByName, IndependentCalls
 from compress.checkpoint.file_kinds import TORCHSCRIPT, unreadable
 from compress.checkpoint.safe_zip import refuse_bomb
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, raised_as
 from compress.common.foreign.patching import patched_attribute
 from compress.common.forward import OUTPUT, batched_experts, plain_attention
-from compress.export.common.runtime import failing_as
 from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ def script_parts_(
     for name in sorted(set(names)):
         if any(name.startswith(f"{outer}.") for outer in names):
             continue
-        with failing_as(f"torch.jit.script cannot express {name}"):
+        with raised_as(StageFailed, f"torch.jit.script cannot express {name}"):
             scripted = torch.jit.script(module.get_submodule(name))
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, scripted)
@@ -229,25 +228,25 @@ def to_torchscript(
         with inlined_functions():
             return torch.jit.trace(flat, inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch
 
-    with torch.no_grad(), plain_attention(), batched_experts(), quiet():
-        try:
-            made: Any
-            if method == "mixed":
-                script_parts_(module, scripted, trace)
-            if method == "script":
-                made = torch.jit.script(module)
-            else:
-                with record_guesses(module) as guessed:
-                    made = trace()
-            return torch.jit.freeze(made) if freeze else made, guessed
-        except StageFailed:
-            raise
-        except Exception as error:
-            verb = "script" if method == "script" else "trace"
-            raise StageFailed(
-                f"torch.jit.{verb} cannot express the model: {type(error).__name__}: "
-                f"{first_line(error)}; try `method: {OTHERS[method]}`"
-            ) from error
+    verb = "script" if method == "script" else "trace"
+    problem = f"torch.jit.{verb} cannot express the model"
+    advice = f"; try `method: {OTHERS[method]}`"
+    with (
+        raised_as(StageFailed, problem, advice),
+        torch.no_grad(),
+        plain_attention(),
+        batched_experts(),
+        quiet(),
+    ):
+        made: Any
+        if method == "mixed":
+            script_parts_(module, scripted, trace)
+        if method == "script":
+            made = torch.jit.script(module)
+        else:
+            with record_guesses(module) as guessed:
+                made = trace()
+        return torch.jit.freeze(made) if freeze else made, guessed
 
 
 def inlined_functions() -> AbstractContextManager[None]:
@@ -268,11 +267,8 @@ def inlined_functions() -> AbstractContextManager[None]:
 def save(module: torch.jit.ScriptModule, file: Path) -> None:
     """Write a module, equal ones in equal bytes; StageFailed where it calls Python code."""
     buffer = io.BytesIO()
-    with quiet():
-        try:
-            torch.jit.save(module, buffer)
-        except RuntimeError as error:
-            raise StageFailed(f"torch.jit.save: {first_line(error)}") from error
+    with quiet(), raised_as(StageFailed, "torch.jit.save"):
+        torch.jit.save(module, buffer)
     buffer.seek(0)
     reader = torch._C.PyTorchFileReader(buffer)
     numbers: dict[bytes, bytes] = {}

@@ -12,8 +12,8 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from compress.common.errors import StageFailed
-from compress.export.common.runtime import UINT8_ONLY, failing_as, kernel_facts
+from compress.common.errors import StageFailed, raised_as
+from compress.export.common.runtime import UINT8_ONLY, kernel_facts
 from compress.export.torchscript.file_io import quiet
 from compress.graph.torch_export import reshape_views_
 
@@ -329,7 +329,7 @@ def script(program: ExportedProgram) -> tuple[torch.jit.ScriptModule, dict[str, 
     # The first class of a name in a process gets no number, which would make two files differ: so
     # another one is scripted first.
     first = fx.GraphModule({}, fx.symbolic_trace(torch.nn.Identity()).graph)
-    with failing_as("TorchScript cannot express the graph"), quiet():
+    with raised_as(StageFailed, "TorchScript cannot express the graph"), quiet():
         torch.jit.script(first)
         return torch.jit.script(graph.eval()), kernels
 

@@ -13,6 +13,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor, torch_predictor
+from compress.common.lazy_modules import torch
 from compress.export.common.runtime import UINT8_ONLY, Reproducer, Runtime, TritonBackend
 from compress.export.exporter import ExportedModel, Exporter, source_counts
 
@@ -33,8 +34,6 @@ DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_
 
 def refuse_nested_output(model: Artifact, title: str) -> None:
     """Raise StageFailed where a TorchScript model returns no tensor or flat list of tensors."""
-    import torch
-
     from compress.export.torchscript.file_io import load
 
     with torch.inference_mode():

@@ -13,9 +13,9 @@ from compress.artifacts.hf_folder import FACTORY
 from compress.checkpoint.state_dict import StoredTensor, Weights
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import Predictor, opened_model, torch_predictor
+from compress.common.lazy_modules import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
@@ -152,8 +152,6 @@ class PackedWeight(NamedTuple):
         """Return the integers, one in a byte."""
         if self.bits == 8:
             return self.packed
-        import torch
-
         return torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(-2)
 
     def dequantized(self) -> torch.Tensor:
@@ -215,7 +213,6 @@ def _prepare_(
     module: nn.Module, stored: Mapping[str, StoredTensor], device: str, *, rounds: bool
 ) -> dict[str, StoredTensor]:
     """Let layers round or multiply their inputs, and return all weights as floats, on disk."""
-    import torch
     from torch import nn
 
     floats, weights = dict(stored), packed_weights(module, stored)
@@ -250,8 +247,6 @@ def _multiply_input(factor: torch.Tensor, _: Any, args: tuple[Any, ...]) -> tupl
 
 def round_activations(features: torch.Tensor, group_size: int) -> torch.Tensor:
     """Round activations to 8 bits, each `group_size` numbers of a row with a scale of their own."""
-    import torch
-
     groups = torch.unflatten(features, -1, (-1, group_size))
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_RANGE)
     integers = (groups * (largest.reciprocal() * LARGEST)).round()

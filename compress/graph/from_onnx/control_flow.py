@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compress.graph.from_onnx.registry import Node, Unsupported, operator
 from compress.graph.from_onnx.shape_tensor import ShapeTensor, Value, to_tensor
@@ -28,7 +29,7 @@ def _if(node: Node, condition: Value) -> Any:
 def _loop(node: Node, count: Value | None, go_on: Value | None, *initial: Any) -> Any:
     limit, active = _known(count, "number of steps"), _known(go_on, "condition")
     active, carried = True if active is None else active, list(initial)
-    rows: list[list[torch.Tensor]] = []
+    rows: list[list[Tensor]] = []
     step = 0
     outputs = len(node.outputs) - len(carried)
     while active and (limit is None or step < limit):

@@ -9,6 +9,7 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported, operator
@@ -27,7 +28,7 @@ SAME_NAME = (
     *("Sqrt", "Tan", "Tanh"),
 )
 """Operators that PyTorch has by the same name."""
-UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(torch, name.lower()) for name in SAME_NAME},
     **{"Relu": F.relu, "Softplus": F.softplus, "Softsign": F.softsign, "Mish": F.mish},
     **{"HardSwish": F.hardswish, "Not": torch.logical_not, "BitwiseNot": torch.bitwise_not},
@@ -57,8 +58,8 @@ OPERATORS |= {name: partial(_unary, name) for name in UNARY}
 
 def _divide(x: Any, y: Any) -> Any:
     # ONNX's division of integers truncates; that of sizes, which are not negative, may floor.
-    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
-        tensor = x if isinstance(x, torch.Tensor) else y
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        tensor = x if isinstance(x, Tensor) else y
         whole = not tensor.is_floating_point()
         return torch.div(x, y, rounding_mode="trunc" if whole else None)
     if isinstance(x, float | torch.SymFloat) or isinstance(y, float | torch.SymFloat):
@@ -68,7 +69,7 @@ def _divide(x: Any, y: Any) -> Any:
     return x // y
 
 
-def _bit_shift(node: Node, x: Value, y: Value) -> torch.Tensor:
+def _bit_shift(node: Node, x: Value, y: Value) -> Tensor:
     # Of uint16 and wider unsigned integers torch shifts none on CPUs.
     x, y = to_tensor(x), to_tensor(y)
     wide = x.to(torch.int64)
@@ -89,7 +90,7 @@ COMPARISONS = {"Equal", "Greater", "Less", "GreaterOrEqual", "LessOrEqual"}
 
 def _operands(*values: Value) -> list[Any]:
     """Return tensors, and Python numbers for constants of one entry that broadcast to them."""
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    tensors = [v for v in values if isinstance(v, Tensor)]
     ndim = max((t.ndim for t in tensors), default=-1)
     device = tensors[0].device if tensors else None
 
@@ -130,7 +131,7 @@ def _mod(node: Node, x: Value, y: Value) -> Value:
     x, y = _operands(x, y)
     if node.get("fmod"):
         return torch.fmod(x, y)
-    wide = isinstance(x, torch.Tensor) and x.dtype in (torch.uint16, torch.uint32, torch.uint64)
+    wide = isinstance(x, Tensor) and x.dtype in (torch.uint16, torch.uint32, torch.uint64)
     return torch.remainder(x.long(), y.long()).to(x.dtype) if wide else torch.remainder(x, y)
 
 
@@ -156,8 +157,7 @@ def _where(node: Node, condition: Value, x: Value, y: Value) -> Value:
 
 
 @operator("Clip")
-def _clip(node: Node, x: Value, low: Value | None = None, high: Value | None = None) -> Value:
-    x = to_tensor(x)
+def _clip(node: Node, x: Tensor, low: Value | None = None, high: Value | None = None) -> Value:
     low = node.get("min") if low is None else low
     high = node.get("max") if high is None else high
     limits = [v.values[0] if isinstance(v, ShapeTensor) else v for v in (low, high)]
@@ -168,9 +168,9 @@ def _clip(node: Node, x: Value, low: Value | None = None, high: Value | None = N
     if limits == [0, 6]:
         return F.relu6(x)
     for limit, bound in zip(limits, (torch.maximum, torch.minimum), strict=True):
-        if isinstance(limit, torch.Tensor):
+        if isinstance(limit, Tensor):
             x = bound(x, limit)
-    numbers = [None if isinstance(v, torch.Tensor) else v for v in limits]
+    numbers = [None if isinstance(v, Tensor) else v for v in limits]
     return x if all(v is None for v in numbers) else torch.clamp(x, *numbers)
 
 
@@ -194,7 +194,7 @@ def cast(x: Value, dtype: torch.dtype) -> Value:
     return x.map(lambda v: int(v) if isinstance(v, float | bool) else torch.sym_int(v), dtype=dtype)
 
 
-ACTIVATIONS: dict[str, Callable[[Node, torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Node, Tensor], Tensor]] = {
     "LeakyRelu": lambda n, x: F.leaky_relu(x, n.get("alpha", 0.01)),
     "Elu": lambda n, x: F.elu(x, n.get("alpha", 1.0)),
     "HardSigmoid": lambda n, x: _hard_sigmoid(x, n.get("alpha", 0.2), n.get("beta", 0.5)),
@@ -216,19 +216,19 @@ ACTIVATIONS: dict[str, Callable[[Node, torch.Tensor], torch.Tensor]] = {
 OPERATORS |= ACTIVATIONS
 
 
-def _hard_sigmoid(x: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
+def _hard_sigmoid(x: Tensor, alpha: float, beta: float) -> Tensor:
     if beta == 0.5:
         # An operator in every runtime, where others are a product, a sum and a clamp.
         return F.hardsigmoid(x if abs(alpha - 1 / 6) < 1e-6 else x * (6 * alpha))
     return torch.clamp(alpha * x + beta, 0, 1)
 
 
-def _hardmax(x: torch.Tensor, axis: int) -> torch.Tensor:
+def _hardmax(x: Tensor, axis: int) -> Tensor:
     hot = F.one_hot(x.argmax(axis), x.shape[axis]).to(x.dtype)
     return hot.movedim(-1, axis)
 
 
-def _softmax(function: Callable[..., torch.Tensor], node: Node, x: torch.Tensor) -> torch.Tensor:
+def _softmax(function: Callable[..., Tensor], node: Node, x: Tensor) -> Tensor:
     if node.opset >= 13:
         return function(x, node.get("axis", -1))
     axis = node.get("axis", 1) % x.ndim
@@ -239,31 +239,30 @@ def _softmax(function: Callable[..., torch.Tensor], node: Node, x: torch.Tensor)
 
 
 @operator("PRelu")
-def _prelu(node: Node, x: torch.Tensor, slope: Value) -> torch.Tensor:
-    slope = to_tensor(slope)
+def _prelu(node: Node, x: Tensor, slope: Tensor) -> Tensor:
     if x.ndim > 2 and slope.shape == (x.shape[1],) + (1,) * (x.ndim - 2):
         return F.prelu(x, slope.reshape(-1))
     return torch.where(x < 0, x * slope, x)
 
 
-def _axes(node: Node, axes: Value | None, x: torch.Tensor) -> list[int] | None:
+def _axes(node: Node, axes: Value | None, x: Tensor) -> list[int] | None:
     given = node.get("axes") if axes is None else to_sizes(axes)
     if given:
         return list(given)
     return None if node.get("noop_with_empty_axes") else list(range(x.ndim))
 
 
-def _prod(x: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
+def _prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     for axis in sorted((a % x.ndim for a in axes), reverse=True):
         x = x.prod(axis, keepdim=keep)
     return x
 
 
-def _log_sum_exp(x: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
+def _log_sum_exp(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return torch.logsumexp(x if x.is_floating_point() else x.float(), axes, keep)
 
 
-REDUCTIONS: dict[str, Callable[[torch.Tensor, list[int], bool], torch.Tensor]] = {
+REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
     "ReduceSum": lambda x, d, k: x.sum(d, k, dtype=x.dtype),
     "ReduceMean": lambda x, d, k: x.mean(d, k),
     "ReduceMax": lambda x, d, k: _extreme(torch.amax, x, d, k),
@@ -277,9 +276,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, list[int], bool], torch.Tensor]] =
 }
 
 
-def _extreme(
-    function: Callable[..., torch.Tensor], x: torch.Tensor, axes: list[int], keep: bool
-) -> Any:
+def _extreme(function: Callable[..., Tensor], x: Tensor, axes: list[int], keep: bool) -> Any:
     if x.numel() == 0:
         low = function is torch.amax
         shape = [1 if i in {a % x.ndim for a in axes} else n for i, n in enumerate(x.shape)]
@@ -304,7 +301,7 @@ OPERATORS |= {name: partial(_reduction, name) for name in REDUCTIONS}
 
 
 @operator("CumSum", "CumProd")
-def _cumulative(node: Node, x: torch.Tensor, axis: Value) -> torch.Tensor:
+def _cumulative(node: Node, x: Tensor, axis: Value) -> Tensor:
     dim, identity = to_number(axis), 0 if node.operator == "CumSum" else 1
     function = torch.cumsum if node.operator == "CumSum" else torch.cumprod
     x = x.flip(dim) if node.get("reverse") else x
@@ -316,7 +313,7 @@ def _cumulative(node: Node, x: torch.Tensor, axis: Value) -> torch.Tensor:
 
 
 @operator("TopK")
-def _top_k(node: Node, x: torch.Tensor, k: Value | None = None) -> tuple[torch.Tensor, ...]:
+def _top_k(node: Node, x: Tensor, k: Value | None = None) -> tuple[Tensor, ...]:
     count = node.get("k") if k is None else to_number(k)
     axis, largest = node.get("axis", -1), bool(node.get("largest", 1))
     # Of equal values ONNX takes the one with the lower index first.
@@ -327,23 +324,23 @@ def _top_k(node: Node, x: torch.Tensor, k: Value | None = None) -> tuple[torch.T
 
 
 @operator("LpNormalization")
-def _lp_normalization(node: Node, x: torch.Tensor) -> torch.Tensor:
+def _lp_normalization(node: Node, x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, node.get("p", 2), node.get("axis", -1), keepdim=True)
     return torch.where(norm == 0, torch.zeros_like(x), x / norm)
 
 
-def _arg(function: Callable[..., torch.Tensor], node: Node, x: torch.Tensor) -> torch.Tensor:
+def _arg(function: Callable[..., Tensor], node: Node, x: Tensor) -> Tensor:
     axis, keep = node.get("axis", 0), bool(node.get("keepdims", 1))
     if node.get("select_last_index"):
         return x.shape[axis] - 1 - function(x.flip(axis), axis, keep)
     return function(x, axis, keep)
 
 
-def _is_infinite(x: torch.Tensor, negative: int, positive: int) -> torch.Tensor:
+def _is_infinite(x: Tensor, negative: int, positive: int) -> Tensor:
     return torch.isinf(x) & ((x < 0) & bool(negative) | (x > 0) & bool(positive))
 
 
-def _triangle(x: torch.Tensor, upper: int, k: Value | None) -> torch.Tensor:
+def _triangle(x: Tensor, upper: int, k: Value | None) -> Tensor:
     return (torch.triu if upper else torch.tril)(x, 0 if k is None else to_number(k))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from compress.graph.from_onnx.elementwise import DTYPES
@@ -27,7 +28,7 @@ FAR = 10**9  # from which on a slice's end means the end of the axis; tf2onnx wr
 def _constant(node: Node) -> Value:
     ((kind, value),) = node.attributes.items()
     dtype = torch.float32 if "float" in kind else torch.int64
-    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
     held = from_constant(tensor)
     return tensor if held is None else held
 
@@ -53,7 +54,7 @@ def _reshape(node: Node, x: Value, shape: Value | None = None) -> Value:
 
 
 @operator("Flatten")
-def _flatten(node: Node, x: torch.Tensor) -> torch.Tensor:
+def _flatten(node: Node, x: Tensor) -> Tensor:
     axis = node.get("axis", 1)
     axis = axis + x.ndim if axis < 0 else axis
     if axis == 1:
@@ -167,14 +168,14 @@ def _gather(node: Node, x: Value, indices: Value) -> Value:
     return picked.reshape(*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
 
 
-def _positive(indices: torch.Tensor, size: int) -> torch.Tensor:
+def _positive(indices: Tensor, size: int) -> Tensor:
     indices = indices.long()
     return torch.where(indices < 0, indices + size, indices)
 
 
 @operator("GatherND")
-def _gather_nd(node: Node, x: torch.Tensor, indices: Value) -> torch.Tensor:
-    batch, index = node.get("batch_dims", 0), to_tensor(indices).long()
+def _gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
+    batch, index = node.get("batch_dims", 0), indices.long()
     lead = [
         torch.arange(x.shape[axis]).reshape((-1,) + (1,) * (index.ndim - 2 - axis))
         for axis in range(batch)
@@ -186,18 +187,17 @@ REDUCES = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
 @operator("ScatterElements", "Scatter")
-def _scatter(node: Node, x: Value, indices: Value, updates: Value) -> torch.Tensor:
-    axis, x = node.get("axis", 0), to_tensor(x)
-    index, source = _positive(to_tensor(indices), x.shape[axis]), to_tensor(updates)
-    how = node.get("reduction", "none")
+def _scatter(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    axis, how = node.get("axis", 0), node.get("reduction", "none")
+    index = _positive(indices, x.shape[axis])
     if how == "none":
-        return x.scatter(axis, index, source)
-    return x.scatter_reduce(axis, index, source, REDUCES[how])
+        return x.scatter(axis, index, updates)
+    return x.scatter_reduce(axis, index, updates, REDUCES[how])
 
 
 @operator("ScatterND")
-def _scatter_nd(node: Node, x: Value, indices: Value, updates: Value) -> torch.Tensor:
-    x, index, source = to_tensor(x), to_tensor(indices).long(), to_tensor(updates)
+def _scatter_nd(node: Node, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    index, source = indices.long(), updates
     depth = index.shape[-1]
     how = node.get("reduction", "none")
     where = tuple(_positive(index[..., i], x.shape[i]) for i in range(depth))
@@ -244,7 +244,7 @@ def _range_of(node: Node, start: Value, limit: Value, delta: Value) -> Value:
 
 
 @operator("EyeLike")
-def _eye_like(node: Node, x: torch.Tensor) -> torch.Tensor:
+def _eye_like(node: Node, x: Tensor) -> Tensor:
     dtype = DTYPES[node.get("dtype")] if node.get("dtype") else x.dtype
     k, (rows, columns) = node.get("k", 0), x.shape
     places = torch.arange(columns)[None] - torch.arange(rows)[:, None]
@@ -252,32 +252,31 @@ def _eye_like(node: Node, x: torch.Tensor) -> torch.Tensor:
 
 
 @operator("OneHot")
-def _one_hot(node: Node, indices: Value, depth: Value, values: Value) -> torch.Tensor:
+def _one_hot(node: Node, indices: Tensor, depth: Value, values: Tensor) -> Tensor:
     count = int(to_number(depth))
-    places = _positive(to_tensor(indices), count)
-    off, on = to_tensor(values)
+    places = _positive(indices, count)
+    off, on = values
     hot = places.unsqueeze(-1) == torch.arange(count)
     axis = node.get("axis", -1)
     return torch.where(hot, on, off).movedim(-1, axis)
 
 
 @operator("Compress")
-def _compress(node: Node, x: torch.Tensor, condition: Value) -> torch.Tensor:
+def _compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
     axis = node.get("axis")
     x, axis = (x.reshape(-1), 0) if axis is None else (x, axis)
-    kept = to_tensor(condition).nonzero().squeeze(1)
+    kept = condition.nonzero().squeeze(1)
     return x.index_select(axis, kept)
 
 
 @operator("Pad")
 def _pad(
     node: Node,
-    x: Value,
+    x: Tensor,
     pads: Value | None = None,
     fill: Value | None = None,
     axes: Value | None = None,
-) -> torch.Tensor:
-    x = to_tensor(x)
+) -> Tensor:
     sizes = (node.get("pads") or node.get("paddings")) if pads is None else to_sizes(pads)
     number = node.get("value", 0.0) if fill is None else to_number(fill)
     dims = list(range(x.ndim)) if axes is None else [a % x.ndim for a in to_sizes(axes)]
@@ -310,7 +309,7 @@ _OUTSIDE = {
 
 
 @operator("DepthToSpace")
-def _depth_to_space(node: Node, x: torch.Tensor) -> torch.Tensor:
+def _depth_to_space(node: Node, x: Tensor) -> Tensor:
     block = node.get("blocksize")
     if node.get("mode", "DCR") == "CRD":
         return F.pixel_shuffle(x, block)
@@ -320,7 +319,7 @@ def _depth_to_space(node: Node, x: torch.Tensor) -> torch.Tensor:
 
 
 @operator("SpaceToDepth")
-def _space_to_depth(node: Node, x: torch.Tensor) -> torch.Tensor:
+def _space_to_depth(node: Node, x: Tensor) -> Tensor:
     block = node.get("blocksize")
     if node.get("mode", "DCR") == "CRD":
         return F.pixel_unshuffle(x, block)
@@ -330,18 +329,18 @@ def _space_to_depth(node: Node, x: torch.Tensor) -> torch.Tensor:
 
 
 @operator("ReverseSequence")
-def _reverse_sequence(node: Node, x: torch.Tensor, lengths: Value) -> torch.Tensor:
+def _reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
     time, batch = node.get("time_axis", 0), node.get("batch_axis", 1)
     x = x.movedim((batch, time), (0, 1))
     steps = torch.arange(x.shape[1])[None]
-    length = to_tensor(lengths)[:, None]
+    length = lengths[:, None]
     place = torch.where(steps < length, length - 1 - steps, steps)
     place = place.reshape(place.shape + (1,) * (x.ndim - 2)).expand_as(x)
     return x.gather(1, place).movedim((0, 1), (batch, time))
 
 
 @operator("Unique")
-def _unique(node: Node, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _unique(node: Node, x: Tensor) -> tuple[Tensor, ...]:
     axis = node.get("axis")
     if not node.get("sorted", 1):
         raise Unsupported("unsorted")
@@ -355,7 +354,7 @@ def _unique(node: Node, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @operator("SplitToSequence")
-def _split_to_sequence(node: Node, x: torch.Tensor, split: Value | None = None) -> list[Value]:
+def _split_to_sequence(node: Node, x: Tensor, split: Value | None = None) -> list[Value]:
     axis = node.get("axis", 0)
     if split is None:
         parts = x.split(1, axis)
@@ -374,7 +373,7 @@ def _erased(values: list[Value], place: Value | None) -> list[Value]:
     return values[:index] + values[index + 1 :]
 
 
-def _joined(tensors: list[torch.Tensor], axis: int, is_new: bool) -> torch.Tensor:
+def _joined(tensors: list[Tensor], axis: int, is_new: bool) -> Tensor:
     return torch.stack(tensors, axis) if is_new else torch.cat(tensors, axis)
 
 

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported, operator
-from compress.graph.from_onnx.shape_tensor import Value, to_number, to_sizes, to_tensor
+from compress.graph.from_onnx.shape_tensor import Value, to_number, to_sizes
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -42,23 +43,19 @@ def both_sides(before: list[int], after: list[int]) -> list[int]:
 
 
 @operator("Conv")
-def convolve(node: Node, x: torch.Tensor, weight: Value, bias: Value | None = None) -> torch.Tensor:
+def convolve(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ONNX's Conv, with any padding."""
-    weight = to_tensor(weight)
     n = weight.ndim - 2
     left, after = padding(node, x.shape[2:], list(weight.shape[2:]))
     if left != after:  # as operators pad both sides alike
         x, left = F.pad(x, both_sides(left, after)), [0] * n
-    bias = None if bias is None else to_tensor(bias).reshape(-1)
+    bias = None if bias is None else bias.reshape(-1)
     strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
     return CONVOLUTIONS[n - 1](x, weight, bias, strides, left, dilations, node.get("group", 1))
 
 
 @operator("ConvTranspose")
-def _conv_transpose(
-    node: Node, x: torch.Tensor, weight: Value, bias: Value | None = None
-) -> torch.Tensor:
-    weight = to_tensor(weight)
+def _conv_transpose(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     n, kernel = weight.ndim - 2, list(weight.shape[2:])
     strides, dilations = node.get("strides", [1] * n), node.get("dilations", [1] * n)
     extra, pads = node.get("output_padding", [0] * n), node.get("pads", [0] * 2 * n)
@@ -70,7 +67,6 @@ def _conv_transpose(
         cut = [(size - 1) * s + (k - 1) * d + 1 + e - w for size, s, k, d, e, w in axes]
         before = [c // 2 if how == "SAME_UPPER" else c - c // 2 for c in cut]
         after = [c - b for c, b in zip(cut, before, strict=True)]
-    bias = None if bias is None else to_tensor(bias)
     group = node.get("group", 1)
     if before == after:
         return TRANSPOSED[n - 1](x, weight, bias, strides, before, extra, group, dilations)
@@ -84,7 +80,7 @@ def _windows(node: Node) -> tuple[list[int], list[int], list[int]]:
 
 
 def _ceil_padding(
-    x: torch.Tensor, node: Node, before: list[int], after: list[int]
+    x: Tensor, node: Node, before: list[int], after: list[int]
 ) -> tuple[list[int], list[int]]:
     """Return the padding with what `ceil_mode` adds, whose last window must begin in the input."""
     kernel, strides, dilations = _windows(node)
@@ -102,7 +98,7 @@ def _ceil_padding(
 
 
 @operator("MaxPool")
-def _max_pool(node: Node, x: torch.Tensor) -> Any:
+def _max_pool(node: Node, x: Tensor) -> Any:
     kernel, strides, dilations = _windows(node)
     n, dtype = len(kernel), x.dtype
     x = x if x.is_floating_point() else x.float()
@@ -123,7 +119,7 @@ def _max_pool(node: Node, x: torch.Tensor) -> Any:
     return y.to(dtype), _unpadded(place, x.shape[2:], original.shape, before)
 
 
-def _unpadded(place: torch.Tensor, padded: Any, shape: Any, before: list[int]) -> torch.Tensor:
+def _unpadded(place: Tensor, padded: Any, shape: Any, before: list[int]) -> Tensor:
     """Return indices into a padded plane as those of ONNX: into the whole input without padding."""
     coordinates = []
     for size in reversed(padded):
@@ -137,7 +133,7 @@ def _unpadded(place: torch.Tensor, padded: Any, shape: Any, before: list[int]) -
 
 
 @operator("AveragePool")
-def _average_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
+def _average_pool(node: Node, x: Tensor) -> Tensor:
     kernel, strides, dilations = _windows(node)
     n = len(kernel)
     before, after = padding(node, x.shape[2:], kernel)
@@ -164,7 +160,7 @@ def _average_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
 
 
 @operator("LpPool")
-def _lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
+def _lp_pool(node: Node, x: Tensor) -> Tensor:
     p = node.get("p", 2)
     kernel, strides, dilations = _windows(node)
     n = len(kernel)
@@ -175,9 +171,7 @@ def _lp_pool(node: Node, x: torch.Tensor) -> torch.Tensor:
 
 
 @operator("MaxUnpool")
-def _max_unpool(
-    node: Node, x: torch.Tensor, place: torch.Tensor, shape: Value | None = None
-) -> Any:
+def _max_unpool(node: Node, x: Tensor, place: Tensor, shape: Value | None = None) -> Any:
     kernel, strides, _ = _windows(node)
     n = len(kernel)
     pads = node.get("pads", [0] * 2 * n)
@@ -195,8 +189,9 @@ def _max_unpool(
 
 
 @operator("BatchNormalization")
-def _batch_norm(node: Node, x: torch.Tensor, *rest: Value) -> Any:
-    weight, bias, mean, var = (to_tensor(v) for v in rest)
+def _batch_norm(
+    node: Node, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor
+) -> Any:
     if node.get("training_mode"):
         momentum = node.get("momentum", 0.9)
         axes = [0, *range(2, x.ndim)]
@@ -208,18 +203,16 @@ def _batch_norm(node: Node, x: torch.Tensor, *rest: Value) -> Any:
 
 
 @operator("InstanceNormalization")
-def _instance_norm(node: Node, x: torch.Tensor, weight: Value, bias: Value) -> torch.Tensor:
-    weight, bias = to_tensor(weight), to_tensor(bias)
+def _instance_norm(node: Node, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.instance_norm(x, weight=weight, bias=bias, eps=node.get("epsilon", 1e-5))
 
 
 @operator("LayerNormalization")
 def _layer_norm(
-    node: Node, x: torch.Tensor, weight: Value | None = None, bias: Value | None = None
+    node: Node, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> Any:
     axis = node.get("axis", -1) % x.ndim
     epsilon = node.get("epsilon", 1e-5)
-    weight, bias = (None if v is None else to_tensor(v) for v in (weight, bias))
     if weight is None or list(weight.shape) == list(x.shape[axis:]):
         y = F.layer_norm(x, x.shape[axis:], weight, bias, epsilon)
     else:
@@ -233,16 +226,15 @@ def _layer_norm(
 
 
 @operator("RMSNormalization", "SimplifiedLayerNormalization")
-def _rms_norm(node: Node, x: torch.Tensor, weight: Value | None = None) -> torch.Tensor:
+def _rms_norm(node: Node, x: Tensor, weight: Tensor | None = None) -> Tensor:
     axis, epsilon = node.get("axis", -1) % x.ndim, node.get("epsilon", 1e-5)
-    weight = None if weight is None else to_tensor(weight)
     if weight is None or list(weight.shape) == list(x.shape[axis:]):
         return F.rms_norm(x, x.shape[axis:], weight, epsilon)
     return F.rms_norm(x, x.shape[axis:], None, epsilon) * weight
 
 
 @operator("LRN")
-def _lrn(node: Node, x: torch.Tensor) -> torch.Tensor:
+def _lrn(node: Node, x: Tensor) -> Tensor:
     size = node.get("size")
     square = (x * x).unsqueeze(1)
     pads = [0, 0] * (x.ndim - 2) + [(size - 1) // 2, size // 2]
@@ -254,7 +246,7 @@ def _lrn(node: Node, x: torch.Tensor) -> torch.Tensor:
 
 @operator("Dropout")
 def _dropout(
-    node: Node, x: torch.Tensor, ratio: Value | None = None, training: Value | None = None
+    node: Node, x: Tensor, ratio: Value | None = None, training: Value | None = None
 ) -> Any:
     if training is not None and to_number(training) and (ratio is None or to_number(ratio)):
         raise Unsupported("in training mode")
@@ -264,12 +256,10 @@ def _dropout(
 
 
 @operator("Gemm")
-def _gemm(node: Node, a: torch.Tensor, b: Value, c: Value | None = None) -> torch.Tensor:
-    a, b = to_tensor(a), to_tensor(b)
+def _gemm(node: Node, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
     a = a.t() if node.get("transA") else a
     alpha, beta = node.get("alpha", 1.0), node.get("beta", 1.0)
     weight = b if node.get("transB") else b.t()
-    c = None if c is None else to_tensor(c)
     is_bias = c is None or (beta == 1 and tuple(c.shape) == (weight.shape[0],))
     if alpha == 1 and is_bias and a.is_floating_point():
         return F.linear(a, weight, c)
@@ -278,24 +268,23 @@ def _gemm(node: Node, a: torch.Tensor, b: Value, c: Value | None = None) -> torc
 
 
 @operator("MatMul")
-def _matmul(node: Node, a: Value, b: Value, bias: Value | None = None) -> torch.Tensor:
-    product = torch.matmul(to_tensor(a), to_tensor(b))
-    return product if bias is None else product + to_tensor(bias)
+def _matmul(node: Node, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = torch.matmul(a, b)
+    return product if bias is None else product + bias
 
 
 @operator("ScaledDotProductAttention")
 def _attention(
-    node: Node, query: Value, key: Value, value: Value, mask: Value | None = None
-) -> torch.Tensor:
-    query, key, value = map(to_tensor, (query, key, value))
-    mask, is_causal = None if mask is None else to_tensor(mask), bool(node.get("is_causal"))
+    node: Node, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    is_causal = bool(node.get("is_causal"))
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal, scale=node.get("scale")
     )
 
 
 @operator("Col2Im")
-def _col2im(node: Node, x: torch.Tensor, image: Value, block: Value) -> torch.Tensor:
+def _col2im(node: Node, x: Tensor, image: Value, block: Value) -> Tensor:
     sizes, kernel = tuple(to_sizes(image)), tuple(to_sizes(block))
     n = len(sizes)
     pads, strides = node.get("pads", [0] * 2 * n), node.get("strides", [1] * n)

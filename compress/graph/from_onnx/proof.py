@@ -30,11 +30,9 @@ def prove(module: OnnxModule, file: Path, examples: Sequence[Sequence[torch.Tens
     """
     largest, outputs, session = 0.0, module.output_names, None
     for inputs in examples:
-        try:
+        with raised_as(ArtifactInvalid, f"{file}: ONNX Runtime"):
             session = session or _session(file)
             expected = session.run(outputs, _feed(module, inputs))
-        except Exception as error:
-            raise ArtifactInvalid(f"{file}: ONNX Runtime: {error}") from error
         with torch.no_grad(), raised_as(ArtifactInvalid, f"{file}: in PyTorch"):
             found = module(*inputs)
         for name, ours, theirs in zip(outputs, found.values(), expected, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,8 @@ from compress.graph.from_onnx.shape_tensor import LARGEST, from_numpy
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-EXPANDED = "expanded"  # domain of functions that ONNX defines, until they are inlined
 MOVES = {"Concat", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 MOVED = 2**24  # elements of the largest constant that is moved when a file is read, not in each run
-LEVELS = 4  # functions that consist of functions
 NAMED = 5  # nodes whose names a refusal lists for each operator
 
 
@@ -119,81 +118,23 @@ def _listed(missing: dict[str, list[str]]) -> str:
 
 def _expand_functions(model: ir.Model) -> None:
     """Replace operators without an equivalent that ONNX itself defines by others, in place."""
-    import onnx
     import onnx_ir as ir
     import onnx_ir.passes.common as passes
+    from onnx.inliner import inline_selected_functions
 
-    for _ in range(LEVELS):
-        wanted = [node for node in model.graph.all_nodes() if not is_known(node)]
-        if wanted:
-            passes.AddDefaultAttributesPass()(model)
-            passes.ShapeInferencePass()(model)
-        before = len(model.functions)
-        for number, node in enumerate(wanted):
-            if any(attribute.type.name == "GRAPH" for attribute in node.attributes.values()):
-                continue  # which onnx-ir cannot inline
-            version = model.opset_imports.get(node.domain, 0)
-            try:
-                schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)
-            except onnx.defs.SchemaError:
-                continue
-            if schema.has_function:
-                content = schema.get_function_with_opset_version(version)
-            elif schema.has_context_dependent_function:
-                types = [
-                    b"" if v is None else ir.to_proto(v).type.SerializeToString()
-                    for v in node.inputs
-                ]
-                plain = ir.to_proto(node).SerializeToString()
-                content = schema.get_context_dependent_function_with_opset_version(
-                    version, plain, types
-                )
-            else:
-                continue
-            proto = onnx.FunctionProto.FromString(content)
-            if not proto.node:  # as the types of its inputs are not known
-                continue
-            if not proto.input:  # which those that depend on the node leave out
-                proto.input.extend(x.name for x in schema.inputs)
-            computed = {name for inner in proto.node for name in inner.output}
-            for name in set(proto.output) - computed:  # outputs that the node leaves out
-                proto.node.append(onnx.helper.make_node("Constant", [], [name], value_int=0))
-            del proto.output[len(node.outputs) :]
-            function = ir.from_proto(proto)
-            if not _takes_versions(function, model.opset_imports):
-                continue
-            function.domain, function.name = EXPANDED, f"{node.op_type}_{number}"
-            model.functions[function.identifier()] = function
-            node.domain, node.op_type = EXPANDED, function.name
-        if len(model.functions) == before:
+    tried = set[tuple[str, str]]()
+    while True:
+        nodes = (node for node in model.graph.all_nodes() if not is_known(node))
+        unknown = {(node.domain, node.op_type) for node in nodes} - tried
+        if not unknown:
             return
-        model.opset_imports[EXPANDED] = 1
-        passes.InlinePass()(model)
-
-
-def _takes_versions(function: ir.Function, versions: dict[str, int]) -> bool:
-    """Set a function's versions to the model's; False where an operator lost a part since."""
-    import onnx
-
-    # ONNX keeps a body at the version that introduced its operator, and onnx-ir inlines equal ones.
-    # Later versions of most operators take more types, inputs or attributes, the rest as before.
-    own = function.opset_imports
-    both = own.keys() & versions.keys()
-    for node in function:
-        if node.domain not in both:
-            continue
-        old, new = (
-            onnx.defs.get_schema(node.op_type, known[node.domain], node.domain)
-            for known in (own, versions)
-        )
-        for name, attribute in old.attributes.items():
-            kept = new.attributes.get(name)
-            if kept is None or kept.default_value != attribute.default_value:
-                return False
-        if [x.name for x in old.inputs] != [x.name for x in new.inputs][: len(old.inputs)]:
-            return False
-    own.update({domain: versions[domain] for domain in both})
-    return True
+        tried |= unknown
+        passes.AddDefaultAttributesPass()(model)
+        proto = ir.to_proto(model)
+        proto.graph.value_info.add()  # the type of inputs that are left out, which it asks for
+        with suppress(Exception):  # where it does not know a type, the operator is refused
+            inlined = inline_selected_functions(proto, [*unknown], inline_schema_functions=True)
+            model.graph = ir.from_proto(inlined).graph
 
 
 def pack(model: ir.Model) -> str:

@@ -6,32 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from compress.graph.from_onnx.registry import Node, Unsupported, operator
-from compress.graph.from_onnx.shape_tensor import Value, to_number, to_tensor
+from compress.graph.from_onnx.shape_tensor import Value, to_number
 
 
 @operator("LSTM", "GRU", "RNN")
-def _recurrent(node: Node, x: torch.Tensor, w: Value, r: Value, *rest: Value | None) -> Any:
+def _recurrent(node: Node, x: Tensor, w: Tensor, r: Tensor, *rest: Tensor | None) -> Any:
     bias, lengths, hidden, cell, peepholes = (*rest, None, None, None, None, None)[:5]
     if node.get("layout"):
         x = x.transpose(0, 1)
-        hidden = None if hidden is None else to_tensor(hidden).transpose(0, 1)
-        cell = None if cell is None else to_tensor(cell).transpose(0, 1)
-    masks: list[torch.Tensor | None] = [None] * len(x)
+        hidden, cell = (None if s is None else s.transpose(0, 1) for s in (hidden, cell))
+    masks: list[Tensor | None] = [None] * len(x)
     if lengths is not None:
-        masks = [(t < to_tensor(lengths)).unsqueeze(1) for t in range(len(x))]
+        masks = [(t < lengths).unsqueeze(1) for t in range(len(x))]
     steps = [*zip(x, masks, strict=True)]
-    w, r = to_tensor(w), to_tensor(r)
     way = node.get("direction", "forward")
     outputs, states, cells = [], [], []
     for d in range(w.shape[0]):
         backward = way == "reverse" or d == 1
-        b = None if bias is None else to_tensor(bias)[d]
-        h = None if hidden is None else to_tensor(hidden)[d]
-        c = None if cell is None else to_tensor(cell)[d]
-        p = None if peepholes is None else to_tensor(peepholes)[d]
+        b, h, c, p = (None if v is None else v[d] for v in (bias, hidden, cell, peepholes))
         y, h, c = _steps(node, steps[::-1] if backward else steps, w[d], r[d], b, h, c, p, d)
         outputs.append(y.flip(0) if backward else y)
         states.append(h)
@@ -56,13 +52,13 @@ _FUNCTIONS: dict[str, Any] = {
 
 def _steps(
     node: Node,
-    steps: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-    w: torch.Tensor,
-    r: torch.Tensor,
-    b: torch.Tensor | None,
-    h: torch.Tensor | None,
+    steps: Sequence[tuple[Tensor, Tensor | None]],
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    h: Tensor | None,
     c: Any,
-    p: torch.Tensor | None,
+    p: Tensor | None,
     direction: int,
 ) -> Any:
     size, kind = node.get("hidden_size") or r.shape[-1], node.operator
@@ -82,7 +78,7 @@ def _steps(
         c = x.new_zeros(x.shape[0], size) if c is None else c
     rows = []
 
-    def limit(values: torch.Tensor) -> torch.Tensor:
+    def limit(values: Tensor) -> Tensor:
         return values.clamp(-clip, clip) if clip else values
 
     for step, is_inside in steps:
@@ -123,16 +119,14 @@ def has_default_form(node: Node) -> bool:
     return chosen in (None, default, default * 2) and not any(map(node.get, unusual))
 
 
-def reordered(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+def reordered(tensor: Tensor, order: list[int]) -> Tensor:
     """Return the rows of gates in another order."""
     parts = tensor.chunk(len(order))
     return torch.cat([parts[i] for i in order])
 
 
 @operator("DFT")
-def _dft(
-    node: Node, x: torch.Tensor, length: Value | None = None, axis: Value | None = None
-) -> Any:
+def _dft(node: Node, x: Tensor, length: Value | None = None, axis: Value | None = None) -> Any:
     n = None if length is None else int(to_number(length))
     dim = node.get("axis", 1) if axis is None else to_number(axis)
     dim = dim if dim >= 0 else dim + x.ndim
@@ -150,17 +144,16 @@ def _dft(
 @operator("STFT")
 def _stft(
     node: Node,
-    x: torch.Tensor,
+    x: Tensor,
     step: Value,
-    window: Value | None = None,
+    window: Tensor | None = None,
     length: Value | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     if x.ndim == 3 and x.shape[-1] == 2:
         raise Unsupported("of complex signals")
     signal = x.squeeze(-1) if x.ndim == 3 else x
-    given: Any = None if window is None else to_tensor(window)
-    size = given.shape[0] if length is None else int(to_number(length))
+    size = window.shape[0] if length is None else int(to_number(length))  # type: ignore[union-attr]
     frames = signal.unfold(-1, size, int(to_number(step)))
-    frames = frames if given is None else frames * given
+    frames = frames if window is None else frames * window
     transform = torch.fft.rfft if node.get("onesided", 1) else torch.fft.fft
     return torch.view_as_real(transform(frames, dim=-1))

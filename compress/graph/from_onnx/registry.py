@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
+
+from compress.graph.from_onnx.shape_tensor import to_tensor
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
 """Operator type → function of the node and its inputs that returns the output, or a tuple."""
@@ -35,10 +39,20 @@ class Node:
 
 
 def operator(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function for operators of ONNX's standard domain."""
+    """Register a function for operators of ONNX's standard domain.
+
+    What it annotates as tensors it gets as tensors, everything else as it was computed.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        OPERATORS.update(dict.fromkeys(names, function))
+        _, *parameters = inspect.signature(function).parameters.values()
+        wanted = [str(p.annotation).startswith("Tensor") for p in parameters]
+
+        def call(node: Node, *values: Any) -> Any:
+            pairs = zip(values, chain(wanted, repeat(wanted[-1])), strict=False)
+            return function(node, *(to_tensor(v) if is_tensor else v for v, is_tensor in pairs))
+
+        OPERATORS.update(dict.fromkeys(names, call if any(wanted) else function))
         return function
 
     return register

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from compress.graph.from_onnx.registry import Node, operator
@@ -13,7 +14,7 @@ from compress.graph.from_onnx.shape_tensor import Value, to_sizes
 
 
 @operator("Upsample", "Resize")
-def _resize(node: Node, x: torch.Tensor, *rest: Value | None) -> torch.Tensor:
+def _resize(node: Node, x: Tensor, *rest: Value | None) -> Tensor:
     if node.operator == "Upsample":
         scales = node.get("scales") if not rest else to_sizes(rest[0])
         return _interpolate(node, x, scales, None, "asymmetric", "floor")
@@ -28,13 +29,13 @@ def _resize(node: Node, x: torch.Tensor, *rest: Value | None) -> torch.Tensor:
 
 def _interpolate(
     node: Node,
-    x: torch.Tensor,
+    x: Tensor,
     scales: Any,
     sizes: list[Any] | None,
     coordinates: str,
     nearest: str,
     window: list[float] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     mode, n = node.get("mode", "nearest"), x.ndim
     axes = [axis % n for axis in node.get("axes", range(n))]
     policy = node.get("keep_aspect_ratio_policy", "stretch")
@@ -100,14 +101,14 @@ def _torch_mode(
 
 def _resample(
     node: Node,
-    x: torch.Tensor,
+    x: Tensor,
     axis: int,
     size: Any,
     scale: Any,
     coordinates: str,
     nearest: str,
     window: tuple[float, float] | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Resize one axis by a matrix of weights, as ONNX defines them for each mode."""
     length, out = x.shape[axis], torch.arange(size, dtype=torch.float64)
     half = (out + 0.5) / scale - 0.5
@@ -155,15 +156,15 @@ def _resample(
 
 
 def _extrapolated(
-    node: Node, y: torch.Tensor, axis: int, at: torch.Tensor, length: int, coordinates: str
-) -> torch.Tensor:
+    node: Node, y: Tensor, axis: int, at: Tensor, length: int, coordinates: str
+) -> Tensor:
     if coordinates != "tf_crop_and_resize":
         return y
     outside = ((at < 0) | (at > length - 1)).reshape((-1,) + (1,) * (y.ndim - 1 - axis))
     return torch.where(outside, node.get("extrapolation_value", 0.0), y)
 
 
-def _kernel(mode: str, distance: torch.Tensor, stretch: float, node: Node) -> torch.Tensor:
+def _kernel(mode: str, distance: Tensor, stretch: float, node: Node) -> Tensor:
     distance = (distance * stretch).abs()
     if mode == "linear":
         return (1 - distance).clamp(min=0)
@@ -174,7 +175,7 @@ def _kernel(mode: str, distance: torch.Tensor, stretch: float, node: Node) -> to
 
 
 @operator("GridSample")
-def _grid_sample(node: Node, x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+def _grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
     mode, outside = node.get("mode", "linear"), node.get("padding_mode", "zeros")
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     return F.grid_sample(x, grid, mode, outside, bool(node.get("align_corners")))

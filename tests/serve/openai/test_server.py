@@ -282,9 +282,7 @@ def test_what_was_not_proven_is_not_served(folder: Artifact, tmp_path: Path) -> 
     forge(forged, GREEDY_TEXT_FILE, json.dumps(content).encode())
     done = refused(forged)
     assert done.returncode == 1
-    assert (
-        f"as token 6 of the text that the export was proven with, expected {other}" in done.stderr
-    )
+    assert f"as token 6 of the text that proves the export, expected {other}" in done.stderr
     altered = shutil.copytree(folder.path, tmp_path / "altered")
     (altered / GREEDY_TEXT_FILE).chmod(0o644)
     (altered / GREEDY_TEXT_FILE).write_bytes(
