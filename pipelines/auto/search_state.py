@@ -85,7 +85,9 @@ class BlockVariant:
         widths = evaluator.settings.without_blocks(removed_blocks).space.widths
         if widths is None:
             return cls(removed_blocks, model, WidthSpace.empty(context.device))
+        context.progress("channels", 0, 1, "ranked, and their smallest widths verified")
         grid = WidthSpace.from_model(model, context, widths.selection, widths.values)
+        context.progress("channels", 1, 1)
         return cls(removed_blocks, model, grid)
 
     @property
