@@ -62,11 +62,11 @@ photographs, sentences and voices that neither calibration nor judging has seen.
 All rows are run by the same ONNX Runtime on one thread, call by call in turn; size and time, which
 is the CPU time of a call (median of 20), are shares of the float file's of `torch.onnx.export`.
 Peers have an environment of their own, the recipe of their documentation, the float file and the
-same calibration rows. Ours is `compress run` from the checkpoint on with all its judging on the rows
-that judge (what is scored here is no part of its data), and its CPU seconds are those of every
-process. The last column divides them by those of the plain export
-and the best peer, which judge nothing: the cheapest of those within a point of the best one. A
-blank time or cost was not measured: the run went without times, or was resumed.
+same calibration rows. Ours is `compress run` from the checkpoint on with all its judging on the
+rows that judge, of which those that are scored here are none, and its CPU seconds are those of
+every process. The last column divides them by those of the plain export and the best peer, which
+judge nothing: the cheapest of those within a point of the best one. A blank time or cost was not
+measured: the run went without times, or was resumed.
 
 TensorFlow's "same" padding, a `Pad` by zeros before a convolution, becomes part of the convolution
 in our file as it does in that of ONNX Runtime's tool. EfficientNet-Lite0 has 17. As operators of

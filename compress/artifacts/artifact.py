@@ -147,7 +147,10 @@ class Artifact(ShownInNotebooks):
             with atomic_files.open_regular(path / MANIFEST, follow_link=False) as stream:
                 raw = stream.read(MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
-            raise ArtifactInvalid(f"{path}: not an artifact (it has no {MANIFEST})") from None
+            # The results of a run hold the artifacts of its stages.
+            names = sorted(str(file.parent) for file in path.glob(f"artifacts/*/{MANIFEST}"))
+            hint = f"; name one of those in it: {', '.join(names)}" if names else ""
+            raise ArtifactInvalid(f"{path}: not an artifact (it has no {MANIFEST}){hint}") from None
         except OSError as error:
             raise ArtifactInvalid(f"{path / MANIFEST}: {error.strerror}") from error
         return cls.from_manifest(raw, path)

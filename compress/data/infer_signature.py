@@ -17,6 +17,7 @@ from compress.data.batch import LABELS, SampleWithTeacher, adapt
 if TYPE_CHECKING:
     import torch
 
+    from compress.common.forward import Predictor
     from compress.data.splits import Splits
 
 SAMPLES = 32  # samples read from each split, evenly spaced
@@ -53,6 +54,30 @@ def inputs_of(
             )
         found.append(tensors)
     return tuple(_specs(names, list(zip(*found, strict=True)), float_dtype))
+
+
+def takes_rows(predict: Predictor, inputs: Sequence[torch.Tensor], rows: int) -> bool:
+    """Whether a model answers a number of rows, which are those of inputs again and again."""
+    try:
+        outputs = predict(*(x[[i % len(x) for i in range(rows)]] for x in inputs))
+    except Exception:  # noqa: BLE001 - a user's model may raise anything
+        return False
+    return all(len(x) == rows for x in outputs)
+
+
+def refuse_one_answer(
+    predict: Predictor, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
+    """Raise PipelineInvalid where a model's outputs for rows are as large as for one of them."""
+    one = predict(*(x[:1] if len(x) == len(inputs[0]) else x for x in inputs))
+    shapes = [[list(x.shape) for x in answer] for answer in (outputs, one)]
+    if shapes[0] == shapes[1]:
+        raise PipelineInvalid(
+            f"model: outputs have the shape {' and '.join(map(str, shapes[0]))} for "
+            f"{len(inputs[0])} samples as for one, expected an answer for each sample; let forward "
+            "return a row for each row of its input, or declare that it takes one "
+            f"(--input NAME={','.join(map(str, (1, *inputs[0].shape[1:])))})"
+        )
 
 
 def fix_unnamed_axes(

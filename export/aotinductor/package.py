@@ -16,6 +16,7 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers dequantize_per_channel and its kin
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.export.pt2_archive import PT2ArchiveReader
+from torch.utils._pytree import tree_leaves
 
 from compress.checkpoint.file_kinds import COMPILED, unreadable
 from compress.checkpoint.safe_zip import refuse_bomb
@@ -91,6 +92,7 @@ def compile_package(
                 register_integer_patterns()
                 merge_products_(program)
                 make_contiguous_(program)
+                check_indices_(program)
                 multiply_rows_(program)
             else:
                 program = move_program(program, device)
@@ -189,6 +191,13 @@ def count_kernels(source: str) -> dict[str, dict[str, int]]:
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed
 LINEAR = aten.linear.default
+LOOKUPS = {
+    aten.embedding.default: 1,
+    aten.index.Tensor: 1,
+    aten.index_select.default: 2,
+    aten.gather.default: 2,
+}
+"""Operators that read by integers → which of their arguments holds these."""
 CHOOSE = decomposed.choose_qparams.tensor
 DEQUANTIZE = (decomposed.dequantize_per_tensor.default, decomposed.dequantize_per_tensor.tensor)
 DEQUANTIZE_CHANNELS = decomposed.dequantize_per_channel.default
@@ -248,6 +257,38 @@ def make_contiguous_(program: ExportedProgram) -> None:
                 copied = _call(graph, aten.clone.default, floats.args[0])
             copied.kwargs = {"memory_format": torch.contiguous_format}
             floats.update_arg(0, copied)
+    program.graph_module.recompile()
+
+
+def check_indices_(program: ExportedProgram) -> None:
+    """Let integers of the inputs that look up what is not there raise RuntimeError, in place."""
+    # Inductor's own check raises within threads of OpenMP, which ends the process (torch 2.13).
+    graph, names = program.graph, {*program.graph_signature.user_inputs}
+    of_inputs: set[Node] = set()
+    for node in graph.nodes:
+        if node.name in names or of_inputs.intersection(node.all_input_nodes):
+            of_inputs.add(node)
+    for node in [node for node in graph.nodes if node.target in LOOKUPS]:
+        read, place = node.args[0], LOOKUPS[node.target]
+        several = node.target is aten.index.Tensor  # of which those below 0 count from the end
+        axis = 0 if node.target is aten.embedding.default else node.args[1]
+        given = dict(enumerate(node.args[1])) if several else {axis: node.args[place]}
+        integers = {axis: index for axis, index in given.items() if index in of_inputs}
+        if any(index.meta["val"].dtype == torch.bool for index in integers.values()):
+            continue  # a mask may stand for several axes
+        for axis, index in integers.items():
+            rows = read.meta["val"].shape[axis]
+            with graph.inserting_before(node):
+                if not isinstance(rows, int):
+                    rows = _call(graph, aten.sym_size.int, read, axis)
+                most, least = _call(graph, operator.sub, rows, 1), 0
+                if several:
+                    least = _call(graph, operator.neg, rows)
+                given[axis] = _call(graph, aten.clamp.default, index, least, most)
+                equal = _call(graph, aten.eq.Tensor, index, given[axis])
+                message = f"an integer that looks up a row of {read.name} is out of range"
+                _call(graph, aten._assert_async.msg, _call(graph, aten.all.default, equal), message)
+        node.update_arg(place, [*given.values()] if several else given[axis])
     program.graph_module.recompile()
 
 
@@ -317,7 +358,10 @@ def _merge_(graph: Graph, products: Sequence[Any]) -> None:
         graph.erase_node(product)
 
 
-def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
+def _call(graph: Graph, target: Any, *arguments: Any) -> Any:
+    """Return a call that is added to a graph; of numbers alone, what it returns."""
+    if not any(isinstance(x, torch.fx.Node) for x in tree_leaves(arguments)):
+        return target(*arguments)
     node = graph.call_function(target, arguments)
     values = torch.fx.node.map_arg(arguments, lambda given: given.meta["val"])
     node.meta["val"] = target(*values)

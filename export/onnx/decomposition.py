@@ -147,7 +147,8 @@ def _flatten(graph: Graph, node: Node) -> Node | None:
     if not isinstance(rows, int):
         rows = graph.call_function(aten.sym_size.int, (x, 0))
         rows.meta["val"] = sizes[0]
-    return _call(graph, aten.view.default, (x, [rows, sizes[1]]), node)
+    # No view: the exporter may have another layout before it.
+    return _call(graph, aten.reshape.default, (x, [rows, sizes[1]]), node)
 
 
 ASSERTIONS = {

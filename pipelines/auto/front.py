@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +89,10 @@ class Front(ShownInNotebooks, Result):
     """Whether even the smallest models miss limits, so that nothing was searched."""
     not_searched: tuple[str, ...] = ()
     """What was left out of the search, and why."""
+    time_limit: float = 0.0
+    """Seconds that were given; 0 in fronts of older versions."""
+    spent: dict[str, float] = {}
+    """Part of the search → seconds that it took."""
     conditions: str
     """Hash of the model and of what figures depend on besides; a search with the same goes on."""
     base_ms: float
@@ -102,6 +108,14 @@ class Front(ShownInNotebooks, Result):
     def by_name(self) -> dict[str, CheckedModel]:
         """The checked models by name."""
         return {model.name: model for model in self.checked}
+
+    @property
+    def time_taken(self) -> str:
+        """How long the search took, and where that time went; empty if that is not known."""
+        parts = sorted(self.spent.items(), key=lambda part: -part[1])
+        each = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in parts if seconds >= 1)
+        total = sum(self.spent.values())
+        return f"{total:.0f} s of the {self.time_limit:g} s given: {each}" if self.spent else ""
 
     @staticmethod
     def pareto(models: Sequence[CheckedModel]) -> list[CheckedModel]:
@@ -181,13 +195,18 @@ def lines_below(front: Front, out: Path) -> Iterator[str]:
     if front.best is not None:
         yield f"best: {front.line(front.by_name[front.best], front.limits)}"
         folder = front.folders.get(front.best) if front.predicted_for is None else None
-        yield f"its run: {out / folder if folder else out / CANDIDATES / front.best}"
+        run = out / folder if folder else out / CANDIDATES / front.best
+        yield f"its run: {run}"
+        served = run / "artifacts" / front.by_name[front.best].candidate.export
+        yield f"serve it: compress serve {shlex.quote(str(served))}"
     else:
         yield "no model that was checked meets all limits"
     if front.predicted_for is not None:
         yield f"latencies are predicted for {front.predicted_for}; run the points' pipelines there"
     for what in front.not_searched:
-        yield f"not searched: {what}"
+        yield f"left out: {what}"
+    if front.time_taken:
+        yield f"time: {front.time_taken}"
     yield f"page: {out / FRONT_PAGE}; figures: {out / FRONT_FILE}; pipelines: {out / POINTS_FOLDER}"
 
 
@@ -210,6 +229,8 @@ def nothing_found(front: Front) -> str:
         for model in front.checked
         if model.drop is not None and (limits.max_drop is None or model.drop <= limits.max_drop)
     ]
+    if not kept and limits.max_drop is None:
+        return "no model that was checked has a finite metric, not even the float one"
     if not kept:
         return (
             f"no model keeps the metric within {limits.max_drop:g} points, not even the float one; "
@@ -317,9 +338,14 @@ def chosen_points(front: Front, count: int) -> list[str]:
     return [name for name in front.points if name in chosen]
 
 
-def write_points(front: Front, evaluator: CandidateEvaluator, passed: str | None) -> Front:
-    """Write the points' pipelines; run those within the limits but one that `passed` already."""
-    known = front.by_name
+def write_points(
+    front: Front, evaluator: CandidateEvaluator, passed: str | None, deadline: float
+) -> Front:
+    """Write the points' pipelines; run those within the limits but one that `passed` already.
+
+    None is run any more after a deadline of :func:`time.monotonic`.
+    """
+    known, left_out = front.by_name, [*front.not_searched]
     names = chosen_points(front, evaluator.settings.points)
     folders = {name: folder_of(front, name) for name in names}
     for folder in (evaluator.out / POINTS_FOLDER).glob("*"):
@@ -327,9 +353,14 @@ def write_points(front: Front, evaluator: CandidateEvaluator, passed: str | None
             shutil.rmtree(folder)
     for name in names:
         write_point(front, evaluator, known[name])
-        if name != passed and not missed_limits(front.limits, known[name]):
+        if name == passed or missed_limits(front.limits, known[name]):
+            continue
+        if time.monotonic() < deadline:
             run_point(front, evaluator, known[name])
-    return front.model_copy(update={"folders": folders})
+        else:
+            file = evaluator.out / folders[name] / PIPELINE_FILE
+            left_out.append(f"the run of a point, for want of time: compress run {file}")
+    return front.model_copy(update={"folders": folders, "not_searched": tuple(left_out)})
 
 
 def write_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> None:

@@ -54,6 +54,7 @@ BLOCKS_COMPARED_ON = 64  # samples on which the outputs of a model without a blo
 MAX_CHECKS_AT_LIMIT = 5
 """Models that are checked at the asked latency before other latencies are looked at."""
 NARROW_GAP = 1.03  # ratio of two latencies between which no further model is looked for
+POINTS_SHARE = 0.1  # share of the time, beyond it, for runs of the points but the best
 WEIGHT_BEHIND_BAD = 0.5  # weight of a gap of latencies whose slower end loses too much
 AIMED_SHARE = 0.99
 """Share of the asked latency that the solver aims at until a model keeps to it, as half of all are
@@ -93,7 +94,9 @@ def search(
         evaluator = CandidateEvaluator.from_pipeline(pipeline, settings, out, options)
         if tables is not None:
             evaluator.tables, evaluator.base_ms = tables, tables.base_ms
-        front = run_search(SearchState(evaluator, emit=emit), start + settings.time)
+        begun = {"opening the model and its data": time.monotonic() - start}
+        state = SearchState(evaluator, spent=begun, emit=emit)
+        front = run_search(state, start + settings.time)
         seconds = time.monotonic() - start
         fields = {"best": front.best, "points": front.points, "seconds": seconds}
         line = f"{len(front.checked)} models checked, best: {front.best or 'none'}"
@@ -136,8 +139,11 @@ def run_search(state: SearchState, deadline: float) -> Front:
             f"points, more than max_drop {most:g}: no sample may be lost"
         )
     state.check_whole(deadline)
-    if time.monotonic() < deadline:
-        whole = BlockVariant.from_model(evaluator, evaluator.model)
+    if time.monotonic() >= deadline:
+        state.leave_out("widths and layers in float: there was no more time; allow more --time")
+    else:
+        with state.timed("ranking channels"):
+            whole = BlockVariant.from_model(evaluator, evaluator.model)
         if evaluator.tables is not None:
             evaluator.tables.refuse_other_model(whole.space.grid, evaluator.batch)
         variants = BlockVariants(state, whole)
@@ -145,7 +151,8 @@ def run_search(state: SearchState, deadline: float) -> Front:
             variants.find_order(deadline)
         state.is_infeasible = not variants.are_feasible(deadline)
         if not state.is_infeasible:
-            state.measure_kernels(whole, deadline)
+            with state.timed("latency tables"):
+                state.measure_kernels(whole, deadline)
             _check_cut(state, variants, deadline)
     # Of those that meet all limits, the best first is confirmed, until one passes.
     wanted = [model for model in state.offered() if not missed_limits(settings.limits, model)]
@@ -159,16 +166,23 @@ def run_search(state: SearchState, deadline: float) -> Front:
         front = state.front(best=model.name)
         front.write(state.out)
         write_point(front, evaluator, confirmed)
-        if run_point(front, evaluator, confirmed):
+        with state.timed("runs of points"):
+            is_best = run_point(front, evaluator, confirmed)
+        if is_best:
             best = model.name
             break
-    front = write_points(state.front(best), evaluator, best)
+    with state.timed("runs of points"):
+        until = max(deadline, time.monotonic()) + POINTS_SHARE * settings.time
+        front = write_points(state.front(best), evaluator, best, until)
+    front = front.model_copy(update={"spent": state.spent})
     front.write(state.out)
     return front
 
 
 def _check_cut(state: SearchState, variants: BlockVariants, deadline: float) -> None:
     """Check smaller models, first as they are after a refit, then trained."""
+    if not (state.models or variants.shallower):
+        return  # and no cut can be predicted
     seconds, recovery = state.settings.time, state.settings.space.recovery
     begin, is_left = deadline - seconds, True
     untrained_share = UNTRAINED_SHARE * (1 + bool(variants.shallower)) if recovery else 1.0
@@ -246,7 +260,8 @@ class BlockVariants:
             whole = self.state.whole_models(removed_blocks) if variant else []
             is_kept = any("max_drop" not in missed_limits(limits, model) for model in whole)
             if variant is not None and (is_kept or recovery):
-                self.state.measure_kernels(variant, deadline)
+                with self.state.timed("latency tables"):
+                    self.state.measure_kernels(variant, deadline)
                 self.added.append(variant)
 
     def programmes(self, deadline: float) -> Programmes:
@@ -256,7 +271,8 @@ class BlockVariants:
             now = time.monotonic()
             until = now + (deadline - now) / (len(self.added) - done)
             deeper = programmes[()].loss_increase if programmes else None
-            losses = variant.measure_loss_increases(self.state.evaluator, until, deeper)
+            with self.state.timed("what single cuts lose"):
+                losses = variant.measure_loss_increases(self.state.evaluator, until, deeper)
             programmes[variant.removed_blocks] = Programme(variant.space.grid, losses)
         return programmes
 
@@ -265,8 +281,8 @@ class BlockVariants:
         limits = self.state.settings.limits
         if limits.latency is None and limits.size is None and limits.memory is None:
             return True
-        if self._is_feasible(self.whole):
-            return True
+        if time.monotonic() >= deadline or self._is_feasible(self.whole):
+            return True  # or not known
         fewest = self._checked_whole(self.shallower[-1], deadline) if self.shallower else None
         return fewest is not None and self._is_feasible(fewest)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -32,6 +34,7 @@ from compress.pruning.recovery.recovery import name_before
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
+    from compress.core.progress import Progress
     from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
     from compress.pipelines.auto.cost_models import LayerSensitivity
     from compress.pruning.latency.widths import LossIncreases
@@ -43,6 +46,18 @@ if TYPE_CHECKING:
 
 FLOAT_LAYERS_SHARE = 0.15
 """Share of the search's time for the layers of one format that may stay in float."""
+
+
+def progress_until(deadline: float, progress: Progress) -> Progress:
+    """Return a callback that raises StageFailed once a deadline of `time.monotonic` is over."""
+
+    def report(task: str, done: int, total: int, note: str = "") -> None:
+        if time.monotonic() > deadline:
+            where = f"{task}, {note or 'step'} {done} of {total}"
+            raise StageFailed(f"there was no more time ({where}); allow more --time")
+        progress(task, done, total, note)
+
+    return report
 
 
 class Solution(NamedTuple):
@@ -70,7 +85,9 @@ class BlockVariant:
         widths = evaluator.settings.without_blocks(removed_blocks).space.widths
         if widths is None:
             return cls(removed_blocks, model, WidthSpace.empty(context.device))
+        context.progress("channels", 0, 1, "ranked, and their smallest widths verified")
         grid = WidthSpace.from_model(model, context, widths.selection, widths.values)
+        context.progress("channels", 1, 1)
         return cls(removed_blocks, model, grid)
 
     @property
@@ -122,10 +139,22 @@ class SearchState:
     """Whether even the smallest models miss limits."""
     not_searched: list[str] = field(default_factory=list)
     """What is left out, and why."""
+    spent: dict[str, float] = field(default_factory=dict)
+    """Part of the search → the seconds that it took so far."""
     emit: EventEmitter = field(default_factory=EventEmitter)
 
     def __post_init__(self) -> None:
         self.settings, self.out = self.evaluator.settings, self.evaluator.out
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time that a block takes, without that of blocks within it, to a part's."""
+        begin, before = time.monotonic(), sum(self.spent.values())
+        try:
+            yield
+        finally:
+            inner = sum(self.spent.values()) - before
+            self.spent[part] = self.spent.get(part, 0.0) + time.monotonic() - begin - inner
 
     def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
         """Build and measure a candidate, unless that was done, and write the front."""
@@ -135,7 +164,8 @@ class SearchState:
         fields = {"candidate": name, **candidate.settings(), "predicted_ms": predicted_ms}
         self.emit("candidate_chosen", None, f"{name}: chosen", fields, is_announced=False)
         try:
-            found = self.evaluator.evaluate(candidate, predicted_ms)
+            with self.timed("models made and measured"):
+                found = self.evaluator.evaluate(candidate, predicted_ms)
         except StageFailed as error:
             is_whole = not candidate.is_smaller and not candidate.float_layers
             # With the float one latencies are compared, and mixed formats are made from the others.
@@ -166,8 +196,11 @@ class SearchState:
         """Check a model of whole widths in each format and runtime, the float ONNX file first."""
         self.check(Candidate("float"))
         for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
+            candidate = Candidate(format, runtime=runtime, removed_blocks=removed_blocks)
             if time.monotonic() < deadline:
-                self.check(Candidate(format, runtime=runtime, removed_blocks=removed_blocks))
+                self.check(candidate)
+            elif candidate.name not in self.checked:
+                self.leave_out(f"{candidate.name}: there was no more time; allow more --time")
 
     def offered(self) -> list[CheckedModel]:
         """Return the checked models of the formats, runtimes and blocks that are asked for."""
@@ -259,20 +292,25 @@ class SearchState:
     def measure_kernels(self, variant: BlockVariant, deadline: float | None = None) -> None:
         """Measure kernels over the grid; no layer is in float without a deadline or some blocks."""
         evaluator, removed_blocks = self.evaluator, variant.removed_blocks
-        table = KernelTable(self.out / TABLES, machine(), evaluator.context.threads)
+        context, end = evaluator.context, math.inf if deadline is None else deadline
+        table = KernelTable(self.out / TABLES, machine(), context.threads)
         # Relative to that of the float file, which is measured once.
         key = f"{evaluator.conditions} {evaluator.base_ms!r}"
         fitted = None if removed_blocks else WholeModels.read(self.out / "whole_models.json", key)
-        for format in self.settings.space.formats:
-            same = [m for m in self.whole_models(removed_blocks) if m.format == format]
+        # The fastest format first: there may be no time for all.
+        whole_models = sorted(self.whole_models(removed_blocks), key=lambda m: m.latency_ms)
+        for format in dict.fromkeys(m.format for m in whole_models):
+            same = [m for m in whole_models if m.format == format]
             # ONNX Runtime first, whose file those with layers in float are made from.
             whole = {m.runtime: m for m in sorted(same, key=lambda m: m.runtime != "onnx")}
-            if not whole:
-                continue
-            until = time.monotonic() + FLOAT_LAYERS_SHARE * self.settings.time
+            now = time.monotonic()
+            # Once one format can be searched, others leave it time for that.
+            stop = now + (end - now) / 2 if self.models else end
+            bounded = replace(context, progress=progress_until(stop, context.progress))
+            until = now + FLOAT_LAYERS_SHARE * self.settings.time
             layers = None
             if deadline is not None and not removed_blocks:
-                until = min(deadline, until)
+                until = min(stop, until)
                 layers = self._layer_sensitivity(next(iter(whole.values())), until)
             if not variant.space.grid and layers is None:
                 continue
@@ -287,7 +325,7 @@ class SearchState:
                         [*whole],
                         grid=variant.space.grid,
                         model=variant.model,
-                        context=evaluator.context,
+                        context=bounded,
                         settings=self.settings.without_blocks(removed_blocks),
                         table=table,
                         measure_ms=evaluator.measure_latency_ms,
@@ -297,10 +335,10 @@ class SearchState:
                         whole_models=fitted,
                     )
             except StageFailed as error:  # the other formats may do
-                self._leave_out(f"{format} is not cut: {error}")
+                self.leave_out(f"{format} is not cut: {error}")
                 continue
             if layers is not None and (why := built[0].layers.unsuitable):
-                self._leave_out(f"no layer of {format} is left in float: {why}")
+                self.leave_out(f"no layer of {format} is left in float: {why}")
             for model in built:
                 own_loss = whole[model.runtime].loss
                 model.loss_increase = own_loss - model.layers.total_loss_increase
@@ -321,7 +359,7 @@ class SearchState:
             self.check(Candidate(whole.format))
             return self.evaluator.layer_sensitivity(whole, deadline)
         except StageFailed as error:
-            self._leave_out(f"no layer of {whole.format} is left in float: {error}")
+            self.leave_out(f"no layer of {whole.format} is left in float: {error}")
             return None
 
     def _correct(self, checked: CheckedModel) -> None:
@@ -339,7 +377,7 @@ class SearchState:
             line = f"latency of {format} in {runtime}: corrected by {factor:.3g}"
             self.emit("model_corrected", None, line, fields, is_announced=False)
 
-    def _leave_out(self, what: str) -> None:
+    def leave_out(self, what: str) -> None:
         """Warn that something is not searched, and remember it for the front."""
         if what not in self.not_searched:
             self.not_searched.append(what)
@@ -367,4 +405,6 @@ class SearchState:
             samples=evaluator.decided_on.samples,
             is_infeasible=self.is_infeasible,
             not_searched=tuple(self.not_searched),
+            spent=self.spent,
+            time_limit=self.settings.time,
         )

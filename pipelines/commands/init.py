@@ -27,6 +27,7 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import metric_class
 from compress.core.objectives.task import NO_METRIC, TASKS, TaskName, infer_task
+from compress.data.infer_signature import refuse_one_answer, takes_rows
 from compress.export.imported.exported_files import KINDS
 from compress.pipelines.config import model_spec
 from compress.pipelines.config.data_spec import DATA_CLASSES, FileData
@@ -38,6 +39,7 @@ from compress.pipelines.system import yaml_core
 from compress.pipelines.system.temp_files import temporary_files
 from compress.pipelines.system.templates import render_template
 from compress.serve.torchserve.stage import PackageTorchServe
+from compress.training.config.training import Training
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,13 +66,12 @@ MODEL_FORMS = (
     "a Hugging Face folder, timm:resnet18, an .onnx, .pt2 or .ts file, a .py file, or "
     "module:callable"
 )
-
 CONVOLUTION_LAYERS = ("Conv1d", "Conv2d", "Conv3d")
 PRODUCT_LAYERS = ("Linear", "RNNBase", "MultiheadAttention")
-NO_HEAD = "has no weights for"
-"""In the error of a Hugging Face folder whose head is still to be trained."""
+NO_HEAD = "has no weights for"  # in the error of a Hugging Face folder without a head
 MIN_CALIBRATION_SAMPLES, DEFAULT_CALIBRATION_SAMPLES = 16, 512
 MIN_BOUNDED = 128  # samples from which a bound of 5 percent shows, also where two are far off
+USUAL_BATCH: int = Training.model_fields["batch_size"].default
 MAX_TARGETS_READ = 32  # most samples that the model answers to find out what it is for
 SMALL_WEIGHT_BYTES = 2**18
 """Below this, the graph description dominates a file's size, so that a size gate makes no sense."""
@@ -184,8 +185,7 @@ def draft(file: Path, options: InitOptions) -> Draft:
             with source.open() as predict:
                 found = _with_data(found, predict, data, source.signature)
     text, plan = render_and_plan(file, content, options, found, bool(inferred))
-    names = tuple(planned.name for planned in plan.stages)
-    return Draft(file, text, found.family, names, plan.warnings)
+    return Draft(file, text, found.family, tuple(s.name for s in plan.stages), plan.warnings)
 
 
 def render_and_plan(
@@ -217,8 +217,7 @@ def initial_content(file: Path, options: InitOptions) -> dict[str, Any]:
             f"compress init needs a model: {MODEL_FORMS} (or --slurm for a batch script)"
         )
     model, code = model_section(options, file.parent)
-    shown = options.data is not None or declares_inputs(options.model)
-    if not options.inputs and not shown:
+    if not (options.inputs or options.data is not None or declares_inputs(options.model)):
         raise PipelineInvalid(
             "compress init needs what the model takes: --input name=batch,3,224,224, or --data "
             "FILE, FOLDER or module:callable, whose samples show it"
@@ -307,6 +306,8 @@ class ModelTraits:
     """Largest absolute output on example inputs."""
     answers_rows: bool = False
     """Whether each output has a row for each sample."""
+    only_batch: int | None = None
+    """The declared batch size, where the model does not take the usual one of a training."""
     int8_share: float = 1.0
     """Share of the weights that lie in layers of 8-bit kernels."""
     linear_share: float = 1.0
@@ -392,20 +393,11 @@ def inspect_model(
     parents = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
     fast = {name: n for name, n in sizes.items() if name.rpartition(".")[0] in parents}
     linear = [n for k, n in fast.items() if isinstance(parents[k.rpartition(".")[0]], nn.Linear)]
-    return _with_data(
-        ModelTraits(
-            family=family,
-            weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
-            trained=trained,
-            samples={},
-            task=task,
-            int8_share=sum(fast.values()) / max(1, sum(sizes.values())),
-            linear_share=sum(linear) / max(1, sum(sizes.values())),
-        ),
-        lambda *inputs: run_in_eval(module, inputs),
-        data,
-        signature,
-    )
+    weight_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    int8, total = sum(fast.values()), max(1, sum(sizes.values()))
+    traits = ModelTraits(family, weight_bytes, trained, {}, task)
+    traits = replace(traits, int8_share=int8 / total, linear_share=sum(linear) / total)
+    return _with_data(traits, lambda *inputs: run_in_eval(module, inputs), data, signature)
 
 
 def _with_data(
@@ -415,18 +407,22 @@ def _with_data(
     import torch
 
     samples: dict[str, Any] = dict(data.datasets) if data else {}
-    targets = None
+    targets, only_batch = None, None
     if data is not None:
         name = next((n for n in ("train", "val") if n in samples), next(iter(samples)))
         is_fixed = signature is not None and not signature.batch_axis
         rows = signature.smallest_batch if signature and is_fixed else MAX_TARGETS_READ
-        batch = next(data.batches(name, rows, MAX_TARGETS_READ))
+        batch = next(data.batches(name, rows, max(rows, MAX_TARGETS_READ)))
         inputs, targets = batch.inputs, batch.target
+        only_batch = rows if is_fixed and not takes_rows(predict, inputs, USUAL_BATCH) else None
     elif signature is not None:
         inputs = signature.example()
     else:
         return traits
-    outputs = [x for x in predict(*inputs) if x.is_floating_point()]
+    answers = predict(*inputs)
+    if isinstance(targets, torch.Tensor) and len(targets) == len(inputs[0]) > 1 and not is_fixed:
+        refuse_one_answer(predict, inputs, answers)
+    outputs = [x for x in answers if x.is_floating_point()]
     # Untrained models may answer NaN and infinity, which say nothing about the scale.
     largest = max((float(x.abs().nan_to_num(0, 0, 0).max()) for x in outputs), default=1.0)
     task = traits.task
@@ -440,6 +436,7 @@ def _with_data(
         labelled=targets is not None,
         scale=largest or 1.0,
         answers_rows=all(x.shape[:1] == inputs[0].shape[:1] for x in outputs),
+        only_batch=only_batch,
     )
 
 

@@ -161,7 +161,8 @@ class AutoSettings(Settings):
     batch: Count | None = None
     """Samples of a call that is timed; by default one, or as many as the model takes."""
     time: Annotated[Seconds, Field(json_schema_extra={"default": "10m"})] = 600.0
-    """How long to search, with its unit: `10m`. A measurement that has begun is finished."""
+    """How long to search, with its unit: `10m`. What has begun then, as a model that is made, is
+    finished, and the best model's pipeline is run; the results say where the time went."""
     points: Count = 8
     """Most points of the front for which a pipeline is written: the best, others within the limits,
     then the rest. The pipelines of those within the limits are run."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import read_sealed
 from compress.core.diagnosis.cause import AGREEMENT_GATES, EXPLAINED_GATES, is_explained
 from compress.core.gates.disagreement import AnswerAgreement, MaxDisagreement
+from compress.core.gates.quality import paired_outputs, shares_of
 from compress.core.metrics import Metric
+from compress.core.metrics.builtin import Fidelity
 from compress.core.verdict import Verdict
 from compress.export.parity.report import FOLDER, REPORT
 from compress.pipelines.api import Pipeline
@@ -45,6 +47,8 @@ class FinishedRun:
     report: Report
     pipeline: Pipeline
     state: RunState
+    actions: dict[str, str]
+    """Stage → what a run would do with it now: nothing, as it is cached, or make it, and why."""
 
     @classmethod
     def open(cls, out: Path, progress: Progress) -> Self:
@@ -57,15 +61,16 @@ class FinishedRun:
                 f"({report.lock.get('file')}); run the file again"
             )
         pipeline = Pipeline.from_yaml(command[2])
-        _, state = preview_state(pipeline, out, RunOptions(judge=report.judged, progress=progress))
-        return cls(out, report, pipeline, state)
+        options = RunOptions(judge=report.judged, progress=progress)
+        actions, state = preview_state(pipeline, out, options)
+        return cls(out, report, pipeline, state, actions)
 
     def with_pipeline(self, pipeline: Pipeline, out: Path) -> FinishedRun:
         """Return the run of a changed pipeline in another folder, with the same store."""
         store, progress = self.out / ".store", self.state.progress
         options = RunOptions(cache=store, judge=self.report.judged, progress=progress)
-        _, state = preview_state(pipeline, out, options)
-        return FinishedRun(out, Report.read(out), pipeline, state)
+        actions, state = preview_state(pipeline, out, options)
+        return FinishedRun(out, Report.read(out), pipeline, state, actions)
 
     def judged(self, stage: str | None, gate: str | None) -> list[JudgedStage]:
         """Return the verdicts that are named, else all that refused, or raise PipelineInvalid."""
@@ -135,20 +140,29 @@ class FinishedRun:
             and made[stage.name].digest != stage.artifact.digest
         ]
         if missing or changed:
-            raise ArtifactInvalid(
-                f"{self.out}: {', '.join(missing or changed)} would be made anew: the pipeline "
-                f"file, the data or the code have changed since the run; run it again"
-            )
+            raise self._changed(missing or changed)
         context = self.state.context(name, root)
         if judged.verdict.gate not in AGREEMENT_GATES:
             return context
         # The metrics of these gates compare with the artifact of that name.
-        artifacts = {**context.artifacts, SOURCE: self.state.artifacts[self.chain(judged)[0]]}
-        metric = Metric("fidelity")
+        before = self.state.artifacts[self.chain(judged)[0]]
+        shares = shares_of(paired_outputs(before, before, context), context)
+        metric: Metric = Fidelity("fidelity", shares=shares)
         for gate in self.state.plan.stage(judged.report.name).stage.gates:
             if isinstance(gate, MaxDisagreement) and gate.rule == judged.verdict.rule:
-                metric = AnswerAgreement("fidelity", gate=gate, context=context)
-        return replace(context, metric=metric, artifacts=artifacts)
+                yes = shares if gate.reads_labels(context) else frozenset[int]()
+                metric = AnswerAgreement("fidelity", gate=gate, context=context, shares=yes)
+        return replace(context, metric=metric, artifacts={**context.artifacts, SOURCE: before})
+
+    def _changed(self, names: Sequence[str]) -> ArtifactInvalid:
+        """Return the error that artifacts of the run are not those that the file makes now."""
+        made = [f"{name} {does}" for name, does in self.actions.items() if "cached" not in does]
+        why = f" (now {made[0]})" if made else ""
+        return ArtifactInvalid(
+            f"{self.out}: {', '.join(names)} would be made anew: the pipeline file, the data or "
+            f"the code have changed since the run{why}; run it again: "
+            f"{self.report.lock.get('command')}"
+        )
 
     def split(self, judged: JudgedStage) -> tuple[StageShare, ...]:
         """Return by how many points each stage of the chain changes the metric on `val`."""
@@ -188,6 +202,6 @@ class FinishedRun:
         if measured is not None and measured.metric is not None:
             return float(measured.metric.value)
         if name not in self.state.artifacts:
-            raise StageFailed(f"{self.out}: the metric of {name} was not measured")
+            raise self._changed([name])
         context = self.state.context(self.report.stages[-1].name, self.out / "work")
         return context.score(self.state.artifacts[name])

@@ -23,7 +23,7 @@ from compress.core.gates.quality import (
     sample_cosines,
     too_few_samples,
 )
-from compress.core.metrics.builtin import joint_decisions
+from compress.core.metrics.builtin import joint_decisions, less_half
 from compress.core.metrics.libraries import as_xywh, predicted_boxes
 from compress.core.metrics.metric import Metric
 from compress.core.verdict import Bound
@@ -96,6 +96,10 @@ class MaxDisagreement(Gate):
             return f"score is for boxes, and a model for {task.name} gives {task.answer}"
         return ""
 
+    def reads_labels(self, context: Context) -> bool:
+        """Whether answers are labels, of which the error is the share that differs."""
+        return _errors_of(context.task, self.error) is LABELS
+
     def errors(self, one: Outputs, other: Outputs, context: Context) -> torch.Tensor:
         """Return each sample's error, `(samples,)`, of both models' outputs by name."""
         found = _errors_of(context.task, self.error).measure(one, other, context, self.score)
@@ -106,14 +110,14 @@ class MaxDisagreement(Gate):
         # All of them where a run judges quickly, too: 16 show nothing.
         judging = context.without_choosing_samples(after)
         is_half, context = judging is not context, replace(judging, is_quick=False)
-        kind = _errors_of(context.task, self.error)
         names = [spec.name for spec in before.signature.outputs]
         errors, classes, count = list[torch.Tensor](), list[torch.Tensor](), 0
-        read = paired_scores if kind is LABELS else paired_outputs
+        reads_labels = self.reads_labels(context)
+        read = paired_scores if reads_labels else paired_outputs
         for pair in read(before, after, context):
             one, other = (dict(zip(names, outputs, strict=True)) for outputs in pair)
             errors.append(self.errors(one, other, context))
-            if kind is LABELS and (labels := labels_of(one, context)).shape[1] == 1:
+            if reads_labels and (labels := labels_of(one, context)).shape[1] == 1:
                 classes.append(labels[:, 0].long())
                 count = 2 if labels.dtype == torch.bool else pair[0][0].shape[1]
         found = torch.cat(errors or [torch.empty(0)])
@@ -130,7 +134,7 @@ class MaxDisagreement(Gate):
             }
         ends = {
             f"{q:g}": quantile_bound(found.numpy(), q / 100, self.confidence)
-            for q in (() if kind is LABELS else QUANTILES)
+            for q in (() if reads_labels else QUANTILES)
         }
         changed = int(differs.sum())
         bound = Bound(
@@ -155,6 +159,8 @@ class AnswerAgreement(Metric):
     """The gate `max_disagreement`, which says what counts as another answer."""
     context: Any = field(default=None, compare=False)
     """Where the gate computes errors: its task says of what kind."""
+    shares: frozenset[int] = frozenset()
+    """Numbers of the outputs that say yes above one half, not above 0."""
 
     is_fraction = in_points = needs_reference = True
 
@@ -168,7 +174,7 @@ class AnswerAgreement(Metric):
         return torch.stack([(errors <= (self.gate.error or 0)).double(), torch.ones(len(errors))])
 
     def _by_name(self, outputs: Any) -> dict[str, torch.Tensor]:
-        return dict(zip(self.outputs, outputs, strict=True))
+        return dict(zip(self.outputs, less_half(outputs, self.shares), strict=True))
 
 
 class _Errors(NamedTuple):

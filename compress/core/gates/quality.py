@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -15,7 +15,12 @@ from compress.common.lazy_modules import F, torch
 from compress.common.tensor_difference import largest, largest_difference, measured
 from compress.core.bounds import samples_for
 from compress.core.gates.gate import Gate, Measured, describe_value
-from compress.core.metrics.builtin import are_shares, labelled_outputs, predicted_decisions
+from compress.core.metrics.builtin import (
+    are_shares,
+    labelled_outputs,
+    less_half,
+    predicted_decisions,
+)
 from compress.core.metrics.metric import Metric, metric_class
 
 if TYPE_CHECKING:
@@ -50,22 +55,25 @@ def paired_scores(
     Shares of 0 to 1, as after a sigmoid, are made so by taking one half from them: their signs
     would all be the same. Shares are outputs of which the first model has nothing beyond 0 and 1.
     """
-
-    def shares_in(outputs: tuple[torch.Tensor, ...]) -> set[int]:
-        labelled = labelled_outputs(outputs, context.task)
-        return {i for i in labelled if are_shares(outputs[i], context.task)}
-
     pairs = paired_outputs(before, after, context)
     pair = next(pairs, None)
-    if shares := shares_in(pair[0]) if pair else set():
-        for expected, _ in paired_outputs(before, after, context):  # of which answers are kept
-            shares &= shares_in(expected)
+    # Of the first pair mostly none; else all are read, of which answers are kept.
+    shares = shares_of([pair], context) if pair else frozenset()
+    shares = shares and shares_of(paired_outputs(before, after, context), context)
     while pair:
-        one, other = (
-            tuple(x - 0.5 if i in shares else x for i, x in enumerate(outputs)) for outputs in pair
-        )
+        one, other = (tuple(less_half(outputs, shares)) for outputs in pair)
         yield one, other
         pair = next(pairs, None)
+
+
+def shares_of(pairs: Iterable[tuple[Tensors, Tensors]], context: Context) -> frozenset[int]:
+    """Return which outputs say yes or no by shares, of :func:`paired_outputs`' first models."""
+    shares: frozenset[int] | None = None
+    for expected, _ in pairs:
+        labelled = labelled_outputs(expected, context.task)
+        own = frozenset(i for i in labelled if are_shares(expected[i], context.task))
+        shares = own if shares is None else shares & own
+    return shares or frozenset()
 
 
 def refuse_other_shapes(a: torch.Tensor, b: torch.Tensor, what: str = "outputs") -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -44,11 +44,15 @@ class Accuracy(Metric):
         return count_equal(self.name, *label_decisions(self.name, first, targets, self.loss))
 
 
+@dataclass(frozen=True)
 class Fidelity(Metric):
     """The fraction of labels equal to the reference model's.
 
     A sample of several outputs counts where all with as many labels as the first are equal.
     """
+
+    shares: frozenset[int] = frozenset()
+    """Numbers of the outputs that say yes above one half, not above 0."""
 
     is_fraction = in_points = needs_reference = True
     labels = "any"
@@ -57,12 +61,14 @@ class Fidelity(Metric):
         """Return the labels of the reference model."""
         if reference is None:
             raise StageFailed("metric fidelity needs a reference model")
-        return joint_decisions([x.cpu() for x in reference(*batch.inputs)], self.loss.task)
+        outputs = [x.cpu() for x in reference(*batch.inputs)]
+        return joint_decisions(less_half(outputs, self.shares), self.loss.task)
 
     def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
         """Count the equal labels of each sample, and all of them."""
         targets, task = need_tensor(f"metric {self.name}", targets), self.loss.task
         several = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        several = less_half(several, self.shares)
         decisions = joint_decisions(several, task)
         if len(labelled_outputs(several, task)) > 1 and decisions.shape == targets.shape:
             decisions = (decisions == targets).all(-1)  # of every output
@@ -327,6 +333,11 @@ def has_classes(outputs: torch.Tensor, task: Task | None) -> bool:
     """Whether a sample, or a place of it, has one class of those on axis 1."""
     exclusive = task is None or task.labels != "each output"
     return exclusive and outputs.dim() > 1 and outputs.shape[1] > 1
+
+
+def less_half(outputs: Sequence[torch.Tensor], shares: Collection[int]) -> Sequence[torch.Tensor]:
+    """Return outputs of which those that are shares of 0 to 1 say yes above 0, as the others."""
+    return [x - 0.5 if i in shares else x for i, x in enumerate(outputs)]
 
 
 def are_shares(outputs: torch.Tensor, task: Task | None) -> bool:

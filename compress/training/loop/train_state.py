@@ -205,10 +205,12 @@ class TrainState:
     ) -> float:
         """Take one optimizer step and return this rank's loss; its mean over ranks is the step's.
 
-        A step whose loss is not finite changes nothing: with ``on_nan: skip`` on no rank as soon
-        as one rank's loss is not finite, and buffers such as BatchNorm's are restored; with fp16
-        it lowers the loss scale. Steps are counted from 0 over the whole training.
-        ``measure_norm`` computes the gradient norm even where `clip_norm` does not need it.
+        A step whose loss, or gradient where its norm is known, is not finite changes nothing: with
+        ``on_nan: skip`` on no rank as soon as one rank's loss is not finite, and buffers such as
+        BatchNorm's are restored; with fp16 it lowers the loss scale. Steps are counted from 0 over
+        the whole training.
+        ``measure_norm`` computes the gradient norm even where `clip_norm` does not need it, as is
+        done in a single process, where that takes no message.
         """
         training, strategy, scales = self.training, self.strategy, self.training.precision == "fp16"
         self.gradient_norm = None
@@ -250,9 +252,14 @@ class TrainState:
                 return loss
             # The scaler finds that gradients are not finite, skips the step and lowers the scale.
         with self.step_context(step) if self.step_context else nullcontext():
-            if training.clip_norm or measure_norm:
+            if training.clip_norm or measure_norm or strategy.ranks == 1:
                 self.scaler.unscale_(self.optimizer)  # the limit is for gradients as they are
                 self.gradient_norm = strategy.clip_grad_norm_(self.module, training.clip_norm)
+            # One of all ranks, so that each of them leaves the step out.
+            if not scales and self.gradient_norm is not None and not self.gradient_norm.isfinite():
+                for buffer, before in zip(self.module.buffers(), buffers, strict=bool(buffers)):
+                    buffer.copy_(before)
+                return math.nan
             if training.precision == "bf16-true":
                 # Weights are rounded by random numbers, which must be the same in all processes.
                 reseed(derive_seed(self.seed, step), self.device)

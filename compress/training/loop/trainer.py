@@ -6,13 +6,15 @@ Early stopping keeps no state, so that a resumed training decides as an uninterr
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from fractions import Fraction
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,11 +162,17 @@ def _train_epoch(
         schedule.step()
         losses.add(loss)
         # In fp16 a loss that overflows lowers the loss scale first.
-        stops = training.on_nan == "stop" and training.precision != "fp16"
+        scales = training.precision == "fp16"
+        stops = training.on_nan == "stop" and not scales
         if (stops and not math.isfinite(loss)) or state.loss_scale < SMALLEST_LOSS_SCALE:
             if manager.pending:
                 manager.pending.exception()  # the message names the last checkpoint on disk
-            raise StageFailed(_explain_loss(job, loss, epoch, index + 1, rate, micro_batches))
+            gradient = ""
+            if state.gradient_norm is not None and strategy.ranks == 1 and not scales:
+                reseed(derive_seed(job.seed, epoch, strategy.rng_stream, index), job.device)
+                gradient = _gradient_source(state, micro_batches)
+            where = f"in epoch {epoch}, step {index + 1}"
+            raise StageFailed(_explain_loss(job, loss, where, rate, micro_batches, gradient))
         if is_recorded:
             record = metrics.of_step(epoch, step + 1, loss, rate, state.gradient_norm)
             if strategy.is_main:
@@ -241,10 +249,37 @@ def _updated(progress: TrainProgress, state: TrainState, **changed: Any) -> Trai
     return progress.model_copy(update=own | changed)
 
 
+def _gradient_source(state: TrainState, batches: Sequence[Batch]) -> str:
+    """Say where gradients that are not finite begin, and which parameters get them; may be ''."""
+    bad, operation, lines = list[str](), "", list[tuple[str, str, str]]()
+    for is_traced in (False, True):
+        state.optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught, suppress(Exception):
+            warnings.simplefilter("always")
+            # It raises at the first NaN on the way back, and warns with the call it belongs to.
+            with torch.autograd.set_detect_anomaly(is_traced):
+                for batch in (cpu_batch.to(state.device) for cpu_batch in batches):
+                    with state.autocast():
+                        loss = state.loss(flatten_outputs(state.wrapped(*batch.inputs)), batch)
+                    state.strategy.backward(state.wrapped, loss)
+            gradients = ((name, p.grad) for name, p in state.module.named_parameters())
+            bad = [name for name, x in gradients if x is not None and not x.isfinite().all()]
+        for text in (str(warning.message) for warning in caught):
+            operation = "".join(re.findall(r"Error detected in (\w+?)(?:Backward\d*)?\.", text))
+            calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
+            lines = [call for call in calls if "/site-packages/torch/" not in call[0]] or lines
+    if not bad:
+        return ""
+    names = f"{', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}"
+    place = "".join(f", {Path(file).name}:{number} ({code})" for file, number, code in lines[-1:])
+    turns = f"; it turns NaN at {operation}{place}" if operation else ""
+    return f"the gradient of {names} ({len(bad)} in all) is not finite{turns}"
+
+
 def _explain_loss(
-    job: Job, loss: float, epoch: int, step: int, rate: float, batches: Sequence[Batch]
+    job: Job, loss: float, where: str, rate: float, batches: Sequence[Batch], gradient: str
 ) -> str:
-    where = f"the loss is {loss} in epoch {epoch}, step {step}"
+    where, step = f"the loss is {loss} {where}", where
     targets = [target for batch in batches for target in flatten(batch.target)[0]]
     if not all(bool(target.isfinite().all()) for target in targets):
         return (
@@ -253,6 +288,14 @@ def _explain_loss(
         )
     intact = checkpoints(job.folder)
     last = f"; the last good checkpoint is {intact[-1]}" if intact else ""
+    if gradient:
+        return (
+            f"{step}, at learning rate {rate:.3g}: {gradient}. The root, norm or logarithm of 0 "
+            "has no finite gradient: add a small number within it, as sqrt(x + 1e-8), or set "
+            f"on_nan: skip; where losses grow before, lower learning_rate{last}"
+        )
+    if job.training.parallel.ranks > 1:
+        last = f"; one process says whether it begins with a gradient that is NaN, and where{last}"
     if job.training.precision == "fp16":
         return (
             f"{where}, at learning rate {rate:.3g}, and fp16 overflows even where the loss is not "

@@ -78,7 +78,11 @@ def test_a_failed_write_keeps_what_was_there(mlp: EagerModel) -> None:
 
 
 def test_a_directory_without_manifest_is_no_artifact(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactInvalid, match="not an artifact"):
+    with pytest.raises(ArtifactInvalid, match=r"not an artifact \(it has no manifest.json\)$"):
+        Artifact.from_directory(tmp_path)
+    (tmp_path / "artifacts" / "onnx").mkdir(parents=True)
+    (tmp_path / "artifacts" / "onnx" / "manifest.json").touch()
+    with pytest.raises(ArtifactInvalid, match=r"name one of those in it: .*/artifacts/onnx$"):
         Artifact.from_directory(tmp_path)
 
 

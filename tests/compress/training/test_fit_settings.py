@@ -174,6 +174,18 @@ def test_a_step_whose_loss_is_not_finite_is_left_out_or_stops(tmp_path, source):
         run(source, poisoned(tmp_path / "b"))
 
 
+def test_a_gradient_that_is_not_finite_is_named_or_its_step_left_out(tmp_path):
+    net = import_net(tmp_path / "net", "nets:magnitudes")
+    named = (
+        r"in epoch 1, step 1, .*the gradient of hidden\.weight, hidden\.bias \(2 in all\).* "
+        r"it turns NaN at Pow, nets\.py:\d+ \(return self\.head.*sqrt\(x \+ 1e-8\).*on_nan: skip"
+    )
+    with pytest.raises(StageFailed, match=named):
+        run(net, context(tmp_path / "a"))
+    with pytest.raises(StageFailed, match="not finite in any step of epoch 1"):
+        run(net, context(tmp_path / "b"), on_nan="skip")
+
+
 def test_a_skipped_step_leaves_running_statistics_alone(tmp_path):
     net = import_net(tmp_path / "net")
     result = run(net, poisoned(tmp_path / "a"), on_nan="skip")

@@ -16,6 +16,7 @@ from compress.core.stage import Stage
 from compress.export.aotinductor.package import (
     CHOOSE,
     LINEAR,
+    check_indices_,
     decomposed,
     merge_products_,
     widen_ranges_,
@@ -146,3 +147,33 @@ def test_a_range_holds_zero_where_all_values_have_one_sign(values: tuple[float, 
     widen_ranges_(program)
     torch.testing.assert_close(program.module()(x), Rounded()(x))
     torch.testing.assert_close(ByInductor(program.module()).run(x), Rounded()(x))
+
+
+class Lookups(torch.nn.Module):
+    """Reads by integers of its inputs, by others, and by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(9, 4)
+        self.table = torch.nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        read = self.embedding(2 * ids + 1) + self.table[ids] + x[:, torch.arange(2)].sum()
+        return read.sum(1) + torch.gather(x, 1, ids[:, :1]) + x.index_select(0, ids[:, 1])
+
+
+def test_integers_that_look_up_nothing_are_refused_where_no_thread_of_code_raises() -> None:
+    module, generator = Lookups().eval(), torch.Generator().manual_seed(0)
+    ids = torch.randint(2, (3, 5), generator=generator)
+    x, batch = torch.randn(3, 4, generator=generator), torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(module, (ids, x), dynamic_shapes=({0: batch}, {0: batch}))
+    check_indices_(program)
+    program.graph_module.graph.lint()
+    run = program.module()
+    assert torch.equal(run(ids, x), module(ids, x))
+    tables = {(0, 4): "embedding", (0, -1): "embedding", (1, 3): "x"}
+    for (column, wrong), table in tables.items():
+        changed = ids.clone()
+        changed[0, column] = wrong
+        with pytest.raises(RuntimeError, match=rf"row of \w*{table}\w* is out of range"):
+            run(changed, x)

@@ -170,6 +170,10 @@ def test_a_model_and_its_data_need_no_file(tmp_path: Path, capfd, monkeypatch) -
     assert auto("nets:net", "--data", "nets:data", *limits, "--json") in (0, 3)
     front = json.loads(capfd.readouterr().out)
     assert front["checked"][0]["name"] == "float-whole"
+    # What a second allows, and what is left out.
+    left_out = " ".join(front["not_searched"])
+    assert "int8_static-whole: there was no more time" in left_out and "widths" in left_out
+    assert len(front["checked"]) == 1 and sum(front["spent"].values()) > front["time_limit"] == 1
     written = yaml.safe_load(Path("runs/nets-net/pipeline.yaml").read_text())
     assert written["stages"] == [{"stage": "train", "epochs": 10}]
     assert written["auto"] == {"limits": {"size": "1000000.0B"}, "time": "1.0s"}

@@ -1,6 +1,7 @@
 """Limits of `compress auto`: how they are written, which models miss them, and what is said."""
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, StageFailed
+from compress.core.progress import silent
 from compress.pipelines.auto.candidate_evaluator import refuse_unfit_pipeline
 from compress.pipelines.auto.candidates import CheckedModel
 from compress.pipelines.auto.command import with_limits
@@ -18,12 +20,13 @@ from compress.pipelines.auto.front import (
     cells_of,
     chosen_points,
     front_page,
+    lines_below,
     missed_limits,
     nothing_found,
     shares_of_limits,
 )
 from compress.pipelines.auto.search import search_log
-from compress.pipelines.auto.search_state import SearchState
+from compress.pipelines.auto.search_state import SearchState, progress_until
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.system.jsonl_log import LOG, EventEmitter, LogFile, log_event, log_handler
@@ -125,13 +128,32 @@ def test_what_is_limited_is_in_lines_and_on_the_page() -> None:
     cells = cells_of(front, model)
     assert (cells["p95 ms"], cells["MiB memory"]) == ("1.5", "2")
     assert not {"p95 ms", "MiB memory"} & {*cells_of(front_of(model, limits={}), model)}
+    served = "serve it: compress serve out/points/1/artifacts/export_onnx"
+    assert served in lines_below(front, Path("out"))
     page = front_page(front)
     assert "Of the limits it takes 75 % of latency, 50 % of memory" in page
-    assert "compress run points/1/pipeline.yaml" in page and "Not searched: x." in page
+    assert "compress run points/1/pipeline.yaml" in page and "Left out: x." in page
     assert "a drop of 1 points, 2 ms in 95 of 100 calls, 4 MiB of memory" in page
     shorter = checked("a", 1.0, removed_blocks=["2.3", "2.1"])
     page = front_page(front_of(shorter, limits={}, points=["a"]))
     assert "Removed blocks: <code>2.3</code>, <code>2.1</code>." in page
+
+
+def test_what_takes_longer_than_the_time_is_left_out_and_named() -> None:
+    steps: list[str] = []
+    progress = progress_until(time.monotonic() + 60, lambda *step: steps.append(str(step[-1])))
+    progress("latency of float", 1, 4, "export")
+    assert steps == ["export"]
+    progress = progress_until(time.monotonic() - 1, silent)
+    with pytest.raises(StageFailed, match=r"no more time \(latency of float, export 1 of 4\)"):
+        progress("latency of float", 1, 4, "export")
+    state = SearchState(SimpleNamespace(settings=AutoSettings(), out=Path()))  # type: ignore[arg-type]
+    with state.timed("latency tables"), state.timed("models"):
+        time.sleep(0.01)
+    assert state.spent["models"] >= 0.01 > state.spent["latency tables"] >= 0
+    front = front_of(limits={}, spent={"a": 0.2, "b": 12.4, "c": 99.0}, time_limit=60)
+    line = "time: 112 s of the 60 s given: c 99 s, b 12 s"
+    assert line in lines_below(front, Path()) and "Time: 112 s of the" in front_page(front)
 
 
 def test_the_nearest_model_is_told_and_what_to_allow() -> None:

@@ -118,6 +118,20 @@ def sample():
 
 def vectors():
     return {name: [(torch.randn(4), i % 3) for i in range(20)] for name in ("train", "val")}
+
+class Six(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.reshape(6, -1))
+
+def six():
+    return nn.Sequential(Six(4, 20), nn.ReLU(), Six(20, 4), Six(4, 3))
+
+class Mean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.mean(0, keepdim=True))
+
+def mean():
+    return Mean(4, 3)
 """
 
 
@@ -141,6 +155,26 @@ def test_a_model_without_a_batch_axis_is_told_how_to_get_one(user: Path) -> None
     with pytest.raises(CompressError, match=rf"{declared}.*{advice}"):
         write_draft(file, replace(options, inputs=["x=4"]))
     write_draft(file, replace(options, model="stream:Row", inputs=["x=1,4"]))
+
+
+def test_a_training_gets_the_only_batch_that_a_model_takes(user: Path) -> None:
+    (user / "stream.py").write_text(STREAM)
+    file, options = user / "p.yaml", InitOptions("stream:six", data="stream:vectors")
+    write_draft(file, replace(options, inputs=["input=6,4"]))
+    trained, *_, exported = yaml.safe_load(file.read_text())["stages"]
+    assert trained == {"stage": "train", "epochs": 10, "batch_size": 6}
+    assert exported["gates"][-1] == {"gate": "min_speedup", "ratio": 1.0, "batch": 6}
+
+
+def test_a_model_of_one_answer_for_all_samples_is_refused(user: Path) -> None:
+    (user / "stream.py").write_text(STREAM)
+    file, options = user / "p.yaml", InitOptions("stream:mean", data="stream:vectors")
+    expected = r"outputs have the shape \[1, 3\] for 20 samples as for one.*--input NAME=1,4\)"
+    with pytest.raises(CompressError, match=expected):
+        write_draft(file, options)
+    assert not file.exists()
+    write_draft(file, replace(options, inputs=["input=1,4"]))
+    assert yaml.safe_load(file.read_text())["stages"][0]["batch_size"] == 1
 
 
 @pytest.mark.parametrize("target", get_args(Target))

@@ -15,6 +15,7 @@ from compress.common.errors import GateRefused
 from compress.pipelines import Pipeline
 from compress.pipelines.results.explanation import Explanations
 from compress.pipelines.results.schema import Report
+from compress.pipelines.runner import cache_keys
 from tests.pipelines.conftest import measured_briefly
 
 NETS = """
@@ -35,6 +36,9 @@ def data():
     x[torch.arange(480), 0, :, 0] += y[:, None]
     parts = {"train": slice(0, 120), "val": slice(120, 480)}
     return {name: TensorDataset(x[s], y[s]) for name, s in parts.items()}
+
+def shares():
+    return net().append(nn.Sigmoid())
 
 def numbers():
     wanted = lambda y: nn.functional.one_hot(y, 4).float()
@@ -136,12 +140,15 @@ def test_the_stage_the_layer_and_the_cause_are_named(folder: Path, capfd) -> Non
         ("data", "classification", "percent: 5"),
         ("numbers", "regression", "percent: 5, error: 2"),
         ("vectors", "embedding", "percent: 5, error: 0.02"),
+        ("numbers", "multilabel", "percent: 5"),
     ],
 )
 def test_other_answers_than_the_uncompressed_models_are_explained(
     answers: str, task: str, gate: str, folder: Path
 ) -> None:
     text = FILE.replace("nets:data", f"nets:{answers}").replace("data:", f"task: {task}\ndata:", 1)
+    if task == "multilabel":  # of which one half is the limit
+        text = text.replace("nets:net", "nets:shares")
     text = text.replace("{gate: max_drop, points: 1.0}", f"{{gate: max_disagreement, {gate}}}")
     text = text.replace("gates: [{gate: max_drop, points: 2.0, against: source}]", "gates: []")
     (folder / "net.yaml").write_text(text)
@@ -187,7 +194,20 @@ def test_a_run_repairs_at_once_and_is_refused_all_the_same(folder: Path, capfd) 
 def test_a_changed_file_is_not_explained_by_an_old_run(folder: Path, capfd) -> None:
     (folder / "net.yaml").write_text(FILE.replace("calibration_samples: 96", "observer: mse"))
     assert compress("explain", folder / "out") == 2
-    assert "have changed since the run; run it again" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "int8 would be made anew" in said and "(now int8 runs (settings." in said
+    assert f"run it again: compress run {folder / 'net.yaml'}" in said
+
+
+@pytest.mark.slow
+def test_a_run_of_other_code_says_so(folder: Path, capfd, monkeypatch) -> None:
+    text = FILE.replace("max_drop, points: 1.0", "min_metric, at: 0.99")
+    (folder / "net.yaml").write_text(text)
+    with measured_briefly():
+        assert compress("run", folder / "net.yaml", "--out", folder / "out", "--quick") == 3
+    monkeypatch.setattr(cache_keys, "versions", lambda: {"compress": "another"})
+    assert compress("explain", folder / "out") == 2
+    assert "(now source runs (versions.compress" in capfd.readouterr().err
 
 
 def test_a_run_that_passed_has_nothing_to_explain(project, capfd) -> None:

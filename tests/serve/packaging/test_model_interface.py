@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import MutableMapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,18 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.export.exported_program import ExportProgram
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.profiling.batch_dependence import BatchDependence
 from compress.serve.http.dynamic_batcher import Batcher
 from compress.serve.http.inference import Inference
 from compress.serve.http.loaded_model import ServedModel, open_model, warm_up
 from compress.serve.http.options import Limits
 from compress.serve.http.shared_state import SharedState
-from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
+from compress.serve.packaging.model_interface import (
+    Interface,
+    RecordedMeasurements,
+    Tensor,
+    infer_interface,
+)
 from compress.serve.worker.tensors import run_batched
 from tests.serve.served_here import application_of
 
@@ -240,3 +247,25 @@ def test_torch_models_load_and_answer_like_the_opened_artifact(
 def test_a_model_that_answers_nan_is_never_ready() -> None:
     with pytest.raises(StageFailed, match="answers NaN in y to normal inputs"):
         warm_up(lambda x: [x * np.nan], SIGNATURE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moves", "why"),
+    [("int32", "size", ""), ("float32", "size", "depend on"), ("int32", "neighbours", "depend on")],
+)
+def test_invented_integers_say_only_whether_neighbours_change_answers(
+    dtype: str, moves: str, why: str
+) -> None:
+    signature = Signature.model_validate(
+        {"inputs": [{"name": "x", "shape": ["batch", 4], "dtype": dtype}]}
+    )
+    artifact: Any = SimpleNamespace(signature=signature, manifest=SimpleNamespace(lineage=()))
+
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        moved = 0.01 * len(x) if moves == "size" else 0.01 * float(x.sum())
+        return [x.sum(1, keepdims=True).astype(np.float32) + np.float32(moved)]
+
+    of_val = BatchDependence(rows=8, source="val", calls=16)
+    recorded = RecordedMeasurements(batch_dependence=of_val)
+    found = recorded.why_not_joined(artifact, call, rows_stay_first=True)
+    assert why in found and bool(found) == bool(why)
