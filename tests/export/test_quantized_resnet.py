@@ -67,8 +67,8 @@ def test_torch_and_onnxruntime_agree_in_integers(
     exported: OnnxModel, quantized: GraphModel, trained: tuple[EagerModel, Context]
 ) -> None:
     model, context = trained
-    assert LabelAgreement().measure(quantized, exported, context) >= 0.995
-    assert LabelAgreement().measure(model, exported, context) >= 0.97
+    assert LabelAgreement().measure(quantized, exported, context).value >= 0.995
+    assert LabelAgreement().measure(model, exported, context).value >= 0.97
     with quantized.open() as expected, exported.open() as got:
         for batch in context.data.batches("val"):
             (a,), (b,) = expected(*batch.inputs), got(*batch.inputs)

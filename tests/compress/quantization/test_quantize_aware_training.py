@@ -188,7 +188,7 @@ def test_two_processes_train_what_one_does(mlp: EagerModel, few: Splits, tmp_pat
     losses = [graph.manifest.facts["history"][1]["loss"] for graph in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert two.manifest.facts["same_as_trained"]["differing"] == 0
-    assert LabelAgreement().measure(one, two, Context(root=tmp_path / "x", data=few)) >= 0.98
+    assert LabelAgreement().measure(one, two, Context(root=tmp_path / "x", data=few)).value >= 0.98
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_four_bits_that_are_trained_for_beat_those_that_are_not(
     assert calibrated < context.score(model) - 0.01
     assert kept >= calibrated + 0.01
     onnx = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
-    assert LabelAgreement().measure(graph, onnx, context) >= 0.995
+    assert LabelAgreement().measure(graph, onnx, context).value >= 0.995
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_other_networks_run_in_integers(
     assert artifact.manifest.facts["integer_kernels"] == integer
     assert artifact.manifest.facts["float_kernels"] == {}
     assert artifact.manifest.facts["integer_share"] == 1
-    assert LabelAgreement().measure(graph, artifact, context) >= 0.99
+    assert LabelAgreement().measure(graph, artifact, context).value >= 0.99
     assert Parity(atol=0).measure(graph, artifact, context) < largest
 
 

@@ -63,7 +63,9 @@ def test_the_report_has_the_metrics_of_the_artifacts_outputs(tmp_path: Path) -> 
     with model.open() as expected, small.open() as got:
         (a,), (b,) = expected(x), got(x)
     assert (found.samples, found.split) == (64, "val")
-    assert found.label_agreement == pytest.approx(LabelAgreement().measure(model, small, context))
+    assert found.label_agreement == pytest.approx(
+        LabelAgreement().measure(model, small, context).value
+    )
     assert found.metric.name == "accuracy"
     assert found.metric.before == pytest.approx(context.score(model))
     assert found.metric.after == pytest.approx(context.score(small))
