@@ -339,8 +339,8 @@ def test_the_preparation_travels_with_the_model(tmp_path: Path, prepare: dict[st
     forms = forms_of(source)
     given = ImageInput.model_validate(prepare)
     signature = Signature(inputs=pipeline.model.inputs or ())
-    assert forms.image is not None and forms.class_names == ("a", "b")
-    found, expected = (form.handler_settings(signature) for form in (forms.image, given))
+    assert source.class_names == ("a", "b")
+    found, expected = (form.handler_settings(signature) for form in (forms["image"], given))
     assert {n: v for n, v in found.items() if n != "mean" and n != "std"} == {
         n: v for n, v in expected.items() if n != "mean" and n != "std"
     }

@@ -20,7 +20,7 @@ from compress.pipelines.commands.init import InitOptions, draft
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.data.describe import describe_files
 from compress.pipelines.runner.inputs import import_source, resolve_inputs
-from compress.serve.packaging.request_forms import AudioInput, RequestForms, forms_of
+from compress.serve.packaging.request_forms import AudioInput, form_settings, forms_of
 from compress.serve.packaging.val_preparation import compare_preparation
 from compress.serve.torchserve.stage import PackageTorchServe
 from compress.serve.worker.wire import audio_reader, create_readers
@@ -143,7 +143,7 @@ def test_sounds_of_another_length_are_refused(clips: Path) -> None:
     splits = compress.load_data(audio=clips, prepare={"rate": RATE, "seconds": 0.5})
     described = {"name": "x", "shape": ["batch", "samples"], "dtype": "float32"}
     signature = Signature(inputs=(TensorSpec.model_validate(described),))
-    forms = RequestForms(audio=AudioInput(rate=RATE, seconds=0.25))
+    forms = {"audio": AudioInput(rate=RATE, seconds=0.25)}
     (compared,) = compare_preparation(forms, signature, splits)
     assert compared.is_wrong and "rate, length, scale" in compared.difference
 
@@ -178,7 +178,7 @@ def test_a_folder_says_how_sounds_are_prepared(clips: Path, tmp_path: Path) -> N
     forms = forms_of(source)
     (compared,) = compare_preparation(forms, source.signature, splits)
     assert (compared.form, compared.difference, compared.samples) == ("audio", "", 6)
-    settings = forms.handler_settings(source.signature)
+    settings = form_settings(forms, source.signature)
     readers = create_readers(settings, source.signature.input_descriptions(), source.path)
     sound, _ = soundfile.read(clips / "val/low/0.flac", dtype="float32")
     (row,) = readers["audio/flac"]((clips / "val/low/0.flac").read_bytes())
