@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.onnx._internal.exporter import _fx_passes
 
+from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.export.onnx import lowering
 from compress.graph.torch_export import export_program
@@ -66,6 +67,12 @@ def without_weights(net: Any, x: torch.Tensor) -> torch.Tensor:
     return F.adaptive_avg_pool2d(net.plain_norm(x), (2, 2)).flatten(2)
 
 
+def written_list(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.conv(x)
+    torch._foreach_add_([y], 1.0)
+    return y
+
+
 PLAIN = [residual, outputs]
 OTHERS = [written_and_read, written_view, written_buffer, wider_write, without_weights]
 
@@ -101,3 +108,9 @@ def test_a_graph_is_traced_anew_only_where_it_must(
     found, traced = exported(compute, monkeypatch, as_torch=False)
     assert found == expected
     assert traced == (compute in OTHERS)
+
+
+def test_a_write_to_a_list_of_tensors_is_named_as_what_has_no_form() -> None:
+    program = export_program(Network(written_list).eval(), SIGNATURE)
+    with pytest.raises(StageFailed, match="_foreach_add"):
+        lowering.lower(program, SIGNATURE, None)
