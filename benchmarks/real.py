@@ -68,7 +68,8 @@ every process. The last column divides them by those of the plain export and the
 judge nothing: the cheapest of those within a point of the best one. A blank time or cost was not
 measured: the run went without times, or was resumed. Our costs of other models than
 EfficientNet-Lite0 and ResNet-18 are of an older version, which was slower and also evaluated the
-rows that are scored.
+rows that are scored. ResNet-18 has seeded weights and stands here for its cost and size alone: the
+classes of an untrained network nearly tie.
 
 TensorFlow's "same" padding, a `Pad` by zeros before a convolution, becomes part of the convolution
 in our file as it does in that of ONNX Runtime's tool. EfficientNet-Lite0 has 17. As operators of

@@ -83,7 +83,7 @@ def exits_refused() -> Iterator[None]:
 
 @contextmanager
 def located(place: str, kind: type[CompressError] | None = None, end: str = "") -> Iterator[None]:
-    """Let the toolkit's errors in a block begin with a place, and perhaps be of another kind."""
+    """Let the toolkit's errors in a block begin with a place, end with more, or be of a kind."""
     try:
         yield
     except CompressError as error:

@@ -95,7 +95,8 @@ def _without_write(graph: Graph, node: Node) -> Node | None:
     x: Any = node.args[0]
     if not isinstance(x, torch.fx.Node):  # a list of tensors
         return None
-    made_by: Any = (x.args[0] if x.target is getitem else x).target
+    maker: Any = x.args[0] if x.target is getitem else x
+    made_by = maker.target
     is_its_own = isinstance(made_by, OpOverload) and not any(
         r.alias_info for r in made_by._schema.returns
     )

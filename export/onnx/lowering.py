@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NOISY_LOGGERS = (
+    "torch.onnx._internal.exporter._core",
     "torch.onnx._internal.exporter._registration",
     "onnxscript.optimizer._constant_folding",  # it leaves alone what it cannot fold
     "onnx_ir.passes.common.initializer_deduplication",
@@ -70,6 +71,7 @@ NOISY_LOGGERS = (
 UNHELPFUL = (
     *("torchvision is not installed", "Evaluation failed", "Failed to infer the signature"),
     *("Skipping constant folding", "Skipped deduplication"),
+    "nn_module_stack not found",  # of operators that were added to a graph
 )
 TRANSLATIONS = {**DYNAMIC, **FORMS}
 """Operators that torch's exporter has no ONNX form for, or one that loses digits → our form."""

@@ -115,7 +115,8 @@ class Front(ShownInNotebooks, Result):
         parts = sorted(self.spent.items(), key=lambda part: -part[1])
         each = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in parts if seconds >= 1)
         total = sum(self.spent.values())
-        return f"{total:.0f} s of the {self.time_limit:g} s given: {each}" if self.spent else ""
+        taken = f"{total:.0f} s of the {self.time_limit:g} s given" if self.spent else ""
+        return f"{taken}: {each}" if each else taken
 
     @staticmethod
     def pareto(models: Sequence[CheckedModel]) -> list[CheckedModel]:

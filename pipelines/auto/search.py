@@ -96,7 +96,10 @@ def search(
             evaluator.tables, evaluator.base_ms = tables, tables.base_ms
         begun = {"opening the model and its data": time.monotonic() - start}
         state = SearchState(evaluator, spent=begun, emit=emit)
-        front = run_search(state, start + settings.time)
+        with state.timed("all else"):
+            front = run_search(state, start + settings.time)
+        front = front.model_copy(update={"spent": state.spent})
+        front.write(out)
         seconds = time.monotonic() - start
         fields = {"best": front.best, "points": front.points, "seconds": seconds}
         line = f"{len(front.checked)} models checked, best: {front.best or 'none'}"
@@ -174,7 +177,6 @@ def run_search(state: SearchState, deadline: float) -> Front:
     with state.timed("runs of points"):
         until = max(deadline, time.monotonic()) + POINTS_SHARE * settings.time
         front = write_points(state.front(best), evaluator, best, until)
-    front = front.model_copy(update={"spent": state.spent})
     front.write(state.out)
     return front
 

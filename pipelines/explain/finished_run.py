@@ -146,17 +146,21 @@ class FinishedRun:
             return context
         # The metrics of these gates compare with the artifact of that name.
         before = self.state.artifacts[self.chain(judged)[0]]
-        shares = shares_of(paired_outputs(before, before, context), context)
+        gates = self.state.plan.stage(judged.report.name).stage.gates
+        rule, shares = judged.verdict.rule, frozenset[int]()
+        bounded = [g for g in gates if isinstance(g, MaxDisagreement) and g.rule == rule]
+        if not bounded or bounded[0].reads_labels(context):
+            # `max_disagreement` reads all of `val` where a run judges quickly, too.
+            read = replace(context, is_quick=False) if bounded else context
+            shares = shares_of(paired_outputs(before, before, read), read)
         metric: Metric = Fidelity("fidelity", shares=shares)
-        for gate in self.state.plan.stage(judged.report.name).stage.gates:
-            if isinstance(gate, MaxDisagreement) and gate.rule == judged.verdict.rule:
-                yes = shares if gate.reads_labels(context) else frozenset[int]()
-                metric = AnswerAgreement("fidelity", gate=gate, context=context, shares=yes)
+        for gate in bounded:
+            metric = AnswerAgreement("fidelity", gate=gate, context=context, shares=shares)
         return replace(context, metric=metric, artifacts={**context.artifacts, SOURCE: before})
 
     def _changed(self, names: Sequence[str]) -> ArtifactInvalid:
         """Return the error that artifacts of the run are not those that the file makes now."""
-        made = [f"{name} {does}" for name, does in self.actions.items() if "cached" not in does]
+        made = [f"{name} {does}" for name, does in self.actions.items() if does.startswith("runs")]
         why = f" (now {made[0]})" if made else ""
         return ArtifactInvalid(
             f"{self.out}: {', '.join(names)} would be made anew: the pipeline file, the data or "

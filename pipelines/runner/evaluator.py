@@ -238,8 +238,7 @@ class ArtifactEvaluator(MeasurementCache):
         compared = baseline_name(gate, after.kind, planned.input, state.plan.baseline)
         key, conditions = gate.measurement_key(), state.measurement_conditions()
         if gate.depends_on_batch:
-            # Stored in the entries of both artifacts, where later runs find them.
-            self.batch_dependence()
+            # Stored in the other artifact's entry, where later runs find it.
             if gate.compares and state.artifacts.get(compared) is before:
                 ArtifactEvaluator(state, compared).batch_dependence(context)
             conditions = self._conditions(*((before,) if gate.compares else ()))
@@ -354,7 +353,7 @@ class ArtifactEvaluator(MeasurementCache):
         return known[form.digest]
 
     def _conditions(self, *before: Artifact) -> dict[str, Any]:
-        """Return the part of a measurement's key for what is called, with how many rows, and on."""
+        """Return what a measurement depends on: the run, what is called, and with how many rows."""
         self.batch_dependence()
         context, conditions = self.context, self.state.measurement_conditions()
         if (size := context.judged_batch_size(*before, self.artifact)) is not None:
