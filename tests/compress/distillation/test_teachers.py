@@ -19,6 +19,7 @@ from compress.export.onnx.stage import ExportOnnx
 from compress.export.torchscript.stage import ExportTorchScript
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
+from tests.compress.padded_encoder import Padded
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -43,18 +44,6 @@ def folder(tmp_path, school):
     save_file(school.weights(school.teacher), tmp_path / "mine" / "big.safetensors")
     (tmp_path / "mine" / "pipeline.yaml").write_text(PIPELINE)
     return tmp_path / "mine"
-
-
-class Padded(torch.nn.Module):
-    """An encoder, whose fused path answers zeros at padded places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = torch.nn.TransformerEncoder(layer, 1)
-
-    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x, src_key_padding_mask=padding)
 
 
 def test_a_teacher_answers_at_padded_places_as_a_student_in_training():

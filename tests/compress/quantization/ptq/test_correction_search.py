@@ -11,6 +11,7 @@ from compress.data.batch import Batch
 from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.ptq.calibrate import halves, search_corrections
 from compress.quantization.stages.static import QuantizeStatic
+from tests.compress.padded_encoder import Padded
 from tests.compress.quantization.builders import answer, build_model, images, labelled_images
 
 
@@ -55,18 +56,6 @@ def test_a_correction_stays_only_where_it_gains_upon_those_before() -> None:
         "a: True, c: True": 40,
         "a: True, c: True, d: True": 40.09,
     }
-
-
-class Padded(torch.nn.Module):
-    """An encoder, whose fused path answers zeros at padded places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = torch.nn.TransformerEncoder(layer, 1)
-
-    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x, src_key_padding_mask=padding)
 
 
 def test_noise_at_padded_places_is_that_of_quantization_alone() -> None:
