@@ -15,6 +15,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.sealed_json import read_report
 from compress.profiling.batch_dependence import (
     ROWS,
+    UNBOUNDED,
     BatchDependence,
     measure,
     rounding_tolerance,
@@ -36,7 +37,6 @@ ANY = -1  # size of an axis that varies
 PROBE_SIZES = (2, 3)  # rows of two calls; other named axes are EXTRA_LENGTH longer, to differ
 EXTRA_LENGTH = 6
 PROBE_ROWS = 4
-ROUNDED_OTHERWISE = {"alone", "reordered"}  # probes of another batch size or order
 REPORT = "report.json"
 NOT_ON_AXIS_0 = "axis 0 of the inputs and outputs does not count the rows of a batch"
 NO_BFLOAT16 = (
@@ -163,13 +163,13 @@ class RecordedMeasurements(Settings):
             return self.batch_dependence.why_not_joined
         rows = seeded_rows(artifact.signature, 2 * ROWS)
         rounding = rounding_tolerance(artifact)
-        here = measure(call, artifact.signature, rows, source="seeded", rounding=rounding)
-        shown = {*here.beyond_rounding}
         if any(spec.holds_integers for spec in artifact.signature.inputs):
             # Made-up integers are 0 and 1. How far another batch size moves answers to such rows,
-            # unlike those of `val`, says nothing; that neighbours change them does.
-            shown -= ROUNDED_OTHERWISE
-        return here.why_not_joined if shown else ""
+            # unlike those of `val`, says nothing, unless one is refused or infinite; that
+            # neighbours change them does.
+            rounding = UNBOUNDED / 2
+        here = measure(call, artifact.signature, rows, source="seeded", rounding=rounding)
+        return here.why_not_joined if here.depends else ""
 
     def served_forms(self, artifact: Artifact) -> tuple[Forms, list[str]]:
         """Return what a server takes (no images unlike those of `val`), and notes for its user."""

@@ -278,7 +278,8 @@ class Training(Settings):
     clip_norm: Positive | None = None
     """Maximum global norm of the gradient; no limit by default."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """Whether a loss or gradient that is not finite stops the training, or its step is skipped."""
+    """Whether a loss, or a gradient whose norm is known, that is not finite stops the training, or
+    its step is skipped."""
     early_stopping: Count | None = None
     """Epochs without improvement on `val` after which training ends; never by default."""
     keep: Literal["best", "last"] = "best"

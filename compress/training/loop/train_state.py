@@ -216,6 +216,11 @@ class TrainState:
         self.gradient_norm = None
         skips = training.on_nan == "skip"
         buffers = [buffer.clone() for buffer in self.module.buffers()] if skips or scales else []
+
+        def restore_buffers() -> None:
+            for buffer, before in zip(self.module.buffers(), buffers, strict=bool(buffers)):
+                buffer.copy_(before)
+
         self.optimizer.zero_grad()
 
         if strategy.pipeline is not None:
@@ -246,19 +251,18 @@ class TrainState:
         if skips and strategy.sum_over_ranks([not is_finite])[0]:
             is_finite, loss = False, math.nan
         if not is_finite:
-            for buffer, before in zip(self.module.buffers(), buffers, strict=bool(buffers)):
-                buffer.copy_(before)
+            restore_buffers()
             if not scales:
                 return loss
             # The scaler finds that gradients are not finite, skips the step and lowers the scale.
         with self.step_context(step) if self.step_context else nullcontext():
-            if training.clip_norm or measure_norm or strategy.ranks == 1:
+            # Of a single process it takes no message; in fp16 the scaler finds what is not finite.
+            if training.clip_norm or measure_norm or (strategy.processes == 1 and not scales):
                 self.scaler.unscale_(self.optimizer)  # the limit is for gradients as they are
                 self.gradient_norm = strategy.clip_grad_norm_(self.module, training.clip_norm)
             # One of all ranks, so that each of them leaves the step out.
             if not scales and self.gradient_norm is not None and not self.gradient_norm.isfinite():
-                for buffer, before in zip(self.module.buffers(), buffers, strict=bool(buffers)):
-                    buffer.copy_(before)
+                restore_buffers()
                 return math.nan
             if training.precision == "bf16-true":
                 # Weights are rounded by random numbers, which must be the same in all processes.

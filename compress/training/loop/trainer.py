@@ -168,7 +168,7 @@ def _train_epoch(
             if manager.pending:
                 manager.pending.exception()  # the message names the last checkpoint on disk
             gradient = ""
-            if state.gradient_norm is not None and strategy.ranks == 1 and not scales:
+            if state.gradient_norm is not None and strategy.processes == 1 and not scales:
                 reseed(derive_seed(job.seed, epoch, strategy.rng_stream, index), job.device)
                 gradient = _gradient_source(state, micro_batches)
             where = f"in epoch {epoch}, step {index + 1}"
@@ -184,7 +184,10 @@ def _train_epoch(
             manager.save(step + 1, _updated(progress, state, **changed), state)
     summed = losses.over_all(strategy)
     if not summed[1]:
-        raise StageFailed(f"the loss was not finite in any step of epoch {epoch}")
+        raise StageFailed(
+            f"the loss, or its gradient, was not finite in any step of epoch {epoch}; on_nan: stop "
+            "names the first"
+        )
     return _finish_epoch(job, progress, state, summed, rate, steps - progress.steps)
 
 

@@ -154,7 +154,9 @@ def clip_norm_(
     meshes = group_by_mesh(weight for weight in weights if weight.grad is not None)
     norms = []
     for members in meshes:
-        norm = torch.nn.utils.get_total_norm([w.grad for w in members if w.grad is not None])
+        gradients = (weight.grad for weight in members if weight.grad is not None)
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        norm = torch.nn.utils.get_total_norm(values)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]))
     total = global_norm(norm) if global_norm else norm  # over all pipeline stages

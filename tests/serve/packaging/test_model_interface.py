@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -250,11 +251,17 @@ def test_a_model_that_answers_nan_is_never_ready() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "moves", "why"),
-    [("int32", "size", ""), ("float32", "size", "depend on"), ("int32", "neighbours", "depend on")],
+    ("dtype", "moves", "seconds", "why"),
+    [
+        ("int32", "size", 0, ""),
+        ("float32", "size", 0, "depend on"),
+        ("int32", "neighbours", 0, "depend on"),
+        ("int32", "neighbours", 0.05, "depend on"),  # of a dear call a few are made
+        ("int32", "refusal", 0, "depend on"),
+    ],
 )
 def test_invented_integers_say_only_whether_neighbours_change_answers(
-    dtype: str, moves: str, why: str
+    dtype: str, moves: str, seconds: float, why: str
 ) -> None:
     signature = Signature.model_validate(
         {"inputs": [{"name": "x", "shape": ["batch", 4], "dtype": dtype}]}
@@ -262,7 +269,12 @@ def test_invented_integers_say_only_whether_neighbours_change_answers(
     artifact: Any = SimpleNamespace(signature=signature, manifest=SimpleNamespace(lineage=()))
 
     def call(x: np.ndarray) -> list[np.ndarray]:
-        moved = 0.01 * len(x) if moves == "size" else 0.01 * float(x.sum())
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+        if moves == "refusal" and len(x) == 1:
+            raise ValueError("one row")
+        moved = 0.01 * {"size": len(x), "neighbours": float(x.sum()), "refusal": 0}[moves]
         return [x.sum(1, keepdims=True).astype(np.float32) + np.float32(moved)]
 
     of_val = BatchDependence(rows=8, source="val", calls=16)

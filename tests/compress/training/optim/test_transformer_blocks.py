@@ -269,3 +269,14 @@ def test_the_whole_gradient_is_clipped_as_torch_does():
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
     clip_norm_([torch.zeros(2, requires_grad=True)], 1.0)
+
+
+def test_sparse_gradients_are_clipped_as_dense_ones() -> None:
+    torch.manual_seed(0)
+    tables = [nn.Embedding(20, 4, sparse=sparse) for sparse in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    for table in tables:
+        table(torch.tensor([3, 3, 7])).sum().backward()
+    norms = [clip_norm_(table.parameters(), 0.1) for table in tables]
+    assert float(norms[0]) == pytest.approx(float(norms[1])) == pytest.approx((4 * 5) ** 0.5)
+    torch.testing.assert_close(tables[0].weight.grad.to_dense(), tables[1].weight.grad)
