@@ -56,8 +56,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Yield a file under a temporary name, which is synced and renamed at the end of the block."""
     remove_leftovers(path.parent, glob.escape(path.name))
-    partial = _hidden_path(path, PARTIAL)
-    lock = create_locked(partial, partial.touch)
+    partial, lock = create_locked(lambda: _hidden_path(path, PARTIAL), Path.touch)
     try:
         with partial.open("wb") as stream:
             yield stream
@@ -79,8 +78,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
     is_new = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, glob.escape(path.name))
-    partial = _hidden_path(path, PARTIAL)
-    lock = create_locked(partial, partial.mkdir)
+    partial, lock = create_locked(lambda: _hidden_path(path, PARTIAL), Path.mkdir)
     try:
         yield partial
     finally:
@@ -91,17 +89,26 @@ def partial_folder(path: Path) -> Iterator[Path]:
                 path.parent.rmdir()
 
 
-def create_locked(path: Path, create: Callable[[], object]) -> int:
-    """Create a file or folder; return a descriptor that locks it until this process dies."""
+def create_locked(
+    new_path: Callable[[], Path], create: Callable[[Path], object]
+) -> tuple[Path, int]:
+    """Create a file or folder; return it and a descriptor that locks it until this process dies.
+
+    Args:
+        new_path: Returns a name that nothing has had. It is asked again where another process
+            removed what it took for a leftover: a second one may be about to remove the same name.
+        create: Creates it.
+    """
     while True:
-        create()
+        path = new_path()
+        create(path)
         with suppress(FileNotFoundError):  # another process removed it before it was locked
             # NFS locks no folder, and no file that is only read.
             lock = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
-                return lock
+                return path, lock
             os.close(lock)
 
 
@@ -197,10 +204,10 @@ def sync(path: Path) -> None:
 
 def _hidden_path(path: Path, mark: str) -> Path:
     """Return a new hidden name beside a path; two threads may write or remove the same one."""
-    # A number of this process may be one that a killed process had: what that left is removed.
-    hidden = path.with_name(f".{path.name}{mark}{os.getpid()}-{next(_serial)}")
-    _remove_now(hidden)
-    return hidden
+    while True:
+        hidden = path.with_name(f".{path.name}{mark}{os.getpid()}-{next(_serial)}")
+        if not os.path.lexists(hidden):  # else a killed process had the number of this one
+            return hidden
 
 
 _serial = itertools.count()

@@ -27,8 +27,9 @@ def temporary_files() -> Iterator[None]:
     place = Path(tempfile.gettempdir())
     for old in place.glob(f"{FOLDER_PREFIX}*"):
         remove_unlocked(old)
-    folder = place / f"{FOLDER_PREFIX}{uuid.uuid4().hex}"
-    lock = create_locked(folder, partial(folder.mkdir, mode=0o700))
+    folder, lock = create_locked(
+        lambda: place / f"{FOLDER_PREFIX}{uuid.uuid4().hex}", partial(Path.mkdir, mode=0o700)
+    )
     # TorchInductor's cache should survive the run: compiling again is slow.
     os.environ.setdefault(INDUCTOR_CACHE_VARIABLE, str(place / f"torchinductor_{os.getuid()}"))
     sockets: dict[str, Any] = vars(multiprocessing.current_process())["_config"]

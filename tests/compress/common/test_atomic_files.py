@@ -46,6 +46,26 @@ def test_threads_that_write_one_file_leave_that_of_one(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_a_file_that_was_taken_for_a_leftover_is_made_under_another_name(
+    tmp_path, monkeypatch
+) -> None:
+    names: list[str] = []
+    lock = fcntl.flock
+
+    def lock_after_the_first_was_removed(descriptor: int, operation: int) -> None:
+        (partial,) = tmp_path.iterdir()
+        names.append(partial.name)
+        if len(names) == 1:
+            partial.unlink()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_the_first_was_removed)
+    write_atomically(tmp_path / "a.json", "content")
+    # A second process, which looked at the first file, may still be about to remove its name.
+    assert len(names) == len({*names}) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
 def test_a_folder_made_anew_while_another_thread_looks_for_leftovers_stays(
     tmp_path, monkeypatch
 ) -> None:
