@@ -91,7 +91,8 @@ def test_a_module_is_rebuilt_from_its_packed_graph(file: Path) -> None:
     rebuilt = build(packed)
     rebuilt.load_state_dict(module.state_dict())
     x = torch.randn(2, 3, 6, 6)
-    assert torch.equal(rebuilt.eval()(x)["y"], module(x)["y"])
+    # Of a weight that lies in memory as its transpose, some processors' products differ in a bit.
+    torch.testing.assert_close(rebuilt.eval()(x)["y"], module(x)["y"])
     assert set(weights_of(module, graph)) == set(module.state_dict())
 
 
@@ -226,4 +227,4 @@ def test_weights_in_a_file_beside_it_are_mapped_and_the_graph_lives_without_them
     data.unlink()
     rebuilt = build(pack(graph))  # sizes that the graph computes with are in it
     rebuilt.load_state_dict(before)
-    assert torch.equal(rebuilt.eval()(x)["y"], expected)
+    torch.testing.assert_close(rebuilt.eval()(x)["y"], expected)
