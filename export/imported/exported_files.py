@@ -149,10 +149,11 @@ def digest_of(file: Path) -> str | None:
 
 def _with_weights(file: Path) -> list[Path]:
     def outside() -> list[str]:
-        from compress.export.onnx.proto_io import tensors_apart
+        # Not by `proto_io`, which imports torch.
+        from onnx.external_data_helper import ExternalDataInfo, _get_all_tensors, uses_external_data
 
-        entries = (e for tensor in tensors_apart(_read_onnx(file)) for e in tensor.external_data)
-        return sorted({e.value for e in entries if e.key == "location"})
+        apart = filter(uses_external_data, _get_all_tensors(_read_onnx(file)))
+        return sorted({ExternalDataInfo(tensor).location for tensor in apart})
 
     names = read_in_child(str(file), outside, file) if file.suffix == ".onnx" else []
     weights = [file_below(file, name) for name in names]

@@ -45,15 +45,10 @@ def read(file: Path, *, weights: bool = False) -> ir.Model:
     return model
 
 
-def tensors_apart(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield the weights, constants of subgraphs too, that are in files beside a model's."""
-    yield from filter(uses_external_data, _get_all_tensors(model))
-
-
 def load_weights_(model: onnx.ModelProto, file: Path) -> None:
     """Read the weights in files beside a model's into it; ArtifactInvalid where there are none."""
     # Not onnx's own, which takes neither links in Hugging Face's cache nor files with two names.
-    for tensor in tensors_apart(model):
+    for tensor in filter(uses_external_data, _get_all_tensors(model)):
         info = ExternalDataInfo(tensor)
         with (
             raised_as(ArtifactInvalid, f"{file}: weight {tensor.name!r} in a file beside it"),

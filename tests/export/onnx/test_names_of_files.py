@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -181,3 +183,21 @@ def test_a_recurrent_layer_of_a_file_is_quantized_as_any_other(tmp_path: Path) -
     assert small.manifest.facts["quantized_operators"] == {"lstm": 1}
     exported = onnx.load(compress.export_onnx(small, tmp_path / "small.onnx").payload_path)
     assert "DynamicQuantizeLSTM" in [node.op_type for node in exported.graph.node]
+
+
+def test_a_file_is_read_and_hashed_without_torch(file: Path) -> None:
+    # In the process itself, not in a child with limits, whose modules nobody sees.
+    code = f"""
+import sys
+from pathlib import Path
+from compress.common.foreign import child_process
+from compress.export.imported.exported_files import digest_of, signature_of
+child_process._is_child = True
+file = Path({str(file)!r})
+assert digest_of(file) and signature_of("onnx", file)
+print("torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"
