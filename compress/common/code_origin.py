@@ -140,18 +140,21 @@ def _find_spec(name: str, places: Any) -> ModuleSpec | None:
 def _folder_of_packages(path: str) -> Path | None:
     """Return the folder that a file's package is installed in; None for a file of no package."""
     file = Path(path)
-    is_module = Path(file.name) in _recorded(file.parent)
-    return file.parent if is_module else _folder_around(file.parent)
+    folder = _folder_around(file.parent)
+    if folder is None and Path(file.name) in _recorded(file.parent):
+        return file.parent
+    return folder
 
 
 @lru_cache(maxsize=4096)
 def _folder_around(package: Path) -> Path | None:
-    for folder in (package, *package.parents):
-        # Where pip, conda and Linux distributions install packages into.
-        is_known = folder.name in ("site-packages", "dist-packages")
-        if is_known or package.relative_to(folder) in _recorded(folder):
+    around = (package, *package.parents)
+    for folder in around:
+        # Where pip, conda and Linux distributions install packages into. First, as reading all
+        # their records takes half a second.
+        if folder.name in ("site-packages", "dist-packages"):
             return folder
-    return None
+    return next((each for each in around if package.relative_to(each) in _recorded(each)), None)
 
 
 @cache

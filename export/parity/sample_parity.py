@@ -572,9 +572,9 @@ def problem_of(
 def val_inputs(context: Context, model: Artifact) -> Iterator[Tensors]:
     """Yield inputs of samples that are spread over ``val``; none where there is no data."""
     if context.data is not None and "val" in context.data.datasets:
-        macs = context.macs(model, context.typical_sizes(model.signature)) or 1
-        limit = max(FEWEST_SAMPLES, min(SAMPLES, LARGEST_MACS // macs))
-        if context.is_quick:
-            limit = QUICK_SAMPLES
+        limit = QUICK_SAMPLES
+        if not context.is_quick:  # which reads and traces a graph
+            macs = context.macs(model, context.typical_sizes(model.signature)) or 1
+            limit = max(FEWEST_SAMPLES, min(SAMPLES, LARGEST_MACS // macs))
         for batch in context.data.batches("val", limit=limit):
             yield batch.inputs

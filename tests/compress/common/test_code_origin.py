@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compress.common.code_origin import identify, locate, origin_of
+from compress.common import code_origin
+from compress.common.code_origin import identify, is_installed, locate, origin_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = Path(np.__file__).parents[1]
@@ -179,3 +180,10 @@ def test_packages_found_anywhere_count_by_their_version_and_are_never_imported_a
         (run.first / "layers_of_ours.py").unlink()
         (run.folder / "layers_of_ours.py").write_text("WIDTH = 9\n")
         assert run() == "module layers_of_ours: layers 1.0 → layers_of_ours.py"
+
+
+def test_no_record_is_read_for_what_lies_in_site_packages(monkeypatch) -> None:
+    # Those of all packages take half a second.
+    code_origin._folder_around.cache_clear()
+    monkeypatch.setattr(code_origin, "_recorded", lambda folder: pytest.fail(f"reads {folder}"))
+    assert is_installed(np.__file__) and is_installed(str(PACKAGES / "a_module.py"))
