@@ -36,6 +36,7 @@ from compress.pipelines.auto.candidates import (
     last_stage,
 )
 from compress.pipelines.auto.cost_models import LatencyTables, LayerSensitivity
+from compress.pipelines.auto.deadline import progress_until
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
@@ -155,9 +156,19 @@ class CandidateEvaluator:
         content = [self.model.digest, space, QUANTIZING, metric, self.context.seed, measured]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def evaluate(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
-        """Build, export and measure a candidate by an ordinary run, which the store remembers."""
-        report = _run(candidate, self.base, self.settings, self.out, self.options)
+    def evaluate(
+        self,
+        candidate: Candidate,
+        predicted_ms: float | None = None,
+        deadline: float = math.inf,
+    ) -> CheckedModel:
+        """Build, export and measure a candidate by an ordinary run, which the store remembers.
+
+        Raises:
+            OutOfTime: a deadline of :func:`time.monotonic` was over before it was made.
+        """
+        options = replace(self.options, progress=progress_until(deadline, self.options.progress))
+        report = _run(candidate, self.base, self.settings, self.out, options)
         with self._opened(candidate) as predict:
             drop = self.decided_on.drop_points(predict)
             loss = self.meter.measure_predictor(predict).distance ** 2
