@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from compress.pipelines.config.run_options import RunOptions
 
 FIRST_SHARE, SENSITIVITY_SHARE = 0.1, 0.35
-"""Shares of the time after which what single cuts lose is taken as known: early, and once more."""
+"""Shares of the time after which what single cuts lose is taken as known: early, and once more.
+Of what is left, where that is more."""
 BLOCKS_SHARE = 0.5
 """Share of the time that is left after a first model, until training, for models without some
 blocks; of what is left then, the same share is for what single cuts lose there."""
@@ -209,33 +210,43 @@ def _check_cut(state: SearchState, variants: BlockVariants, deadline: float) -> 
         if share != FIRST_SHARE:
             now = time.monotonic()
             variants.add(now + BLOCKS_SHARE * (until - now))
-        measured_until = begin + share * seconds
+        # Where what was measured before took longer than that, as a share of what is left.
+        now = time.monotonic()
+        measured_until = max(begin + share * seconds, now + share * (until - now))
         if len(variants.added) > 1:  # each with cuts of its own
             now = time.monotonic()
             measured_until = max(measured_until, now + BLOCKS_SHARE * (until - now))
         programmes = variants.programmes(min(deadline, measured_until))
         if state.models and time.monotonic() < until:
-            is_left = _check_next(state, programmes)
+            is_left = _check_next(state, programmes, deadline)
     while state.models and is_left and time.monotonic() < until:
-        is_left = _check_next(state, programmes)
+        is_left = _check_next(state, programmes, deadline)
     if state.models and recovery is not None:
         key = state.evaluator.conditions + state.settings.limits.model_dump_json()
         ends = rungs(recovery.epochs)
         Recovery(state, programmes, ends, state.out / "halvings.json", key).train(deadline)
 
 
-def _check_next(state: SearchState, programmes: Programmes) -> bool:
-    """Check the next model, and correct the prediction; return whether there was one."""
+def _check_next(state: SearchState, programmes: Programmes, deadline: float) -> bool:
+    """Check the next model, and correct the prediction; return whether there was one.
+
+    One that takes longer than there is time for, if it takes as long as others did, is passed over.
+    """
     targets: list[float | None] = [*latency_targets(state)]
     if not any(map(state.is_good, state.offered())):
         # A format that loses too much as a whole may do with some layers in float.
         targets.append(None)
     known = [*(model.candidate for model in state.checked.values()), *state.failed]
-    for target_ms in targets:
-        found = state.solve(programmes, target_ms, known)
-        if found is not None:
+    solutions = (state.solve(programmes, target_ms, known) for target_ms in targets)
+    too_long = False
+    for found in filter(None, solutions):
+        if state.is_time_for(found.candidate, deadline):
             state.check(found.candidate, found.predicted_ms)
             return True
+        too_long = True
+    if too_long:
+        why = "to make one takes longer than there was left"
+        state.leave_out(f"further models: {why}; allow more --time")
     return False
 
 

@@ -138,6 +138,8 @@ class SearchState:
     """Part of the search → the seconds that it took so far."""
     last_moment: float = math.inf
     """Until when models that were begun may be made, on the clock of :func:`time.monotonic`."""
+    seconds_of_models: dict[bool, float] = field(default_factory=dict)
+    """Whether channels or blocks were removed → the least that it took to make and measure one."""
     emit: EventEmitter = field(default_factory=EventEmitter)
 
     def __post_init__(self) -> None:
@@ -162,6 +164,7 @@ class SearchState:
         self.emit("candidate_chosen", None, f"{name}: chosen", fields, is_announced=False)
         # All others are compared with the float one.
         until = math.inf if candidate == Candidate("float") else self.last_moment
+        begin = time.monotonic()
         try:
             with self.timed("models made and measured"):
                 found = self.evaluator.evaluate(candidate, predicted_ms, until)
@@ -178,6 +181,8 @@ class SearchState:
             fields = {"candidate": name, "error": str(error)}
             self.emit("candidate_failed", None, line, fields, "warning")
             return
+        least = self.seconds_of_models.get(candidate.is_smaller, math.inf)
+        self.seconds_of_models[candidate.is_smaller] = min(least, time.monotonic() - begin)
         before, limits = self.front().points, self.settings.limits
         self.checked[name] = found
         fields = {
@@ -193,6 +198,11 @@ class SearchState:
             self.emit("front_changed", None, line, points, is_announced=False)
         front.write(self.out)
         self._correct(found)
+
+    def is_time_for(self, candidate: Candidate, deadline: float) -> bool:
+        """Whether a model can be made until a deadline, if that takes as long as for others."""
+        seconds = self.seconds_of_models.get(candidate.is_smaller, 0.0)
+        return time.monotonic() + seconds < deadline
 
     def check_whole(self, deadline: float, removed_blocks: tuple[str, ...] = ()) -> None:
         """Check a model of whole widths in each format and runtime, the float ONNX file first."""

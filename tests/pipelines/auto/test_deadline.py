@@ -13,13 +13,14 @@ from compress.common.errors import StageFailed
 from compress.core.progress import silent
 from compress.pipelines.auto import candidate_evaluator, search, search_state
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
-from compress.pipelines.auto.candidates import Candidate
+from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.deadline import OutOfTime, progress_until
 from compress.pipelines.auto.front import front_page, lines_below, nothing_found, write_points
-from compress.pipelines.auto.search_state import BlockVariant, SearchState
+from compress.pipelines.auto.search_state import BlockVariant, SearchState, Solution
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
+from compress.pruning.latency.solver import Programme
 from tests.pipelines.auto.test_auto import FILE, NETS
 from tests.pipelines.auto.test_limits import checked, front_of
 
@@ -83,6 +84,58 @@ def test_a_deadline_stops_the_run_that_makes_a_model(monkeypatch: pytest.MonkeyP
     }
     with pytest.raises(OutOfTime):
         CandidateEvaluator(**members).evaluate(Candidate("int8_static"), None, OVER)
+
+
+def test_a_model_is_not_begun_that_takes_longer_than_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    wide, narrow = (Candidate("float", (("0", width),)) for width in (32, 16))
+    quick = Candidate("int8_static", float_layers=("1",))
+
+    def evaluate(candidate: Candidate, predicted_ms: object, deadline: object) -> CheckedModel:
+        made.append(candidate.name)
+        time.sleep(0.2 if candidate.is_smaller else 0.0)
+        return checked(candidate.name, 1.0, drop=9.0, **candidate.settings())
+
+    state = state_of(tmp_path, evaluate=evaluate)
+    for solutions in ([wide], [narrow, quick], [narrow]):
+        left = [*solutions]
+
+        def solve(*_: object, left: list[Candidate] = left) -> Solution | None:
+            return Solution(left.pop(0), 1.0, 0.0) if left else None
+
+        monkeypatch.setattr(state, "solve", solve)
+        monkeypatch.setattr(search, "latency_targets", lambda state: [1.0, 2.0])
+        is_first = solutions == [wide]
+        search._check_next(state, {}, time.monotonic() + (60 if is_first else 0.1))
+    assert made == [wide.name, quick.name]
+    assert state.not_searched == [
+        "further models: to make one takes longer than there was left; allow more --time"
+    ]
+
+
+def test_what_single_cuts_lose_gets_a_share_of_what_is_left_where_little_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[float] = []
+
+    def programmes(deadline: float) -> dict[tuple[str, ...], Programme]:
+        deadlines.append(deadline)
+        return {}
+
+    state = state_of(tmp_path)
+    state.models = {("float", "onnx", ()): None}  # type: ignore[dict-item]  # none is solved for
+    monkeypatch.setattr(search, "_check_next", lambda *_: False)
+    variants: Any = SimpleNamespace(
+        shallower=[], added=[None], programmes=programmes, add=lambda deadline: None
+    )
+    now = time.monotonic()
+    search._check_cut(state, variants, now + 4)  # of 10 s
+    assert deadlines == [
+        pytest.approx(now + search.FIRST_SHARE * 4, abs=0.1),
+        pytest.approx(now + search.SENSITIVITY_SHARE * 4, abs=0.1),
+    ]
 
 
 def test_no_format_is_measured_once_the_time_is_over(
