@@ -51,6 +51,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
     return network_of(folder, NETWORK, "mixed:Mixed", IMAGE)
 
 
+NORMALIZED = """
+from torch import nn
+
+def network():
+    layers = []
+    for inputs in (1, 16, 16):
+        layers += [nn.Conv2d(inputs, 16, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(16)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 64, 4)).eval()
+"""
+
+
+def test_batch_norm_behind_an_activation_is_no_convolution(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network_of(tmp_path, NORMALIZED, "normalized:network", IMAGE)
+    context = Context(root=tmp_path / "int8", data=samples(images(32)))
+    whole = ExportOnnx()(model, context.with_root(tmp_path / "float")).manifest.facts
+    assert sum(whole["float_kernels"].values()) == 4 and whole["integer_share"] == 0
+    some = QuantizeStatic(calibration_samples=32, exclude=("3", "6"))(model, context)
+    facts = ExportOnnx()(some, context.with_root(tmp_path / "onnx")).manifest.facts
+    assert sum(facts["float_kernels"].values()) == 2
+    assert "quantized, yet computed in floats" not in caplog.text
+    macs = (64 * 16 * 9, 64 * 16 * 16 * 9, 64 * 16 * 16 * 9, 64 * 16 * 4)
+    assert facts["integer_share"] == pytest.approx((macs[0] + macs[3]) / sum(macs), rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("stage", "in_integers"),
     [
