@@ -19,6 +19,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.forward import Predictor, accept_any_batch, split_batches
 from compress.common.sealed_json import read_state, write_state
+from compress.core.metrics.metric import METRIC_ADVICE
 from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.export.exporter import EXPORTERS
@@ -78,6 +79,9 @@ def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
         raise PipelineInvalid(
             f"{base.file}: `compress auto` decides by `val`; add a `data:` section"
         )
+    if base.metric is not None and base.metric.name == "none":
+        where = f"{base.place('metric')}: none"
+        raise PipelineInvalid(f"{where}: `compress auto` decides by a metric; {METRIC_ADVICE}")
     for runtime in settings.space.runtimes:
         where = f"{base.place('auto', 'space', 'runtimes')}: {runtime}"
         for need in EXPORTERS[runtime].model_validate({}).all_requirements():
