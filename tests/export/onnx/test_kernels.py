@@ -115,3 +115,28 @@ def test_runtimes_whose_kernels_are_not_counted_are_named() -> None:
     problem = MinIntegerMacs(share=0.9).unsuitable_artifact(TorchScriptModel)
     assert problem.startswith("is for the results of export_onnx, export_aot and export_executorch")
     assert "found torchscript" in problem
+
+
+SPLIT = """
+import torch
+from torch import nn
+
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.one = nn.Conv2d(1, 8, 3), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        a, b = self.before(x).relu().split([4, 4], 1)
+        return torch.cat([a, b, self.one(b).relu()], 1).mean((2, 3))
+"""
+
+
+def test_an_operator_with_several_outputs_is_exported_without_a_note_of_torch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network_of(tmp_path, SPLIT, "split:Split", IMAGE)
+    context = Context(root=tmp_path / "int8", data=samples(images(32)))
+    int8 = QuantizeStatic(calibration_samples=32)(model, context)
+    ExportOnnx()(int8, context.with_root(tmp_path / "onnx"))
+    assert not [record for record in caplog.records if record.name.startswith("torch.onnx")]
