@@ -81,7 +81,11 @@ def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
         )
     if base.metric is not None and base.metric.name == "none":
         where = f"{base.place('metric')}: none"
-        raise PipelineInvalid(f"{where}: `compress auto` decides by a metric; {METRIC_ADVICE}")
+        # The file by its name: given the model again, `compress auto` writes another one over it.
+        raise PipelineInvalid(
+            f"{where}: `compress auto` decides by a metric; {METRIC_ADVICE}; then: compress auto "
+            f"{base.file}"
+        )
     for runtime in settings.space.runtimes:
         where = f"{base.place('auto', 'space', 'runtimes')}: {runtime}"
         for need in EXPORTERS[runtime].model_validate({}).all_requirements():
