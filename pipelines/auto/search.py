@@ -33,6 +33,7 @@ from compress.profiling.peak_memory import measurement_process
 from compress.pruning.depth import block_search
 from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.latency.solver import Programme
+from compress.pruning.latency.widths import WidthSpace
 
 if TYPE_CHECKING:
     from compress.pipelines.auto.cost_models import LatencyTables
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 FIRST_SHARE, SENSITIVITY_SHARE = 0.1, 0.35
 """Shares of the time after which what single cuts lose is taken as known: early, and once more.
 Of what is left, where that is more."""
+RANKING_SHARE = 0.5
+"""Share of the time that is left for the ranking of channels; layers in float need none of it."""
 BLOCKS_SHARE = 0.5
 """Share of the time that is left after a first model, until training, for models without some
 blocks; of what is left then, the same share is for what single cuts lose there."""
@@ -149,13 +152,7 @@ def run_search(state: SearchState, deadline: float) -> Front:
     if time.monotonic() >= deadline:
         state.leave_out("widths and layers in float: there was no more time; allow more --time")
     else:
-        try:
-            with state.timed("ranking channels"):
-                whole = BlockVariant.from_model(evaluator, evaluator.model, (), deadline)
-        except OutOfTime as error:
-            state.leave_out(f"widths and layers in float: {error}")
-        else:
-            _search_variants(state, whole, deadline)
+        _search_variants(state, deadline)
     # Of those that meet all limits, the best first is confirmed, until one passes.
     wanted = [model for model in state.offered() if not missed_limits(settings.limits, model)]
     by_loss = state.loss_decides
@@ -183,15 +180,25 @@ def run_search(state: SearchState, deadline: float) -> Front:
     return front
 
 
-def _search_variants(state: SearchState, whole: BlockVariant, deadline: float) -> None:
+def _search_variants(state: SearchState, deadline: float) -> None:
     """Check models of other depths, widths and layers in float, unless all miss the limits."""
-    evaluator = state.evaluator
+    evaluator, now, is_ranked = state.evaluator, time.monotonic(), True
+    try:
+        with state.timed("ranking channels"):
+            until = now + RANKING_SHARE * (deadline - now)
+            whole = BlockVariant.from_model(evaluator, evaluator.model, (), until)
+    except OutOfTime as error:
+        state.leave_out(f"widths: {error}")
+        if evaluator.tables is not None:
+            return  # which have no layers in float
+        is_ranked = False
+        whole = BlockVariant((), evaluator.model, WidthSpace.empty(evaluator.context.device))
     if evaluator.tables is not None:
         evaluator.tables.refuse_other_model(whole.space.grid, evaluator.batch)
     variants = BlockVariants(state, whole)
     if state.settings.space.blocks:
         variants.find_order(deadline)
-    state.is_infeasible = not variants.are_feasible(deadline)
+    state.is_infeasible = is_ranked and not variants.are_feasible(deadline)
     if not state.is_infeasible:
         with state.timed("latency tables"):
             state.measure_kernels(whole, deadline)
