@@ -325,12 +325,13 @@ class BlockVariants:
         return (not is_known) if fewest is None else self._is_feasible(fewest, deadline)
 
     def _is_feasible(self, variant: BlockVariant, deadline: float) -> bool:
-        """Whether the smallest model in a format meets the limits, or there was no time to see."""
+        """Whether the smallest model in a format meets the limits, or that is not known."""
         state, limits = self.state, self.state.settings.limits
         smallest = ((group, widths[-1]) for group, widths in variant.space.grid.items())
         cut = tuple(sorted((g, width) for g, width in smallest if width != variant.space.whole[g]))
         removed = variant.removed_blocks
-        for model in sorted(state.whole_models(removed), key=lambda model: model.latency_ms):
+        whole = sorted(state.whole_models(removed), key=lambda model: model.latency_ms)
+        for model in whole:
             candidate = Candidate(model.format, cut, runtime=model.runtime, removed_blocks=removed)
             if time.monotonic() >= deadline:
                 return True
@@ -338,7 +339,7 @@ class BlockVariants:
             found = state.checked.get(candidate.name)
             if found is None or not missed_limits(limits, found, but="max_drop"):
                 return True
-        return False
+        return not whole
 
     def _checked_whole(
         self, removed_blocks: tuple[str, ...], deadline: float

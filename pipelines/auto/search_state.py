@@ -172,9 +172,7 @@ class SearchState:
             self.leave_out(f"{name}: {error}")
             return
         except StageFailed as error:
-            is_whole = not candidate.is_smaller and not candidate.float_layers
-            # With the float one latencies are compared, and mixed formats are made from the others.
-            if is_whole and candidate.runtime == "onnx":
+            if candidate == Candidate("float"):
                 raise
             self.failed[candidate] = str(error)
             line = f"warning: {name} could not be made: {error}"
@@ -374,7 +372,7 @@ class SearchState:
             file = Candidate(whole.format)
             self.check(file)
             if file.name not in self.checked:
-                raise StageFailed("there was no more time for its ONNX file")
+                raise StageFailed("its ONNX file was not made and measured")
             return self.evaluator.layer_sensitivity(whole, deadline)
         except StageFailed as error:
             self.leave_out(f"no layer of {whole.format} is left in float: {error}")

@@ -61,6 +61,23 @@ def test_a_model_that_there_is_no_time_to_make_is_left_out_and_may_be_made_later
     assert deadlines == [7.0, 7.0]
 
 
+def test_a_format_that_cannot_be_measured_ends_no_search(tmp_path: Path) -> None:
+    def evaluate(candidate: object, predicted_ms: object, deadline: object) -> None:
+        raise StageFailed("the latency is not measurable on this machine now")
+
+    state = state_of(tmp_path, evaluate=evaluate)
+    with pytest.raises(StageFailed, match="not measurable"):
+        state.check(Candidate("float"))  # with which all others are compared
+    state.check(Candidate("int8_static"))
+    assert state.failed == {
+        Candidate("int8_static"): "the latency is not measurable on this machine now"
+    }
+    # Nothing is known of a smallest model then.
+    space: Any = SimpleNamespace(grid={"0": (32, 16)}, whole={"0": 32})
+    variants = search.BlockVariants(state, BlockVariant((), None, space))  # type: ignore[arg-type]
+    assert variants.are_feasible(time.monotonic() + 60)
+
+
 def test_the_float_model_is_made_however_long_it_takes(tmp_path: Path) -> None:
     deadlines: list[float] = []
 
