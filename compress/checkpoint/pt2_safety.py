@@ -36,6 +36,8 @@ OPERATOR = re.compile(
 )
 # Without parentheses, brackets and spaces: as Python source it could call nothing.
 WORD = re.compile(r"[\w.+-]*", re.ASCII)
+# A size with bounds: a symbol, or a multiple of one, which torch looks up and does not evaluate.
+BOUNDED_SIZE = re.compile(r"(\d+\*)?\w*( [+-] \d+)?", re.ASCII)
 SHAPE_FUNCTION = re.compile(
     r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Max|Min|And|Or|Not|Equality|Unequality|"
     r"LessThan|StrictLessThan|GreaterThan|StrictGreaterThan|FloorDiv|CleanDiv|CeilDiv|"
@@ -68,7 +70,7 @@ def _code_in(value: Any, key: str) -> Iterator[str]:
     """Yield every string of a JSON value that is not a word, operator, shape or tree spec."""
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from _code_in(name, "")
+            yield from _code_in(name, "range_constraints" if key == "range_constraints" else "")
             yield from _code_in(item, name)
     elif isinstance(value, list):
         for item in value:
@@ -84,6 +86,8 @@ def _is_plain(text: str, key: str) -> bool:
         return _is_shape_expression(text)
     if key in ("in_spec", "out_spec"):
         return _is_tree_of_builtins(json.loads(text)[1])
+    if key == "range_constraints":
+        return BOUNDED_SIZE.fullmatch(text) is not None
     if key == "as_string":
         return True  # an operator's argument: torch writes it with repr() and never evaluates it
     if key in ("name", "as_name", "forward_arg_names"):

@@ -177,14 +177,16 @@ class ChannelPruner:
     def _plan(self, share: float) -> SlicePlan:
         """Rank channels, and plan verified slices that reach a share of the ratio or target."""
         config = self._config
-        ranking = rank(self._module, self._inputs, config, self._scoring, self._original_sizes)
+        progress, sizes = self._context.progress, self._original_sizes
+        ranking = rank(self._module, self._inputs, config, self._scoring, sizes, progress)
         for one in ranking.ranked:
             self._original_sizes.setdefault(one.group.slots, one.original)
         if self._widths is not None:
-            return ranking.verify(ranking.counts_for(self._widths, share), config.on_unverified)
+            keep = ranking.counts_for(self._widths, share)
+            return ranking.verify(keep, config.on_unverified, progress)
         if config.target is None:
             keep = ranking.allocate((config.ratio or 0.0) * share, config)
-            return ranking.verify(keep, config.on_unverified)
+            return ranking.verify(keep, config.on_unverified, progress)
         # Of the unpruned model's cost; its latency is measured together with each candidate's.
         goal = 1 - (1 - config.target.share) * share
         estimate: CostEstimate | None = None

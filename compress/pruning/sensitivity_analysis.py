@@ -100,12 +100,13 @@ def measure_sensitivity(
     if selection.importance in FROM_DATA:
         batches = usual_calibration(context, f"importance: {selection.importance}", samples)
     scoring = ScoringSamples.from_context(context, model.signature, batches)
-    ranking = rank(module, inputs, selection, scoring)
+    ranking = rank(module, inputs, selection, scoring, progress=context.progress)
     # All groups are sliced and verified together; each verified slice is then measured alone.
     slices: dict[tuple[str, float], GroupSlice] = {}
     pinned: dict[str, str] = {}
     for ratio in ratios:
-        plan = ranking.verify(ranking.allocate(ratio, ChannelSelection(round_to=1)))
+        keep = ranking.allocate(ratio, ChannelSelection(round_to=1))
+        plan = ranking.verify(keep, progress=context.progress)
         slices |= {(one.group.name, ratio): one for one in plan.groups}
         pinned |= plan.pinned
     sizes = context.typical_sizes(model.signature)

@@ -430,15 +430,24 @@ HEAVY_KERNELS = {
 }
 UNCOUNTED_KERNELS = UNCOUNTED | {"QAttention", "MultiHeadAttention", "GroupQueryAttention"}
 KERNEL_TIME = "_kernel_time"  # what follows an operator's name in the event of its kernel's call
+BLOCKED_BATCH_NORM = "_bn_nchwc"  # in the name that onnxruntime gives such a kernel
 ACTIVATIONS_IN_8_BITS = 4
 """Value of `accuracy_level` with which MatMulNBits rounds its input, and multiplies integers."""
 
 
 def count_kernels(optimized: ir.Model) -> dict[str, dict[str, int]]:
     """Return how many integer and float kernels the heavy operators of a rewritten model are."""
-    kernels = [node.op_type for node in optimized.graph]
+    kernels = [node.op_type for node in optimized.graph if not is_batch_norm(node)]
     floats = filter(FLOAT_KERNELS.__contains__, kernels)
     return kernel_facts(filter(is_integer_kernel, kernels), floats)
+
+
+def is_batch_norm(node: ir.Node) -> bool:
+    """Whether a kernel is a batch normalization, as which onnxruntime's blocked layout has a Conv.
+
+    It is one that no convolution takes up, such as behind an activation.
+    """
+    return node.op_type == "Conv" and BLOCKED_BATCH_NORM in (node.name or "")
 
 
 def is_integer_kernel(operator: str) -> bool:
@@ -458,6 +467,8 @@ def integer_macs_share(optimized: ir.Model, profile: Path) -> float | None:
         return None
     macs: Counter[bool] = Counter()
     for node, event in zip(optimized.graph, events, strict=True):
+        if is_batch_norm(node):
+            continue
         if node.op_type in UNCOUNTED_KERNELS:
             return None
         count, in_integers = kernel_macs(node, event["args"])

@@ -72,6 +72,7 @@ UNHELPFUL = (
     *("torchvision is not installed", "Evaluation failed", "Failed to infer the signature"),
     *("Skipping constant folding", "Skipped deduplication"),
     "nn_module_stack not found",  # of operators that were added to a graph
+    "Setting shape and type of tensors is not supported",  # of operators with several outputs
 )
 TRANSLATIONS = {**DYNAMIC, **FORMS}
 """Operators that torch's exporter has no ONNX form for, or one that loses digits → our form."""

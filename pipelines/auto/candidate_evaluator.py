@@ -19,6 +19,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.forward import Predictor, accept_any_batch, split_batches
 from compress.common.sealed_json import read_state, write_state
+from compress.core.metrics.metric import METRIC_ADVICE
 from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.export.exporter import EXPORTERS
@@ -36,6 +37,7 @@ from compress.pipelines.auto.candidates import (
     last_stage,
 )
 from compress.pipelines.auto.cost_models import LatencyTables, LayerSensitivity
+from compress.pipelines.auto.deadline import progress_until
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
@@ -76,6 +78,13 @@ def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
     if base.data is None:
         raise PipelineInvalid(
             f"{base.file}: `compress auto` decides by `val`; add a `data:` section"
+        )
+    if base.metric is not None and base.metric.name == "none":
+        where = f"{base.place('metric')}: none"
+        # The file by its name: given the model again, `compress auto` writes another one over it.
+        raise PipelineInvalid(
+            f"{where}: `compress auto` decides by a metric; {METRIC_ADVICE}; then: compress auto "
+            f"{base.file}"
         )
     for runtime in settings.space.runtimes:
         where = f"{base.place('auto', 'space', 'runtimes')}: {runtime}"
@@ -155,9 +164,19 @@ class CandidateEvaluator:
         content = [self.model.digest, space, QUANTIZING, metric, self.context.seed, measured]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def evaluate(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
-        """Build, export and measure a candidate by an ordinary run, which the store remembers."""
-        report = _run(candidate, self.base, self.settings, self.out, self.options)
+    def evaluate(
+        self,
+        candidate: Candidate,
+        predicted_ms: float | None = None,
+        deadline: float = math.inf,
+    ) -> CheckedModel:
+        """Build, export and measure a candidate by an ordinary run, which the store remembers.
+
+        Raises:
+            OutOfTime: a deadline of :func:`time.monotonic` was over before it was made.
+        """
+        options = replace(self.options, progress=progress_until(deadline, self.options.progress))
+        report = _run(candidate, self.base, self.settings, self.out, options)
         with self._opened(candidate) as predict:
             drop = self.decided_on.drop_points(predict)
             loss = self.meter.measure_predictor(predict).distance ** 2

@@ -93,7 +93,7 @@ def write_pipeline(options: InitOptions, out: Path | None, settings: AutoSetting
     file = (out or Path("runs") / name) / PIPELINE_FILE
     if file.exists() and not file.read_text(errors="replace").startswith(WRITTEN):
         raise PipelineInvalid(f"{file} exists and is not overwritten; give another --out")
-    with naming_options(file):
+    with naming_options(file, options):
         content = {**yaml_core.load(draft(file, options).text), "name": name}
     if content["data"].keys() >= {"images", "prepare"}:
         guess = "data.prepare: mean and std are a guess; give those of the training, then"

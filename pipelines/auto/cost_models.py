@@ -329,7 +329,8 @@ def export_at_random_widths(
 ) -> tuple[dict[str, int], Iterator[tuple[dict[str, int], ir.Model]]]:
     """Return the model's own widths, and yield exports of it in a format at a few random ones."""
     widths = settings.space.widths
-    variants = WidthVariants(model, widths.selection if widths else None, context.seed)
+    selection = widths.selection if widths else None
+    variants = WidthVariants(model, selection, context.seed, context.progress)
     quantizing, few = QUANTIZING.get(format, {}), context.data
     if quantizing:
         data = context.need_data("compress auto")

@@ -81,6 +81,8 @@ class Front(ShownInNotebooks, Result):
     """In the order in which they were checked."""
     failed: dict[str, str] = {}
     """Name of a candidate that could not be built → why."""
+    refused: dict[str, str] = {}
+    """Name of a model whose run as a point did not pass, though it met the limits → why."""
     points: tuple[str, ...]
     """Names of the models that no other one beats in latency, drop and size, the fastest first."""
     folders: dict[str, str] = {}
@@ -201,7 +203,8 @@ def lines_below(front: Front, out: Path) -> Iterator[str]:
         served = run / "artifacts" / front.by_name[front.best].candidate.export
         yield f"serve it: compress serve {shlex.quote(str(served))}"
     else:
-        yield "no model that was checked meets all limits"
+        passed = " and passed its run" if front.refused else ""
+        yield f"no model that was checked meets all limits{passed}"
     if front.predicted_for is not None:
         yield f"latencies are predicted for {front.predicted_for}; run the points' pipelines there"
     for what in front.not_searched:
@@ -239,6 +242,11 @@ def nothing_found(front: Front) -> str:
         )
     nearest = min(kept, key=distance)
     missed = missed_limits(limits, nearest)
+    if (refusal := front.refused.get(nearest.name)) is not None:
+        return (
+            f"no model within {limits.described} was found whose run passed; the nearest is "
+            f"{front.line(nearest, limits)}; {refusal}"
+        )
     confirmed = ""
     if "max_drop" in missed:
         confirmed = f", and {nearest.confirmed_drop:.3g} points on samples not decided by"
@@ -346,7 +354,7 @@ def write_points(
 
     None is run any more after a deadline of :func:`time.monotonic`.
     """
-    known, left_out = front.by_name, [*front.not_searched]
+    known, left_out, refused = front.by_name, [*front.not_searched], {**front.refused}
     names = chosen_points(front, evaluator.settings.points)
     folders = {name: folder_of(front, name) for name in names}
     for folder in (evaluator.out / POINTS_FOLDER).glob("*"):
@@ -354,14 +362,16 @@ def write_points(
             shutil.rmtree(folder)
     for name in names:
         write_point(front, evaluator, known[name])
-        if name == passed or missed_limits(front.limits, known[name]):
+        if name == passed or name in refused or missed_limits(front.limits, known[name]):
             continue
         if time.monotonic() < deadline:
-            run_point(front, evaluator, known[name])
+            refusal = run_point(front, evaluator, known[name])
+            refused |= {name: refusal} if refusal else {}
         else:
             file = evaluator.out / folders[name] / PIPELINE_FILE
             left_out.append(f"the run of a point, for want of time: compress run {file}")
-    return front.model_copy(update={"folders": folders, "not_searched": tuple(left_out)})
+    changes = {"folders": folders, "not_searched": tuple(left_out), "refused": refused}
+    return front.model_copy(update=changes)
 
 
 def write_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> None:
@@ -375,10 +385,10 @@ def write_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel
     write_atomically(file, text)
 
 
-def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> bool:
-    """Run a point's pipeline, except for what the search has made; return whether it passed."""
+def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> str | None:
+    """Run a point's pipeline, except for what the search has made; return why it did not pass."""
     if evaluator.tables is not None:
-        return True  # it is for the machine that its latency is predicted for
+        return None  # it is for the machine that its latency is predicted for
     folder = evaluator.out / folder_of(front, model.name)
     pipeline = Pipeline.model_validate(_content(evaluator, model))
     # The search's store names the files that user code reads relative to that file.
@@ -394,8 +404,8 @@ def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) 
         pipeline.run(folder, quiet)
     except CompressError as error:
         evaluator.options.announce(f"warning: {folder_of(front, model.name)}: {error}")
-        return False
-    return True
+        return str(error)
+    return None
 
 
 def _content(evaluator: CandidateEvaluator, model: CheckedModel) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.sealed_json import read_state, write_state
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel, rungs
+from compress.pipelines.auto.deadline import OutOfTime
 from compress.pipelines.auto.front import (
     Front,
     missed_limits,
@@ -32,6 +33,7 @@ from compress.profiling.peak_memory import measurement_process
 from compress.pruning.depth import block_search
 from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.pruning.latency.solver import Programme
+from compress.pruning.latency.widths import WidthSpace
 
 if TYPE_CHECKING:
     from compress.pipelines.auto.cost_models import LatencyTables
@@ -41,7 +43,10 @@ if TYPE_CHECKING:
     from compress.pipelines.config.run_options import RunOptions
 
 FIRST_SHARE, SENSITIVITY_SHARE = 0.1, 0.35
-"""Shares of the time after which what single cuts lose is taken as known: early, and once more."""
+"""Shares of the time after which what single cuts lose is taken as known: early, and once more.
+Of what is left, where that is more."""
+RANKING_SHARE = 0.5
+"""Share of the time that is left for the ranking of channels; layers in float need none of it."""
 BLOCKS_SHARE = 0.5
 """Share of the time that is left after a first model, until training, for models without some
 blocks; of what is left then, the same share is for what single cuts lose there."""
@@ -54,7 +59,8 @@ BLOCKS_COMPARED_ON = 64  # samples on which the outputs of a model without a blo
 MAX_CHECKS_AT_LIMIT = 5
 """Models that are checked at the asked latency before other latencies are looked at."""
 NARROW_GAP = 1.03  # ratio of two latencies between which no further model is looked for
-POINTS_SHARE = 0.1  # share of the time, beyond it, for runs of the points but the best
+OVERTIME_SHARE = 0.1
+"""Share of the time, beyond it, in which models that were begun are made, and points are run."""
 WEIGHT_BEHIND_BAD = 0.5  # weight of a gap of latencies whose slower end loses too much
 AIMED_SHARE = 0.99
 """Share of the asked latency that the solver aims at until a model keeps to it, as half of all are
@@ -125,6 +131,7 @@ def search_log(out: Path) -> Iterator[None]:
 def run_search(state: SearchState, deadline: float) -> Front:
     """Search until a deadline of :func:`time.monotonic`, or nothing is left to try."""
     evaluator, settings = state.evaluator, state.settings
+    state.last_moment = deadline + OVERTIME_SHARE * settings.time
     earlier = Front.read(state.out)
     if earlier is not None and earlier.conditions == evaluator.conditions:
         # Figures of earlier versions, or of other limits, may lack what is needed now.
@@ -145,24 +152,16 @@ def run_search(state: SearchState, deadline: float) -> Front:
     if time.monotonic() >= deadline:
         state.leave_out("widths and layers in float: there was no more time; allow more --time")
     else:
-        with state.timed("ranking channels"):
-            whole = BlockVariant.from_model(evaluator, evaluator.model)
-        if evaluator.tables is not None:
-            evaluator.tables.refuse_other_model(whole.space.grid, evaluator.batch)
-        variants = BlockVariants(state, whole)
-        if settings.space.blocks:
-            variants.find_order(deadline)
-        state.is_infeasible = not variants.are_feasible(deadline)
-        if not state.is_infeasible:
-            with state.timed("latency tables"):
-                state.measure_kernels(whole, deadline)
-            _check_cut(state, variants, deadline)
+        _search_variants(state, deadline)
     # Of those that meet all limits, the best first is confirmed, until one passes.
     wanted = [model for model in state.offered() if not missed_limits(settings.limits, model)]
     by_loss = state.loss_decides
     wanted.sort(key=lambda m: m.loss_order if by_loss else (m.latency_ms, m.drop or 0.0))
     best = None
-    for model in wanted:
+    for number, model in enumerate(wanted):
+        if number and time.monotonic() > state.last_moment:
+            state.leave_out("further models within all limits are not confirmed, for want of time")
+            break
         confirmed = state.checked[model.name] = evaluator.confirm(model)
         if confirmed.confirmed_drop is None or missed_limits(settings.limits, confirmed):
             continue
@@ -170,15 +169,40 @@ def run_search(state: SearchState, deadline: float) -> Front:
         front.write(state.out)
         write_point(front, evaluator, confirmed)
         with state.timed("runs of points"):
-            is_best = run_point(front, evaluator, confirmed)
-        if is_best:
+            refusal = run_point(front, evaluator, confirmed)
+        if refusal is None:
             best = model.name
             break
+        state.refused[model.name] = refusal
     with state.timed("runs of points"):
-        until = max(deadline, time.monotonic()) + POINTS_SHARE * settings.time
-        front = write_points(state.front(best), evaluator, best, until)
+        front = write_points(state.front(best), evaluator, best, state.last_moment)
     front.write(state.out)
     return front
+
+
+def _search_variants(state: SearchState, deadline: float) -> None:
+    """Check models of other depths, widths and layers in float, unless all miss the limits."""
+    evaluator, now, is_ranked = state.evaluator, time.monotonic(), True
+    try:
+        with state.timed("ranking channels"):
+            until = now + RANKING_SHARE * (deadline - now)
+            whole = BlockVariant.from_model(evaluator, evaluator.model, (), until)
+    except OutOfTime as error:
+        state.leave_out(f"widths: {error}")
+        if evaluator.tables is not None:
+            return  # which have no layers in float
+        is_ranked = False
+        whole = BlockVariant((), evaluator.model, WidthSpace.empty(evaluator.context.device))
+    if evaluator.tables is not None:
+        evaluator.tables.refuse_other_model(whole.space.grid, evaluator.batch)
+    variants = BlockVariants(state, whole)
+    if state.settings.space.blocks:
+        variants.find_order(deadline)
+    state.is_infeasible = is_ranked and not variants.are_feasible(deadline)
+    if not state.is_infeasible:
+        with state.timed("latency tables"):
+            state.measure_kernels(whole, deadline)
+        _check_cut(state, variants, deadline)
 
 
 def _check_cut(state: SearchState, variants: BlockVariants, deadline: float) -> None:
@@ -193,33 +217,43 @@ def _check_cut(state: SearchState, variants: BlockVariants, deadline: float) -> 
         if share != FIRST_SHARE:
             now = time.monotonic()
             variants.add(now + BLOCKS_SHARE * (until - now))
-        measured_until = begin + share * seconds
+        # Where what was measured before took longer than that, as a share of what is left.
+        now = time.monotonic()
+        measured_until = max(begin + share * seconds, now + share * (until - now))
         if len(variants.added) > 1:  # each with cuts of its own
             now = time.monotonic()
             measured_until = max(measured_until, now + BLOCKS_SHARE * (until - now))
         programmes = variants.programmes(min(deadline, measured_until))
         if state.models and time.monotonic() < until:
-            is_left = _check_next(state, programmes)
+            is_left = _check_next(state, programmes, deadline)
     while state.models and is_left and time.monotonic() < until:
-        is_left = _check_next(state, programmes)
+        is_left = _check_next(state, programmes, deadline)
     if state.models and recovery is not None:
         key = state.evaluator.conditions + state.settings.limits.model_dump_json()
         ends = rungs(recovery.epochs)
         Recovery(state, programmes, ends, state.out / "halvings.json", key).train(deadline)
 
 
-def _check_next(state: SearchState, programmes: Programmes) -> bool:
-    """Check the next model, and correct the prediction; return whether there was one."""
+def _check_next(state: SearchState, programmes: Programmes, deadline: float) -> bool:
+    """Check the next model, and correct the prediction; return whether there was one.
+
+    One that takes longer than there is time for, if it takes as long as others did, is passed over.
+    """
     targets: list[float | None] = [*latency_targets(state)]
     if not any(map(state.is_good, state.offered())):
         # A format that loses too much as a whole may do with some layers in float.
         targets.append(None)
     known = [*(model.candidate for model in state.checked.values()), *state.failed]
-    for target_ms in targets:
-        found = state.solve(programmes, target_ms, known)
-        if found is not None:
+    solutions = (state.solve(programmes, target_ms, known) for target_ms in targets)
+    too_long = False
+    for found in filter(None, solutions):
+        if state.is_time_for(found.candidate, deadline):
             state.check(found.candidate, found.predicted_ms)
             return True
+        too_long = True
+    if too_long:
+        why = "to make one takes longer than there was left"
+        state.leave_out(f"further models: {why}; allow more --time")
     return False
 
 
@@ -283,23 +317,29 @@ class BlockVariants:
         limits = self.state.settings.limits
         if limits.latency is None and limits.size is None and limits.memory is None:
             return True
-        if time.monotonic() >= deadline or self._is_feasible(self.whole):
-            return True  # or not known
+        if self._is_feasible(self.whole, deadline):
+            return True
         fewest = self._checked_whole(self.shallower[-1], deadline) if self.shallower else None
-        return fewest is not None and self._is_feasible(fewest)
+        # A model that could not be made for want of time may be feasible.
+        is_known = time.monotonic() < deadline
+        return (not is_known) if fewest is None else self._is_feasible(fewest, deadline)
 
-    def _is_feasible(self, variant: BlockVariant) -> bool:
+    def _is_feasible(self, variant: BlockVariant, deadline: float) -> bool:
+        """Whether the smallest model in a format meets the limits, or that is not known."""
         state, limits = self.state, self.state.settings.limits
         smallest = ((group, widths[-1]) for group, widths in variant.space.grid.items())
         cut = tuple(sorted((g, width) for g, width in smallest if width != variant.space.whole[g]))
         removed = variant.removed_blocks
-        for model in sorted(state.whole_models(removed), key=lambda model: model.latency_ms):
+        whole = sorted(state.whole_models(removed), key=lambda model: model.latency_ms)
+        for model in whole:
             candidate = Candidate(model.format, cut, runtime=model.runtime, removed_blocks=removed)
+            if time.monotonic() >= deadline:
+                return True
             state.check(candidate)
             found = state.checked.get(candidate.name)
             if found is None or not missed_limits(limits, found, but="max_drop"):
                 return True
-        return False
+        return not whole
 
     def _checked_whole(
         self, removed_blocks: tuple[str, ...], deadline: float
@@ -311,7 +351,11 @@ class BlockVariants:
             if model.removed_blocks == removed_blocks:
                 folder = model.candidate.artifacts(evaluator.out) / "prune_layers"
                 pruned = EagerModel.from_directory(folder)
-                return BlockVariant.from_model(evaluator, pruned, removed_blocks)
+                try:
+                    return BlockVariant.from_model(evaluator, pruned, removed_blocks, deadline)
+                except OutOfTime as error:
+                    count = len(removed_blocks)
+                    self.state.leave_out(f"widths without {count} of the blocks: {error}")
         return None
 
 

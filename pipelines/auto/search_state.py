@@ -24,6 +24,7 @@ from compress.pipelines.auto.cost_models import (
     WholeModels,
     build_format_models,
 )
+from compress.pipelines.auto.deadline import OutOfTime, progress_until
 from compress.pipelines.auto.front import Front, missed_limits
 from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
 from compress.pipelines.system.jsonl_log import EventEmitter
@@ -34,7 +35,6 @@ from compress.pruning.recovery.recovery import name_before
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
-    from compress.core.progress import Progress
     from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
     from compress.pipelines.auto.cost_models import LayerSensitivity
     from compress.pruning.latency.widths import LossIncreases
@@ -46,18 +46,6 @@ if TYPE_CHECKING:
 
 FLOAT_LAYERS_SHARE = 0.15
 """Share of the search's time for the layers of one format that may stay in float."""
-
-
-def progress_until(deadline: float, progress: Progress) -> Progress:
-    """Return a callback that raises StageFailed once a deadline of `time.monotonic` is over."""
-
-    def report(task: str, done: int, total: int, note: str = "") -> None:
-        if time.monotonic() > deadline:
-            where = f"{task}, {note or 'step'} {done} of {total}"
-            raise StageFailed(f"there was no more time ({where}); allow more --time")
-        progress(task, done, total, note)
-
-    return report
 
 
 class Solution(NamedTuple):
@@ -78,10 +66,15 @@ class BlockVariant:
 
     @classmethod
     def from_model(
-        cls, evaluator: CandidateEvaluator, model: EagerModel, removed_blocks: tuple[str, ...] = ()
+        cls,
+        evaluator: CandidateEvaluator,
+        model: EagerModel,
+        removed_blocks: tuple[str, ...] = (),
+        deadline: float = math.inf,
     ) -> Self:
-        """Lay a grid of widths for a model that lacks some blocks."""
+        """Lay a grid of widths for a model that lacks some blocks; OutOfTime after a deadline."""
         context = evaluator.context
+        context = replace(context, progress=progress_until(deadline, context.progress))
         widths = evaluator.settings.without_blocks(removed_blocks).space.widths
         if widths is None:
             return cls(removed_blocks, model, WidthSpace.empty(context.device))
@@ -139,8 +132,14 @@ class SearchState:
     """Whether even the smallest models miss limits."""
     not_searched: list[str] = field(default_factory=list)
     """What is left out, and why."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Name of a model whose run as a point did not pass → why."""
     spent: dict[str, float] = field(default_factory=dict)
     """Part of the search → the seconds that it took so far."""
+    last_moment: float = math.inf
+    """Until when models that were begun may be made, on the clock of :func:`time.monotonic`."""
+    seconds_of_models: dict[bool, float] = field(default_factory=dict)
+    """Whether channels or blocks were removed → the least that it took to make and measure one."""
     emit: EventEmitter = field(default_factory=EventEmitter)
 
     def __post_init__(self) -> None:
@@ -163,19 +162,25 @@ class SearchState:
             return
         fields = {"candidate": name, **candidate.settings(), "predicted_ms": predicted_ms}
         self.emit("candidate_chosen", None, f"{name}: chosen", fields, is_announced=False)
+        # All others are compared with the float one.
+        until = math.inf if candidate == Candidate("float") else self.last_moment
+        begin = time.monotonic()
         try:
             with self.timed("models made and measured"):
-                found = self.evaluator.evaluate(candidate, predicted_ms)
+                found = self.evaluator.evaluate(candidate, predicted_ms, until)
+        except OutOfTime as error:  # not a failure: more time may make it
+            self.leave_out(f"{name}: {error}")
+            return
         except StageFailed as error:
-            is_whole = not candidate.is_smaller and not candidate.float_layers
-            # With the float one latencies are compared, and mixed formats are made from the others.
-            if is_whole and candidate.runtime == "onnx":
+            if candidate == Candidate("float"):
                 raise
             self.failed[candidate] = str(error)
             line = f"warning: {name} could not be made: {error}"
             fields = {"candidate": name, "error": str(error)}
             self.emit("candidate_failed", None, line, fields, "warning")
             return
+        least = self.seconds_of_models.get(candidate.is_smaller, math.inf)
+        self.seconds_of_models[candidate.is_smaller] = min(least, time.monotonic() - begin)
         before, limits = self.front().points, self.settings.limits
         self.checked[name] = found
         fields = {
@@ -191,6 +196,11 @@ class SearchState:
             self.emit("front_changed", None, line, points, is_announced=False)
         front.write(self.out)
         self._correct(found)
+
+    def is_time_for(self, candidate: Candidate, deadline: float) -> bool:
+        """Whether a model can be made until a deadline, if that takes as long as for others."""
+        seconds = self.seconds_of_models.get(candidate.is_smaller, 0.0)
+        return time.monotonic() + seconds < deadline
 
     def check_whole(self, deadline: float, removed_blocks: tuple[str, ...] = ()) -> None:
         """Check a model of whole widths in each format and runtime, the float ONNX file first."""
@@ -306,6 +316,9 @@ class SearchState:
             now = time.monotonic()
             # Once one format can be searched, others leave it time for that.
             stop = now + (end - now) / 2 if self.models else end
+            if now >= stop:
+                self.leave_out(f"{format} is not cut: there was no more time; allow more --time")
+                continue
             bounded = replace(context, progress=progress_until(stop, context.progress))
             until = now + FLOAT_LAYERS_SHARE * self.settings.time
             layers = None
@@ -356,7 +369,10 @@ class SearchState:
             if self.evaluator.tables is not None:
                 raise StageFailed("the latency tables have no such layers")
             # The ONNX file, from which those with layers in float are made, is no point by itself.
-            self.check(Candidate(whole.format))
+            file = Candidate(whole.format)
+            self.check(file)
+            if file.name not in self.checked:
+                raise StageFailed("its ONNX file was not made and measured")
             return self.evaluator.layer_sensitivity(whole, deadline)
         except StageFailed as error:
             self.leave_out(f"no layer of {whole.format} is left in float: {error}")
@@ -397,6 +413,7 @@ class SearchState:
             limits=self.settings.limits,
             checked=tuple(self.checked.values()),
             failed={candidate.name: why for candidate, why in self.failed.items()},
+            refused=self.refused,
             points=tuple(model.name for model in points),
             conditions=evaluator.conditions,
             base_ms=evaluator.base_ms,

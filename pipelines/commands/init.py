@@ -125,7 +125,7 @@ def write_draft(
     """Write a pipeline file for a model; `ask` prompts for missing options."""
     if file.exists() and not force:
         raise PipelineInvalid(f"{file} exists and is not overwritten; name another, or use --force")
-    with naming_options(file):
+    with naming_options(file, options):
         found = draft(file, prompt_for_missing(options, ask) if ask else options)
     try:
         write_atomically(file, found.text)
@@ -135,7 +135,7 @@ def write_draft(
 
 
 @contextmanager
-def naming_options(file: Path) -> Iterator[None]:
+def naming_options(file: Path, options: InitOptions) -> Iterator[None]:
     """Name the option in place of the setting of a file that is not written yet, in errors.
 
     Its folder is made, as paths in the file lead through it (`../photos`), and removed on errors.
@@ -150,6 +150,8 @@ def naming_options(file: Path) -> Iterator[None]:
             for folder in missing:
                 folder.rmdir()
         for setting, option in OPTION_OF_SETTING.items():
+            if setting == "model.inputs" and not options.inputs and options.data is not None:
+                option = "--data (--input declares other inputs)"  # samples show them
             if str(error).startswith(place := f"{file}: {setting}: "):
                 raise type(error)(f"{option}: {str(error).removeprefix(place)}") from error
         raise

@@ -98,7 +98,7 @@ def measure_and_write(
     ):
         folder = Path(name)
         round_to = stage.round_to if stage else 16
-        variants = WidthVariants(source, stage, context.seed)
+        variants = WidthVariants(source, stage, context.seed, progress)
         progress("latency", 0, 1, "export")
         built = variants.build_some(MOST_EXPORTS, folder)
         graphs = ((own, translate_small(one, "latency")[0]) for own, one in built)

@@ -95,7 +95,14 @@ class ImageInput(Settings):
         size = self.size or (axes["h"], axes["w"])
         for axis, side in zip("hw", size, strict=True):
             expected = axes[axis]
-            if isinstance(side, str) or (isinstance(expected, int) and expected != side):
+            if isinstance(side, str):
+                sizes = ("batch", *({"h": 224, "w": 224}.get(name, axes[name]) for name in axes))
+                raise StageFailed(
+                    "image: the model takes images of any size, and they are all to become one "
+                    "size: give it as `size`, such as [224, 224], or on the command line as "
+                    f"--input {spec.name}={','.join(map(str, sizes))}"
+                )
+            if isinstance(expected, int) and expected != side:
                 raise StageFailed(f"image: size is {list(size)}, expected the sizes of {axes}")
         if self.shorter_side is not None and self.squashed_to is not None:
             raise StageFailed("image: give one of shorter_side and squashed_to")

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import nn
 
 import compress
+from compress.artifacts.graph_model import GraphModel
 from compress.common.forward import accept_any_batch
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.export.imported.exported_files import import_file, signature_of
@@ -84,6 +85,17 @@ def test_the_multiple_of_a_size_is_found_and_kept(tmp_path: Path) -> None:
     with exported.open() as predict, torch.no_grad():
         x = torch.randn(3, 3, 20, 12)
         torch.testing.assert_close(predict(x)[0], model.load()(x)["y"])
+
+
+def test_a_graph_for_multiples_of_a_size_is_read_again(tmp_path: Path) -> None:
+    spec = TensorSpec(name="image", shape=("batch", 3, "height", "width"))
+    bounds = dict.fromkeys(("height", "width"), AxisBounds(min=64, multiple=32))
+    signature = Signature(inputs=(spec,), axes=bounds)
+    program = export_program(Pyramid().eval(), signature)
+    x = torch.randn(2, 3, 96, 64)
+    found = GraphModel.create(tmp_path / "graph", program, signature).program()
+    assert found.range_constraints == program.range_constraints
+    torch.testing.assert_close(found.module()(x), program.module()(x))
 
 
 def test_the_smallest_size_and_a_fixed_batch_are_found(tmp_path: Path) -> None:

@@ -243,6 +243,12 @@ class UnknownMetric(Metric):
         )
 
 
+METRIC_ADVICE = (
+    "name one with `metric:`, such as `fidelity`, the share of labels equal to the uncompressed "
+    "model's, which needs no targets; outputs that are no scores of classes need targets"
+)
+
+
 class NoMetric(Metric):
     """Nothing is measured: tasks whose targets no metric is known for."""
 
@@ -250,7 +256,7 @@ class NoMetric(Metric):
 
     def targets_of(self, batch: Batch, split: str, reference: Predictor | None = None) -> Targets:
         """Raise StageFailed."""
-        raise StageFailed("the pipeline has no metric; name one with `metric:`")
+        raise StageFailed(f"the pipeline has no metric; {METRIC_ADVICE}")
 
 
 def not_finite(outputs: torch.Tensor) -> str:

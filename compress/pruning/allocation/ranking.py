@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.forward import copy_module
+from compress.core.progress import Progress, silent
 from compress.data.batch import Batch
 from compress.graph.flops import count_macs
 from compress.pruning.channel_settings import COMPARABLE, ChannelSelection
@@ -150,7 +151,10 @@ class Ranking:
         ]
 
     def verify(
-        self, keep: Sequence[int], on_unverified: Literal["pin", "error"] = "pin"
+        self,
+        keep: Sequence[int],
+        on_unverified: Literal["pin", "error"] = "pin",
+        progress: Progress = silent,
     ) -> SlicePlan:
         """Return the largest verified plan that keeps at least ``keep`` channels of each group.
 
@@ -163,7 +167,7 @@ class Ranking:
                 wanted.append(GroupSlice(one.group, channels))
             else:
                 pinned[one.group.name] = f"all of its {len(one.scores)} channels are to stay"
-        plan = verify_slices(self.module, wanted, pinned, self.graph, self.equivalence)
+        plan = verify_slices(self.module, wanted, pinned, self.graph, self.equivalence, progress)
         verified = {one.group for one in plan.groups}
         unverified = [one.group.name for one in wanted if one.group not in verified]
         if unverified and on_unverified == "error":
@@ -188,6 +192,7 @@ def rank(
     selection: ChannelSelection | None = None,
     scoring: ScoringSamples | None = None,
     originals: Mapping[tuple[Slot, ...], int] | None = None,
+    progress: Progress = silent,
 ) -> Ranking:
     """Trace a module's channel groups and score their channels; the module is not changed.
 
@@ -212,7 +217,7 @@ def rank(
             pinned[group.name] = "not among those that `include` names"
         else:
             selected.append(group)
-    scores = score_groups(module, selected, graph, selection.importance, scoring)
+    scores = score_groups(module, selected, graph, selection.importance, scoring, progress)
     ranked = []
     modules = dict(module.named_modules())
     for group, found in zip(selected, scores, strict=True):

@@ -26,6 +26,7 @@ from compress.common.errors import CompressError
 from compress.common.forward import copy_module, flatten_outputs
 from compress.core.objectives.loss import INFERRED_LOSS, refuse_without_curvature
 from compress.core.objectives.task import has_target
+from compress.core.progress import Progress, silent
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
@@ -100,6 +101,7 @@ def score_groups(
     graph: AxisGraph,
     criterion: Criterion,
     samples: ScoringSamples | None = None,
+    progress: Progress = silent,
 ) -> Scores:
     """Score the importance of each channel, or say why a criterion cannot; nothing is changed."""
     samples = samples or ScoringSamples()
@@ -112,8 +114,15 @@ def score_groups(
         by_consumers = wanda if criterion == "wanda" else optimal_brain_surgeon
         reason = f"no product or convolution reads its channels, so {criterion} cannot rank them"
         has_slopes = criterion == "obs"
-        consumers_of = consumers(module, groups, graph, samples, has_slopes=has_slopes)
-        return [by_consumers(own) if own else reason for own in consumers_of]
+        consumers_of = consumers(
+            module, groups, graph, samples, has_slopes=has_slopes, progress=progress
+        )
+        scores: Scores = []
+        for done, own in enumerate(consumers_of):
+            progress("scores of channels", done, len(groups))
+            scores.append(by_consumers(own) if own else reason)
+        progress("scores of channels", len(groups), len(groups))
+        return scores
     if criterion == "random":
         generator = torch.Generator().manual_seed(samples.seed)
         counts = [len(group.channels) for group in groups]
@@ -576,6 +585,7 @@ def consumers(
     samples: ScoringSamples,
     *,
     has_slopes: bool = False,
+    progress: Progress = silent,
 ) -> list[list[Consumer]]:
     """Return, for each group, the linear layers and convolutions that read its channels."""
     batches, device = samples.batches, samples.device
@@ -599,9 +609,11 @@ def consumers(
     count = 0
     with channels_last([module], batches[0], device):
         for batch in batches:
+            progress("inputs of layers", count, available)
             add = partial(add_to_moments, size=len(batch), samples_before=count)
             observe_layer_calls(module, [batch], add, device)
             count += len(batch)
+        progress("inputs of layers", available, available)
         slopes = mean_square_slopes(module, calls, samples) if has_slopes else {}
     module.cpu()  # where it is sliced and verified
     weights = dict(module.named_parameters())

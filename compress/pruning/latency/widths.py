@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
+from compress.core.progress import Progress, silent
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.allocation.ranking import Ranking, rank
 from compress.pruning.channel_settings import ChannelSelection, ChannelSettings
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
-    from compress.core.progress import Progress
     from compress.data.batch import Batch
     from compress.profiling.benchmark import MeasuredShare
 
@@ -93,10 +93,12 @@ class WidthSpace:
         inputs = VerificationInputs.from_signature(model.signature, context, selection)
         rewrite_(module, inputs)
         scoring = ScoringSamples.from_context(context, model.signature, batches)
-        ranking = rank(module, inputs, selection, scoring)
+        progress = context.progress
+        ranking = rank(module, inputs, selection, scoring, progress=progress)
         # Whatever the scope: widths are chosen here, not by comparing groups.
         limits = ChannelSelection(round_to=selection.round_to, min_channels=selection.min_channels)
-        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, limits), selection.on_unverified)
+        keep = ranking.allocate(LARGEST_CUT, limits)
+        smallest = ranking.verify(keep, selection.on_unverified, progress)
         slices = {one.group.name: one for one in smallest.groups}
         grid: dict[str, set[int]] = {}
         for step in range(values):
@@ -199,10 +201,14 @@ class WidthVariants:
     """The groups of coupled channels of a model that can be cut, and models of other widths."""
 
     def __init__(
-        self, model: EagerModel, selection: ChannelSelection | None = None, seed: int = 0
+        self,
+        model: EagerModel,
+        selection: ChannelSelection | None = None,
+        seed: int = 0,
+        progress: Progress = silent,
     ) -> None:
         """Trace the model, and find the groups whose cut is verified."""
-        module, self._model, self._seed = model.load(), model, seed
+        module, self._model, self._seed, self._progress = model.load(), model, seed, progress
         selection = selection or ChannelSelection()
         example = model.signature.example(seed=seed)
         inputs = VerificationInputs(example, across_norms=selection.across_norms)
@@ -210,7 +216,8 @@ class WidthVariants:
         """What variants have other modules by than the model, as pruning needs them."""
         unranked = selection.model_copy(update={"importance": "random"})
         ranking = rank(module, inputs, unranked, ScoringSamples(seed=seed))
-        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, ChannelSelection(round_to=1)))
+        keep = ranking.allocate(LARGEST_CUT, ChannelSelection(round_to=1))
+        smallest = ranking.verify(keep, progress=progress)
         groups = {one.group.name for one in ranking.ranked}
         stay = groups - {one.group.name for one in smallest.groups}
         self._ranking = ranking.without(stay, smallest.pinned)
@@ -237,7 +244,8 @@ class WidthVariants:
     def build(self, widths: Mapping[str, int], folder: Path) -> tuple[dict[str, int], EagerModel]:
         """Cut the model; return the widths that are left, and the artifact in `folder`."""
         ranking = self._ranking
-        plan = ranking.verify([widths[one.group.name] for one in ranking.ranked])
+        keep = [widths[one.group.name] for one in ranking.ranked]
+        plan = ranking.verify(keep, progress=self._progress)
         cut = {one.group.name: len(one.group.channels) - len(one.removed) for one in plan.groups}
         sliced = sliced_copy(ranking.module, plan)
         edit = KeepIndices(kept=plan.kept, attributes=dict(plan.attributes))
@@ -302,7 +310,7 @@ def solve_widths(
     target = config.target
     if served is None or target is None or target.latency is None:
         return None
-    variants = WidthVariants(model, config, context.seed)
+    variants = WidthVariants(model, config, context.seed, context.progress)
     few = min(REFITTED_ON, sum(map(len, batches)))
     drawn = context.need_data(config.title).calibration(few, context.seed) if few else ()
     size = target.batch if model.signature.batch_axis else model.signature.smallest_batch

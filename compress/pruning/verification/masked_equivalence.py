@@ -32,6 +32,7 @@ from compress.common.forward import (
     shallow_copy,
 )
 from compress.common.tensor_difference import largest, largest_difference, largest_finite
+from compress.core.progress import Progress, silent
 from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import SlicePlan, export_graph, label_axes, trace
 from compress.pruning.dependency.module_attributes import (
@@ -487,21 +488,22 @@ def verify_slices(
     pinned: Mapping[str, str],
     graph: AxisGraph,
     equivalence: MaskedEquivalence,
+    progress: Progress = silent,
 ) -> SlicePlan:
     """Return the wanted slices that are verified together, and why the other groups stay.
 
     ``pinned`` gives the modules whose channels stay, known before, and why.
     """
     wanted = [replace(c, changes=certain_changes(module, c.group, graph)) for c in wanted]
-    plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
+    plan = _VerifiedSetSearch(module, wanted, graph, equivalence, progress).run(pinned)
     # Both checks are slow and seldom fail, so they are first made of the whole plan. An attribute
     # may matter to tracing alone, which takes other paths through a model's code.
     if plan.groups and equivalence.untrainable(plan) is not None:
         equivalence.must_train = True
-        plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
+        plan = _VerifiedSetSearch(module, wanted, graph, equivalence, progress).run(pinned)
     if plan.groups and equivalence.untraced(plan) is not None:
         equivalence.must_trace = True
-        plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
+        plan = _VerifiedSetSearch(module, wanted, graph, equivalence, progress).run(pinned)
     return plan
 
 
@@ -518,6 +520,7 @@ class _VerifiedSetSearch:
     _wanted: Sequence[GroupSlice]
     _graph: AxisGraph
     _equivalence: MaskedEquivalence
+    _progress: Progress = silent
     _refused: dict[ChannelGroup, str] = field(default_factory=dict)
     """Group → why it stays."""
 
@@ -526,6 +529,7 @@ class _VerifiedSetSearch:
         verified = self._largest_verified(self._wanted) if self._wanted else []
         if self._refused:
             verified = self._with_dependents(verified)
+        self._progress("verifying slices", len(self._wanted), len(self._wanted))
         order = {one.group: i for i, one in enumerate(self._wanted)}
         verified.sort(key=lambda one: order[one.group])
         refused = {group.name: reason for group, reason in reversed(self._refused.items())}
@@ -597,6 +601,7 @@ class _VerifiedSetSearch:
         return [change for change in changes if self._equivalence.is_read(change.attribute)]
 
     def _mismatch(self, slices: Sequence[GroupSlice]) -> str | None:
+        self._progress("verifying slices", len(self._refused), len(self._wanted))
         return self._equivalence.find_mismatch(SlicePlan.combine(slices, {}, self._graph))
 
 

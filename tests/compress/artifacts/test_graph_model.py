@@ -201,6 +201,12 @@ def in_shape_expression(records: dict[str, bytes], file: Path) -> None:
     change(records, GRAPH, edit)
 
 
+def in_bounds(records: dict[str, bytes], file: Path) -> None:
+    code = f"4*__import__('pathlib').Path({str(file)!r}).touch()"
+    bounds = {"min_val": 2, "max_val": None}
+    change(records, GRAPH, lambda g: g["range_constraints"].update({code: bounds}))
+
+
 def in_node_name(records: dict[str, bytes], file: Path) -> None:
     code = f"x = __import__('pathlib').Path({str(file)!r}).touch() ; y"
     name = json.loads(records[GRAPH])["graph_module"]["graph"]["inputs"][-1]["as_tensor"]["name"]
@@ -227,6 +233,7 @@ def in_library(records: dict[str, bytes], file: Path) -> None:
         in_legacy_weights,
         in_guards,
         in_shape_expression,
+        in_bounds,
         in_node_name,
         in_operator,
         in_library,

@@ -51,6 +51,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
     return network_of(folder, NETWORK, "mixed:Mixed", IMAGE)
 
 
+NORMALIZED = """
+from torch import nn
+
+def network():
+    layers = []
+    for inputs in (1, 16, 16):
+        layers += [nn.Conv2d(inputs, 16, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(16)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 64, 4)).eval()
+"""
+
+
+def test_batch_norm_behind_an_activation_is_no_convolution(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network_of(tmp_path, NORMALIZED, "normalized:network", IMAGE)
+    context = Context(root=tmp_path / "int8", data=samples(images(32)))
+    whole = ExportOnnx()(model, context.with_root(tmp_path / "float")).manifest.facts
+    assert sum(whole["float_kernels"].values()) == 4 and whole["integer_share"] == 0
+    some = QuantizeStatic(calibration_samples=32, exclude=("3", "6"))(model, context)
+    facts = ExportOnnx()(some, context.with_root(tmp_path / "onnx")).manifest.facts
+    assert sum(facts["float_kernels"].values()) == 2
+    assert "quantized, yet computed in floats" not in caplog.text
+    macs = (64 * 16 * 9, 64 * 16 * 16 * 9, 64 * 16 * 16 * 9, 64 * 16 * 4)
+    assert facts["integer_share"] == pytest.approx((macs[0] + macs[3]) / sum(macs), rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("stage", "in_integers"),
     [
@@ -89,3 +115,28 @@ def test_runtimes_whose_kernels_are_not_counted_are_named() -> None:
     problem = MinIntegerMacs(share=0.9).unsuitable_artifact(TorchScriptModel)
     assert problem.startswith("is for the results of export_onnx, export_aot and export_executorch")
     assert "found torchscript" in problem
+
+
+SPLIT = """
+import torch
+from torch import nn
+
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.one = nn.Conv2d(1, 8, 3), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        a, b = self.before(x).relu().split([4, 4], 1)
+        return torch.cat([a, b, self.one(b).relu()], 1).mean((2, 3))
+"""
+
+
+def test_an_operator_with_several_outputs_is_exported_without_a_note_of_torch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network_of(tmp_path, SPLIT, "split:Split", IMAGE)
+    context = Context(root=tmp_path / "int8", data=samples(images(32)))
+    int8 = QuantizeStatic(calibration_samples=32)(model, context)
+    ExportOnnx()(int8, context.with_root(tmp_path / "onnx"))
+    assert not [record for record in caplog.records if record.name.startswith("torch.onnx")]

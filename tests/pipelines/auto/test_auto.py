@@ -95,7 +95,7 @@ def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
     # A second search begins with what the first one found.
     built: list[str] = []
     monkeypatch.setattr(
-        CandidateEvaluator, "evaluate", lambda self, candidate, _: built.append(candidate)
+        CandidateEvaluator, "evaluate", lambda self, candidate, *_: built.append(candidate)
     )
     assert auto(file, "--out", out, "--json", "--time", "1s") == 0
     assert not built and json.loads(capfd.readouterr().out)["checked"] == front["checked"]
@@ -160,6 +160,11 @@ def test_data_are_needed(file: Path, capfd) -> None:
     file.write_text(yaml.safe_dump(content))
     assert auto(file) == 2
     assert "`compress auto` decides by `val`; add a `data:` section" in capfd.readouterr().err
+    file.write_text(FILE + "metric: none\n")
+    assert auto(file) == 2
+    error = capfd.readouterr().err
+    assert "metric: none: `compress auto` decides by a metric; name one with `metric:`" in error
+    assert "such as `fidelity`" in error and error.endswith(f"; then: compress auto {file}\n")
 
 
 @pytest.mark.slow

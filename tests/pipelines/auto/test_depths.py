@@ -77,7 +77,7 @@ def test_blocks_and_widths_are_decided_together(
     # A second search begins with what the first one found, also one that leaves all blocks.
     built: list[str] = []
     monkeypatch.setattr(
-        CandidateEvaluator, "evaluate", lambda self, candidate, _: built.append(candidate)
+        CandidateEvaluator, "evaluate", lambda self, candidate, *_: built.append(candidate)
     )
     assert auto(file, "--out", out, "--json", "--time", "1s") == 0
     assert not built and json.loads(capfd.readouterr().out)["checked"] == front["checked"]

@@ -148,8 +148,9 @@ def test_a_model_that_takes_one_row_is_declared_so(user: Path) -> None:
 def test_a_model_without_a_batch_axis_is_told_how_to_get_one(user: Path) -> None:
     (user / "stream.py").write_text(STREAM)
     file, options = user / "p.yaml", InitOptions("stream:sample", data="stream:vectors")
+    shown = r"^--data \(--input declares other inputs\): "
     advice = r"returns model\(x.squeeze\(0\)\)\[None\], and declare a batch of 1 \(x=1,4\)"
-    with pytest.raises(CompressError, match=rf"--input: .*does not take x \[2, 4\].*{advice}"):
+    with pytest.raises(CompressError, match=rf"{shown}.*does not take x \[2, 4\].*{advice}"):
         write_draft(file, options)
     declared = r"--input: .* x \[batch, 4\] float32, and declared is x \[4\] float32; "
     with pytest.raises(CompressError, match=rf"{declared}.*{advice}"):

@@ -1,0 +1,290 @@
+"""The end of a search's time: what is stopped there, what is not begun, and what is said of it."""
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from compress.common.errors import StageFailed
+from compress.core.progress import silent
+from compress.pipelines.auto import candidate_evaluator, search, search_state
+from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
+from compress.pipelines.auto.candidates import Candidate, CheckedModel
+from compress.pipelines.auto.deadline import OutOfTime, progress_until
+from compress.pipelines.auto.front import front_page, lines_below, nothing_found, write_points
+from compress.pipelines.auto.search_state import BlockVariant, SearchState, Solution
+from compress.pipelines.config.auto_settings import AutoSettings
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.config.run_options import RunOptions
+from compress.pruning.latency.solver import Programme
+from tests.pipelines.auto.test_auto import FILE, NETS
+from tests.pipelines.auto.test_limits import checked, front_of
+
+OVER = -math.inf  # a deadline that is over
+
+
+def state_of(out: Path, **members: Any) -> SearchState:
+    settings = AutoSettings.model_validate({"limits": {"latency": "2ms"}, "time": "10s"})
+    defaults = {"settings": settings, "out": out, "conditions": "", "base_ms": 1.0, "tables": None}
+    defaults["decided_on"] = SimpleNamespace(samples=30, points_of_sample=1.0)
+    return SearchState(SimpleNamespace(**(defaults | members)))  # type: ignore[arg-type]
+
+
+def test_progress_is_passed_on_until_the_time_is_over() -> None:
+    steps: list[str] = []
+    progress = progress_until(time.monotonic() + 60, lambda *step: steps.append(str(step[-1])))
+    progress("latency of float", 1, 4, "export")
+    assert steps == ["export"]
+    with pytest.raises(StageFailed, match=r"no more time \(latency of float, export 1 of 4\)"):
+        progress_until(time.monotonic() - 1, silent)("latency of float", 1, 4, "export")
+
+
+def test_a_model_that_there_is_no_time_to_make_is_left_out_and_may_be_made_later(
+    tmp_path: Path,
+) -> None:
+    deadlines: list[float] = []
+
+    def evaluate(candidate: Candidate, predicted_ms: float | None, deadline: float) -> None:
+        deadlines.append(deadline)
+        raise OutOfTime("quantize_static: there was no more time (calibrate, step 1 of 2)")
+
+    state = state_of(tmp_path, evaluate=evaluate)
+    state.last_moment = 7.0
+    state.check(Candidate("int8_static"))
+    assert state.not_searched[0].startswith("int8_static-whole: quantize_static: there was no")
+    assert not state.failed and not state.checked
+    state.check(Candidate("int8_static"))
+    assert deadlines == [7.0, 7.0]
+
+
+def test_a_format_that_cannot_be_measured_ends_no_search(tmp_path: Path) -> None:
+    def evaluate(candidate: object, predicted_ms: object, deadline: object) -> None:
+        raise StageFailed("the latency is not measurable on this machine now")
+
+    state = state_of(tmp_path, evaluate=evaluate)
+    with pytest.raises(StageFailed, match="not measurable"):
+        state.check(Candidate("float"))  # with which all others are compared
+    state.check(Candidate("int8_static"))
+    assert state.failed == {
+        Candidate("int8_static"): "the latency is not measurable on this machine now"
+    }
+    # Nothing is known of a smallest model then.
+    space: Any = SimpleNamespace(grid={"0": (32, 16)}, whole={"0": 32})
+    variants = search.BlockVariants(state, BlockVariant((), None, space))  # type: ignore[arg-type]
+    assert variants.are_feasible(time.monotonic() + 60)
+
+
+def test_the_float_model_is_made_however_long_it_takes(tmp_path: Path) -> None:
+    deadlines: list[float] = []
+
+    def evaluate(candidate: Candidate, predicted_ms: float | None, deadline: float) -> Any:
+        deadlines.append(deadline)
+        return checked("float-whole", 1.0)
+
+    state = state_of(tmp_path, evaluate=evaluate)
+    state.last_moment = 7.0
+    state.check(Candidate("float"))
+    assert deadlines == [math.inf]
+
+
+def test_a_deadline_stops_the_run_that_makes_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(candidate: object, base: object, settings: object, out: object, options: Any) -> None:
+        options.progress("calibrate", 1, 2)
+
+    monkeypatch.setattr(candidate_evaluator, "_run", run)
+    members: Any = dict.fromkeys(CandidateEvaluator.__dataclass_fields__) | {
+        "options": RunOptions()
+    }
+    with pytest.raises(OutOfTime):
+        CandidateEvaluator(**members).evaluate(Candidate("int8_static"), None, OVER)
+
+
+def test_a_model_is_not_begun_that_takes_longer_than_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    wide, narrow = (Candidate("float", (("0", width),)) for width in (32, 16))
+    quick = Candidate("int8_static", float_layers=("1",))
+
+    def evaluate(candidate: Candidate, predicted_ms: object, deadline: object) -> CheckedModel:
+        made.append(candidate.name)
+        time.sleep(0.2 if candidate.is_smaller else 0.0)
+        return checked(candidate.name, 1.0, drop=9.0, **candidate.settings())
+
+    state = state_of(tmp_path, evaluate=evaluate)
+    for solutions in ([wide], [narrow, quick], [narrow]):
+        left = [*solutions]
+
+        def solve(*_: object, left: list[Candidate] = left) -> Solution | None:
+            return Solution(left.pop(0), 1.0, 0.0) if left else None
+
+        monkeypatch.setattr(state, "solve", solve)
+        monkeypatch.setattr(search, "latency_targets", lambda state: [1.0, 2.0])
+        is_first = solutions == [wide]
+        search._check_next(state, {}, time.monotonic() + (60 if is_first else 0.1))
+    assert made == [wide.name, quick.name]
+    assert state.not_searched == [
+        "further models: to make one takes longer than there was left; allow more --time"
+    ]
+
+
+def test_what_single_cuts_lose_gets_a_share_of_what_is_left_where_little_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[float] = []
+
+    def programmes(deadline: float) -> dict[tuple[str, ...], Programme]:
+        deadlines.append(deadline)
+        return {}
+
+    state = state_of(tmp_path)
+    state.models = {("float", "onnx", ()): None}  # type: ignore[dict-item]  # none is solved for
+    monkeypatch.setattr(search, "_check_next", lambda *_: False)
+    variants: Any = SimpleNamespace(
+        shallower=[], added=[None], programmes=programmes, add=lambda deadline: None
+    )
+    now = time.monotonic()
+    search._check_cut(state, variants, now + 4)  # of 10 s
+    assert deadlines == [
+        pytest.approx(now + search.FIRST_SHARE * 4, abs=0.1),
+        pytest.approx(now + search.SENSITIVITY_SHARE * 4, abs=0.1),
+    ]
+
+
+def test_no_format_is_measured_once_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(progress=silent, threads=1)
+    state = state_of(tmp_path, context=context)
+    for format in ("float", "int8_static"):
+        state.checked[f"{format}-whole"] = checked(f"{format}-whole", 1.0, format=format)
+    begun: list[object] = []
+    monkeypatch.setattr(state, "_layer_sensitivity", begun.append)
+    monkeypatch.setattr(search_state, "build_format_models", begun.append)
+    space: Any = SimpleNamespace(grid={"0": (32, 16)})
+    state.measure_kernels(BlockVariant((), None, space), time.monotonic())  # type: ignore[arg-type]
+    assert not begun
+    assert [what.partition(":")[0] for what in state.not_searched] == [
+        "float is not cut",
+        "int8_static is not cut",
+    ]
+
+
+def test_a_smallest_model_is_not_made_once_the_time_is_over(tmp_path: Path) -> None:
+    state = state_of(tmp_path)  # which can evaluate nothing
+    state.checked["float-whole"] = checked("float-whole", 3.0)
+    space: Any = SimpleNamespace(grid={"0": (32, 16)}, whole={"0": 32})
+    variants = search.BlockVariants(state, BlockVariant((), None, space))  # type: ignore[arg-type]
+    assert variants.are_feasible(time.monotonic())
+    assert list(state.checked) == ["float-whole"]
+
+
+def test_layers_in_float_are_searched_where_ranking_channels_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[object] = []
+
+    def from_model(evaluator: object, model: object, removed: object, deadline: float) -> None:
+        assert 4 < deadline - time.monotonic() < 5
+        raise OutOfTime("there was no more time (scores of channels, step 1 of 6)")
+
+    state = state_of(tmp_path, model=None, context=SimpleNamespace(device="cpu"))
+    # Slower than the limit at full width, which shows nothing about other widths.
+    state.checked["float-whole"] = checked("float-whole", 3.0)
+    monkeypatch.setattr(search.BlockVariant, "from_model", from_model)
+    monkeypatch.setattr(state, "measure_kernels", lambda variant, _: searched.append(variant.space))
+    monkeypatch.setattr(search, "_check_cut", lambda *_: searched.append("checked"))
+    search._search_variants(state, time.monotonic() + 10)
+    (space, last) = searched
+    assert not space.grid and last == "checked" and not state.is_infeasible  # type: ignore[attr-defined]
+    assert state.not_searched == [
+        "widths: there was no more time (scores of channels, step 1 of 6)"
+    ]
+
+
+def test_after_the_time_one_model_is_run_as_a_point_and_its_refusal_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [checked(name, 1.0 + n / 10, drop=n) for n, name in enumerate("ab")]
+    state = state_of(tmp_path, confirm=lambda model: model.model_copy(update={"confirmed_drop": 0}))
+    state.checked = {model.name: model for model in models}
+    monkeypatch.setattr(state, "check_whole", lambda deadline: None)
+    runs: list[str] = []
+
+    def run_point(front: object, evaluator: object, model: Any) -> str:
+        runs.append(model.name)
+        return "min_speedup: the speedup is not measurable on this machine now"
+
+    monkeypatch.setattr(search, "run_point", run_point)
+    monkeypatch.setattr(search, "write_point", lambda *_: None)
+    monkeypatch.setattr(search, "write_points", lambda front, *_: front)
+    front = search.run_search(state, time.monotonic() - 60)
+    assert runs == ["a"] and front.refused == {"a": run_point(None, None, models[0])}
+    assert any("further models within all limits" in what for what in front.not_searched)
+    message = nothing_found(front)
+    assert "was found whose run passed; the nearest is float: 1 ms" in message
+    assert message.endswith("the speedup is not measurable on this machine now")
+    assert "no model that was checked meets all limits and passed its run" in lines_below(
+        front, tmp_path
+    )
+    page = front_page(front)
+    assert "Points whose run did not pass" in page and "meets all limits and passed its" in page
+
+
+def test_a_point_whose_run_did_not_pass_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [checked("a", 1.0), checked("b", 2.0)]
+    front = front_of(*models, limits={}, points=["a", "b"], refused={"a": "busy"})
+    runs: list[str] = []
+
+    def run_point(front: object, evaluator: object, model: Any) -> str:
+        runs.append(model.name)
+        return "gate"
+
+    monkeypatch.setattr("compress.pipelines.auto.front.run_point", run_point)
+    monkeypatch.setattr("compress.pipelines.auto.front.write_point", lambda *_: None)
+    evaluator: Any = SimpleNamespace(out=tmp_path, settings=AutoSettings())
+    assert write_points(front, evaluator, None, math.inf).refused == {"a": "busy", "b": "gate"}
+    assert runs == ["b"]
+
+
+@pytest.mark.slow
+def test_ranking_channels_and_making_models_of_other_widths_stop_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "net.yaml").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    pipeline = PipelineConfig.from_yaml(tmp_path / "net.yaml")
+    assert pipeline.auto is not None
+    steps: list[str] = []
+    options = RunOptions(progress=lambda task, *_: steps.append(task))
+    evaluator = CandidateEvaluator.from_pipeline(pipeline, pipeline.auto, tmp_path / "o", options)
+    steps.clear()
+    variant = BlockVariant.from_model(evaluator, evaluator.model)
+    tasks = {"inputs of layers", "scores of channels", "verifying slices"}
+    assert tasks <= {*steps} and variant.space.grid
+    for task in sorted(tasks):
+        # Each of them stops it: the others are before the deadline.
+        def late(name: str, done: int, total: int, note: str = "", late_task: str = task) -> None:
+            progress_until(OVER if name == late_task else math.inf, silent)(name, done, total, note)
+
+        stopped = replace(evaluator, context=replace(evaluator.context, progress=late))
+        with pytest.raises(OutOfTime, match=task):
+            BlockVariant.from_model(stopped, evaluator.model)
+    with pytest.raises(OutOfTime):
+        BlockVariant.from_model(evaluator, evaluator.model, (), OVER)
+    state = SearchState(evaluator)
+    state.check(Candidate("float"))
+    state.last_moment = OVER
+    state.check(Candidate("int8_static"))
+    assert "int8_static-whole" not in state.checked and not state.failed
+    assert "int8_static-whole: " in state.not_searched[0]
+    state.last_moment = math.inf
+    state.check(Candidate("int8_static"))
+    assert "int8_static-whole" in state.checked
