@@ -164,8 +164,6 @@ def test_checking_a_valid_file_quickly_imports_no_torch(user: Path) -> None:
         "try:\n    cli.main()\n"
         "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
         "assert 'torch' not in sys.modules\n"
-        "from compress.pipelines import Pipeline\n"
-        "assert Pipeline.model_fields['seed'].description is None, 'takes two fifths of the time'\n"
     )
     done = _python(code, cwd=user)
     assert json.loads(done.stdout)["signature"] is None
