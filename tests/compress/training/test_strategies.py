@@ -60,7 +60,7 @@ IN_SOAK = {
         *("sgd-ddp-static", "sgd-zero3"),
         *("halves/adamw-ddp", "other/adamw-zero1", "alone/adamw-ddp", "alone/adamw-zero1"),
     },
-    4: {"sgd-ddp", "sgd-zero1", "sgd-full", "adamw-zero1"},
+    4: {"sgd-ddp", "sgd-zero1", "sgd-full", "adamw-zero1", "odd-together"},
 }
 """Ranks → trainings that `make soak` has; CI has others of each kind."""
 # One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.
@@ -273,7 +273,7 @@ def test_bf16_shards_keep_fp32_weights(two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_sizes_that_do_not_divide_work(results_of, ranks):
     """21 samples make one step of 16; a single one in `val` leaves the other ranks without."""
     alone, together = results_of(ranks)["odd"], results_of(ranks)["odd-together"]
