@@ -59,7 +59,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
         pytest.param(QuantizeDynamic(), FLAT + STEPS + LAST, marks=pytest.mark.slow),
         pytest.param(QuantizeWeights(bits=4, method="rtn"), FLAT + LAST, marks=pytest.mark.slow),
         pytest.param(
-            QuantizeWeights(bits=4, method="rtn", activation_bits=32), 0, marks=pytest.mark.slow
+            # Float products, as in the first.
+            *(QuantizeWeights(bits=4, method="rtn", activation_bits=32), 0),
+            marks=pytest.mark.soak,
         ),
     ],
 )
