@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipelines.conftest import BRIEFLY
 from tests.serve.served_here import TOKEN, serving
 
 ROOT = Path(__file__).parents[1]
@@ -114,11 +115,11 @@ def test_the_readmes_way_without_a_clone(installed: Path, tmp_path: Path) -> Non
     (command / "compress.py").write_text("from compress.cli import main\nmain()\n")
     # As the command that pip writes: its own folder leads sys.path, not the user's.
     entry = [str(installed), "-P", str(command / "compress.py")]
+    (command / "briefly.py").write_text(f"{BRIEFLY}from compress.cli import main\nmain()\n")
+    briefly = [str(installed), "-P", str(command / "briefly.py")]
     # `--goal smaller`, as its gates ask for no speed, which a busy machine cannot measure.
-    for arguments in ([*init, "--goal", "smaller"], run):
-        done = subprocess.run(
-            [*entry, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=240
-        )
+    for arguments in ([*entry, *init, "--goal", "smaller"], [*briefly, *run]):
+        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
     with serving(tmp_path / artifact, command=entry) as server:
         environment = {**os.environ, "COMPRESS_SERVE_TOKEN": TOKEN}
