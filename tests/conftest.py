@@ -111,9 +111,6 @@ def _timeout(item: pytest.Item) -> float:
 
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from what is imported: it took a third of an export's time."""
-    # Before a test calls a command, which would import settings without their descriptions.
-    import compress.pipelines.config.pipeline  # noqa: F401
-
     # pytest 9.1 adds its handlers to loggers that do not propagate; where that of torch's trace has
     # one, torch writes each graph out, for 40 % of the time of an export of forty layers.
     logging.getLogger("torch.__trace").propagate = True
@@ -122,6 +119,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
+
+
+def pytest_runtest_setup() -> None:
+    """Keep the collector from what was there before a test.
+
+    A stage that has ended gives it all back, and each export collects garbage: for a second, where
+    a test calls `run`, which nothing freezes for.
+    """
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 from compress.common.errors import CompressError, PipelineInvalid
@@ -31,7 +43,6 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         # A command validates few of the classes that it imports, and building one takes long.
         defer_build=True,
     )
@@ -41,6 +52,17 @@ class Settings(BaseModel):
         # pydantic takes true as 1, and 1 and "no" as booleans.
         schema: core_schema.CoreSchema = _keep_booleans_apart(handler(source), cls)
         return schema
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        found = handler(schema)
+        settings = handler.resolve_ref_schema(found).get("properties", {})
+        for name, text in descriptions(cls).items():
+            if name in settings:
+                settings[name].setdefault("description", text)
+        return found
 
     def unmet_by(self, context: Any) -> Iterator[Unmet]:
         """Yield what these settings need and a run's data or machine have not.
@@ -74,6 +96,55 @@ class Settings(BaseModel):
     def has_default(self, name: str) -> bool:
         """Return whether a setting has its default, which a dump holds as if it were written."""
         return bool(getattr(self, name) == type(self).model_fields[name].default)
+
+
+def descriptions(settings: type[Settings]) -> dict[str, str]:
+    """Return the docstrings of settings by their names, read from the source of their classes.
+
+    pydantic's `use_attribute_docstrings` would read them wherever a class is imported, which took
+    most of the time of an import, and more than a second beside torch.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(settings.__mro__):
+        if issubclass(base, Settings):
+            texts = _attribute_docstrings(_source(base.__module__)).get(base.__qualname__, {})
+            own = inspect.get_annotations(base)
+            found = {n: text for n, text in found.items() if n not in own} | texts
+    return {name: text for name, text in found.items() if name in settings.model_fields}
+
+
+def _source(module: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (LookupError, OSError, TypeError):
+        return ""  # of a notebook's cell
+
+
+@functools.lru_cache(maxsize=64)
+def _attribute_docstrings(source: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings of annotated attributes, by class and name."""
+    found: dict[str, dict[str, str]] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for part in ast.iter_child_nodes(node):
+            if isinstance(part, ast.ClassDef):
+                found[prefix + part.name] = dict(_documented(part))
+                visit(part, f"{prefix}{part.name}.")
+            elif isinstance(part, ast.FunctionDef):
+                visit(part, f"{prefix}{part.name}.<locals>.")
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def _documented(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for one, after in pairwise(node.body):
+        match one, after:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                yield name, inspect.cleandoc(text)
 
 
 class Result(Settings):

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
+from compress.common.config import descriptions
 from compress.common.errors import PipelineInvalid, first_line
 from compress.common.lazy_modules import torch
 from compress.common.process import random_state_kept, torch_threads
@@ -107,7 +108,8 @@ def stage_function(
 
     function.__name__ = function.__qualname__ = name
     function.__module__ = "compress"
-    texts = {n: " ".join((field.description or "").split()) for n, field in fields.items()}
+    said = descriptions(stage)
+    texts = {n: " ".join(said.get(n, "").split()) for n in fields}
     function.settings = texts  # type: ignore[attr-defined]
     function.__doc__ = stage_help(stage, takes_file, texts)
     settings = [

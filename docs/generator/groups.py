@@ -140,17 +140,12 @@ def _anchor(group: str) -> str:
 
 
 def _complete_() -> None:
-    """Move keys that are no settings to OF_THE_FILE; fill in missing descriptions of groups."""
+    """Move keys that are no settings to OF_THE_FILE."""
     for stage in stages().values():
         properties = DEFS[stage.__name__]["properties"]
         for name in properties.keys() - stage.model_fields.keys():
             key = properties.pop(name)
             OF_THE_FILE[name] = {"type": key["type"], "description": key["description"]}
-    for definition in DEFS.values():  # pydantic omits a description that equals the group's
-        for setting in definition.get("properties", {}).values():
-            if "$ref" in setting:
-                group = DEFS[setting["$ref"].rpartition("/")[2]]
-                setting.setdefault("description", group.get("description"))
 
 
 _STAGES = {stage.__name__ for stage in stages().values()}

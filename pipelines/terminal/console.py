@@ -113,20 +113,14 @@ def print_json(content: object, indent: int | None = 1) -> None:
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Skip pydantic's attribute docstrings and garbage collection during imports in a block.
+    """Skip garbage collection during imports in a block.
 
-    Docstrings are only used by `compress schema`, and parsing sources for them took two fifths of
-    the import time. Imported objects live until the end, so they are frozen out of the collector.
+    Imported objects live until the end, so they are frozen out of the collector.
     """
-    from compress.common.config import Settings
-
-    described = "use_attribute_docstrings"
     with gc_disabled():
-        Settings.model_config[described] = False  # type: ignore[literal-required]
         try:
             yield
         finally:
-            Settings.model_config[described] = True  # type: ignore[literal-required]
             gc.freeze()
 
 

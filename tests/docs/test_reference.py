@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from compress.common.config import descriptions
 from compress.core.gates.gate import gate_classes
 from compress.core.stage import Stage
 from compress.pipelines.config.registry import stages
@@ -68,7 +69,7 @@ def test_a_stage_has_all_its_settings(pages: dict[str, str], name: str) -> None:
     shown = re.findall(rf'<a id="{name}-(\w+)">', section)
     assert settings <= set(shown)
     for setting in settings:
-        first = " ".join((stage.model_fields[setting].description or "").split())[:15]
+        first = " ".join(descriptions(stage).get(setting, "").split())[:15]
         assert first.split("<")[0] in section.replace("\\", ""), setting
 
 

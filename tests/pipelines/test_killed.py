@@ -13,7 +13,7 @@ from tests.pipelines.conftest import NETS
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("KILLS", "50"))
 """How often `make soak` kills a run."""
-KILLS_IN_CI = 3
+KILLS_IN_CI = 2
 SEED = int(os.environ.get("KILL_SEED", "2"))
 FILE = """\
 version: 1

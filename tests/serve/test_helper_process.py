@@ -227,7 +227,7 @@ def test_a_hostile_folder_holds_up_no_server(
     status: int,
 ) -> None:
     hostile = forged(folder, tmp_path / "hostile", change)
-    with serving_by_session(hostile, "--seconds", "3") as server, ThreadPoolExecutor(4) as pool:
+    with serving_by_session(hostile, "--seconds", "2") as server, ThreadPoolExecutor(4) as pool:
         before = memory(server)
         chat = {"messages": [USER | {"content": "a"}]}
         answers = [pool.submit(asked, server, CHAT, **chat) for _ in range(2)]

@@ -71,7 +71,7 @@ def wait_until(reached: Any) -> Any:
     due = time.monotonic() + PATIENCE
     while not (found := reached()):
         assert time.monotonic() < due
-        time.sleep(0.05)
+        time.sleep(0.5)  # each look is a request, and takes a processor from what it waits for
     return found
 
 

@@ -52,7 +52,11 @@ def pruned(model: EagerModel, **settings: object) -> EagerModel:
 @pytest.mark.parametrize(
     ("kind", "settings", "changed"),
     [
-        ("Bert", {"include": ("*.intermediate.dense",)}, {"intermediate_size": 32}),
+        # The next cuts the inner width as well.
+        pytest.param(
+            *("Bert", {"include": ("*.intermediate.dense",)}, {"intermediate_size": 32}),
+            marks=pytest.mark.soak,
+        ),
         (
             "Bert",
             {"across_norms": True},

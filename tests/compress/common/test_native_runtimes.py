@@ -55,17 +55,16 @@ def test_a_name_of_an_operator_is_shown_without_its_escape_sequences(tmp_path, c
     assert "\x1b" not in said.err + said.out
 
 
-def test_control_characters_in_warnings_of_libraries_are_shown(tmp_path) -> None:
+def test_control_characters_in_warnings_of_libraries_are_shown(tmp_path, commands) -> None:
     (tmp_path / "data.py").write_text(
         "import warnings\ndef make():\n    warnings.warn('name ' + chr(27) + '[2J')\n"
     )
     model = 'model: {factory: "data:make", inputs: [{name: x, shape: [1, 4]}]}'
     text = f"version: 1\nname: p\n{model}\nstages: [{{stage: export_onnx}}]\n"
     (tmp_path / "pipeline.yaml").write_text(text)
-    command = [sys.executable, "-m", "compress.cli", "check", "pipeline.yaml"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
-    assert b"name \\x1b[2J" in ended.stderr
-    assert b"\x1b" not in ended.stderr
+    ended = commands.call("check", "pipeline.yaml", cwd=tmp_path)
+    assert "name \\x1b[2J" in ended.stderr
+    assert "\x1b" not in ended.stderr
 
 
 def _run(file: Path, folder: Path) -> None:

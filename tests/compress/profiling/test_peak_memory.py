@@ -184,7 +184,7 @@ def in_torchscript(model: EagerModel, path: Path) -> TorchScriptModel:
     [
         lambda model, path: model,
         in_onnx,
-        pytest.param(in_torchscript, marks=pytest.mark.slow),  # imports for seconds, twice
+        pytest.param(in_torchscript, marks=pytest.mark.soak),  # one more runtime
     ],
     ids=["eager", "onnx", "torchscript"],
 )

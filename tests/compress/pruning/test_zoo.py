@@ -33,9 +33,7 @@ CUT_UNEVENLY = (
 CUT_UNEVENLY_IN_CI = (
     "shuffled",
     "grouped_queries",
-    "window",
     "cells",
-    "inception",
     "glu",
     "experts",
 )

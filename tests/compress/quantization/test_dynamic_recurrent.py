@@ -23,8 +23,8 @@ TOKENS = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", LENGTH), dt
 KERNELS = {"GRU": "gru", "RNN": "rnn_tanh"}
 TWO_WAYS = {"both_ways": True, "layers": 2}
 KINDS = [
-    ("LSTM", {}),
-    pytest.param("LSTM", TWO_WAYS, marks=pytest.mark.slow),
+    pytest.param("LSTM", {}, marks=pytest.mark.soak),  # one of the two ways of the next
+    ("LSTM", TWO_WAYS),
     pytest.param("GRU", {}, marks=pytest.mark.slow),
     pytest.param("RNN", {}, marks=pytest.mark.slow),
 ]

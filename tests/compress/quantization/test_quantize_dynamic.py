@@ -196,6 +196,7 @@ def test_recurrent_layers_stay_float_with_row_ranges(tmp_path: Path) -> None:
 
 
 @needs_32_bit_sums
+@pytest.mark.soak  # tests/export/aotinductor/test_lowering.py has rows of a sequence
 @pytest.mark.slow
 def test_aotinductor_multiplies_rows_of_integers(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)

@@ -194,7 +194,9 @@ def test_a_fresh_process_answers_alike(
     assert_same_in_fresh_process(mixed[2], *ROWS.example(3))
 
 
-@pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt"])
+@pytest.mark.parametrize(
+    "target", ["onnxruntime-cpu", pytest.param("tensorrt", marks=pytest.mark.soak)]
+)
 def test_where_all_layers_may_be_quantized_they_are_as_by_quantize_static(
     tmp_path: Path, target: Target
 ) -> None:

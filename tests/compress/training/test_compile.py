@@ -36,6 +36,8 @@ TOGETHER = {
         "compile": "blocks", "activation_checkpointing": "selective", "parallel": FSDP
     },
 }  # fmt: skip
+TRACED = {"fsdp-traced": {**TOGETHER["fsdp-selective"], "backend": "aot_eager_decomp_partition"}}
+"""Whose ranks trace and divide graphs as the others', and write no kernels, for half the time."""
 
 
 def import_blocks(path):
@@ -47,7 +49,7 @@ def results(root, trained, launch, names):
     import_blocks(root / "source")
     alone, together = (
         {name: {**COMMON, **settings} for name, settings in trainings.items() if name in names}
-        for trainings in (ALONE, TOGETHER)
+        for trainings in (ALONE, TOGETHER | TRACED)
     )
     launch(HERE / "train_on_ranks.py", 2, root, json.dumps(alone), json.dumps(together))
     return {name: trained(root / name) for name in (*alone, *together)}
@@ -58,8 +60,8 @@ def results(root, trained, launch, names):
 @pytest.mark.parametrize(
     "names",
     [
-        [*ALONE, "fsdp-selective"],
-        # CI has whole models alone and on several processes, and compiled blocks with shards.
+        [*ALONE, *TRACED],
+        # CI has kernels of one process, and traced blocks with shards.
         pytest.param(["plain", *TOGETHER], marks=pytest.mark.soak),
     ],
     ids=["each kind", "together"],

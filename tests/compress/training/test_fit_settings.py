@@ -80,7 +80,7 @@ def test_an_interrupted_training_ends_bit_identical(tmp_path, source, settings):
     ],
 )
 def test_every_optimizer_lowers_the_loss(tmp_path, source, optimizer):
-    result = run(source, context(tmp_path / "a"), optimizer=optimizer, learning_rate=None, epochs=6)
+    result = run(source, context(tmp_path / "a"), optimizer=optimizer, learning_rate=None, epochs=3)
     assert result.history[-1].loss < result.history[0].loss
 
 

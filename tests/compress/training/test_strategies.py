@@ -58,9 +58,11 @@ IN_SOAK = {
         ),
         # Others reach the weights with shards, static graphs and a wrapped model, too.
         *("sgd-ddp-static", "sgd-zero3"),
+        # Four have hybrid shards of two groups; Muon with the shards of FSDP has more to gather.
+        *("sgd-hybrid", "muon-zero1", "halves/muon-zero1"),
         *("halves/adamw-ddp", "other/adamw-zero1", "alone/adamw-ddp", "alone/adamw-zero1"),
     },
-    4: {"sgd-ddp", "sgd-zero1", "sgd-full", "adamw-zero1"},
+    4: {"sgd-ddp", "sgd-zero1", "sgd-full", "adamw-zero1", "odd-together"},
 }
 """Ranks → trainings that `make soak` has; CI has others of each kind."""
 # One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.
@@ -199,7 +201,7 @@ def test_a_resumed_training_ends_bit_identical(two, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", WITH_MUON)
+@pytest.mark.parametrize("strategy", by("muon", WITH_MUON, how="halves/"))
 def test_muon_steps_shards_as_whole_matrices_and_resumes_bit_identical(two, strategy):
     alone, whole, halves = two["muon"], two[f"muon-{strategy}"], two[f"halves/muon-{strategy}"]
     # Muon multiplies in bf16, where products of shards add up in another order.
@@ -273,7 +275,7 @@ def test_bf16_shards_keep_fp32_weights(two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_sizes_that_do_not_divide_work(results_of, ranks):
     """21 samples make one step of 16; a single one in `val` leaves the other ranks without."""
     alone, together = results_of(ranks)["odd"], results_of(ranks)["odd-together"]

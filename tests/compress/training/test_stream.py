@@ -98,11 +98,12 @@ def parquet_file(tmp_path_factory):
 @pytest.mark.parametrize(
     ("factory", "workers", "settings"),
     [
-        ("splits", 0, {"epochs": 2}),
+        # Whether the process or its worker is killed, and either file: one of each.
+        pytest.param("splits", 0, {"epochs": 2}, marks=pytest.mark.soak),
         # Without its length, the resumed process counts the samples of the first pass.
         ("splits", 1, {**OWN_STEPS, "epochs": 5}),
         ("parquet", 0, OWN_STEPS),
-        ("parquet", 1, OWN_STEPS),
+        pytest.param("parquet", 1, OWN_STEPS, marks=pytest.mark.soak),
     ],
 )
 def test_a_killed_training_resumes_with_the_same_bits(

@@ -119,9 +119,17 @@ class SequenceFirst(torch.nn.Module):
 @pytest.mark.slow
 def test_transposed_rows_of_any_number_are_multiplied_as_integers(tmp_path: Path) -> None:
     x = torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(1))
-    small = compress.quantize_dynamic(SequenceFirst(), example_inputs=x, target="inductor-cpu")
+    settings = {"activation_range": "row", "target": "inductor-cpu"}
+    small = compress.quantize_dynamic(SequenceFirst(), example_inputs=x, **settings)
     artifact = compress.export_aot(small, out=tmp_path / "aot")
     assert sum(artifact.manifest.facts["integer_kernels"].values()) == 1
+    assert artifact.manifest.facts["float_kernels"] == {}
+    rows = torch.randn(6, 3, 32, generator=torch.Generator().manual_seed(2))
+    with artifact.open() as predict, small.open() as expected:
+        found = predict(rows)[0]
+        beside = predict(torch.cat([rows[:3], 1000 * rows[3:]]))[0]
+        assert torch.allclose(found, expected(rows)[0], rtol=0, atol=1e-5)
+    assert torch.equal(found[:3], beside[:3])
 
 
 class Rounded(torch.nn.Module):

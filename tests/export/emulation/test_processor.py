@@ -1,12 +1,12 @@
 """Gates `on` a device: refusals, and real emulated processors where they are prepared."""
 
 import json
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.results.schema import DeviceReport
 from tests.export.builders import NETWORKS, images, network, samples
+from tests.forking import Commands
 
 PIPELINE = """
 version: 1
@@ -283,11 +284,11 @@ def test_what_a_library_prints_is_no_frame(native: Native, monkeypatch: pytest.M
         native._ask({"do": "run", "session": ""}, [])
 
 
-def test_the_command_lists_devices_and_refuses_unknown_ones(tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", "from compress.cli import main; main()", *arguments]
-        env = {"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+def test_the_command_lists_devices_and_refuses_unknown_ones(
+    tmp_path: Path, commands: Commands
+) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)}
+    run = partial(commands.call, cwd=tmp_path, environment=environment)
 
     listed = json.loads(run("devices", "--json").stdout)
     assert set(listed) == {*PROCESSORS, "web"}

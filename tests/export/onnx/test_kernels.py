@@ -85,7 +85,9 @@ def test_batch_norm_behind_an_activation_is_no_convolution(
         pytest.param(QuantizeDynamic(), FLAT + STEPS + LAST, marks=pytest.mark.slow),
         pytest.param(QuantizeWeights(bits=4, method="rtn"), FLAT + LAST, marks=pytest.mark.slow),
         pytest.param(
-            QuantizeWeights(bits=4, method="rtn", activation_bits=32), 0, marks=pytest.mark.slow
+            # Float products, as in the first.
+            *(QuantizeWeights(bits=4, method="rtn", activation_bits=32), 0),
+            marks=pytest.mark.soak,
         ),
     ],
 )

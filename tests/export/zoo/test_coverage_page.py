@@ -41,12 +41,12 @@ REPEATED = {
     ("ranker", "AOTInductor"),
     ("cached", "AOTInductor"),
     ("pooled", "AOTInductor"),
-    *((name, "ONNX") for name in ("bert_classifier", "vit", "resnet")),
+    *((name, "ONNX") for name in ("bert_classifier", "vit", "resnet", "wav2vec2")),
     *((name, "torch.export") for name in EXPORTED if name not in ("early", "cond", "own_function")),
     *((name, "OpenVINO") for name in ("pooled", "cached")),
 }
-"""Cells that only `make soak` tries. ONNX files are made of what torch.export gives, CI has gpt2
-pruned, decoders, a ResNet and wav2vec2, and other tests compile for AOTInductor."""
+"""Cells that only `make soak` tries. ONNX files are made of what torch.export gives, CI has
+decoders, a ResNet and layers of sound, and other tests compile for AOTInductor."""
 HERE = formats_here()
 CELLS = [
     pytest.param(

@@ -71,6 +71,13 @@ stages:
     ratio: 0.5
     finetune: {epochs: 1, batch_size: 16, parallel: *how}
 """
+FORKING = f"""{BRIEFLY}
+from functools import partial
+from torch.multiprocessing.spawn import start_processes
+from compress.training.launch import local_ranks
+local_ranks.start_processes = partial(start_processes, start_method="fork")
+"""
+"""What a command runs first: its ranks need not import torch once more."""
 TWO_NODES = "{nodes: 2, restarts: 1}"
 
 
@@ -161,7 +168,7 @@ def srun(user: Path, commands: Commands) -> Callable[..., list[Command]]:
             commands.start(
                 *("run", files[rank], "--out", "out", "--until", until),
                 cwd=user,
-                first=BRIEFLY,
+                first=FORKING,
                 environment=step(rank, port) | {"BEHAVIOUR": behaviour},
             )
             for rank, behaviour in enumerate(behaviours or ("", ""))
@@ -227,7 +234,7 @@ def test_torchrun_reaches_the_weights_of_two_processes_of_one_command(
     pipeline(user, parallel)
     if "prune_channels" in stages:
         Pipeline.from_yaml(two_processes.with_name("p.yaml")).run(two_processes)
-    commands.write_program(user / "compress", first=BRIEFLY)
+    commands.write_program(user / "compress", first=FORKING)
     program = ("--no-python", str(user / "compress"))
     agents = torchrun(user, nodes, processes, "--until", stages[-1], program=program)
     ends = [end_of(agent) for agent in agents]

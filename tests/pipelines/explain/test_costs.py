@@ -93,7 +93,8 @@ def test_a_table_left_in_float_is_named_and_mended(folder: Path, capfd) -> None:
 
 
 @pytest.mark.slow
-def test_time_is_given_by_module(folder: Path, capfd) -> None:
+def test_time_is_given_by_module(folder: Path, capfd, monkeypatch) -> None:
+    monkeypatch.setattr("compress.pipelines.explain.explain.LONGER_SECONDS", 0.001)
     text = FILE.replace("max_size, ratio: 0.6, against: source", "max_latency, p95_ms: 0.000001")
     (folder / "net.yaml").write_text(text)
     out = folder / "out"

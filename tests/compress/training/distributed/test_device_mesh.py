@@ -102,10 +102,11 @@ MORE_OF_TWO = {
 }
 FOUR = {
     "sgd tensor pipeline": {**SGD, "parallel": {"tensor": 2, "pipeline": {}}},
-    "f1 pipeline ddp": {**SGD, "metric": F1, "parallel": {"pipeline": {}}},
+    "sgd pipeline ddp": {**SGD, "parallel": {"pipeline": {}}},
     "adamw tensor fsdp": {**ADAMW, "parallel": {**FSDP, "tensor": 2}},
 }
 MORE_OF_FOUR = {
+    "f1 pipeline ddp": {**SGD, "metric": F1, "parallel": {"pipeline": {}}},
     "loss tensor ddp": {**SGD, "metric": "loss", "parallel": {"tensor": 2}},
     "both tensor pipeline": {**SGD, "source": "both", "parallel": {"tensor": 2, "pipeline": {}}},
     "normed tensor zbv": {**SGD, "source": "normed", "parallel": {"tensor": 2, "pipeline": ZBV}},
@@ -136,8 +137,8 @@ REFUSED = {
     "skipping": ("skipping", {"pipeline": {}}),
     "no such split": ("source", {"pipeline": {"split": ["layers.9"]}}),
 }
-HELD_IN_SOAK = ("interleaved", "tensor, fsdp", "pipeline, fsdp")
-"""Of meshes with shards CI has the weights; their shares are those of one dimension."""
+HELD_IN_SOAK = ("interleaved", *HELD[4])
+"""Of meshes of two dimensions CI has the weights; their shares are those of one dimension."""
 ALL = [
     pytest.param(ranks, name, marks=[pytest.mark.soak] * (name in HELD_IN_SOAK))
     for ranks, cases in HELD.items()
