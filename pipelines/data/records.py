@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from itertools import islice
 from math import fsum
 from pathlib import Path
@@ -46,6 +47,7 @@ SOUND_SUFFIXES = frozenset((".flac", ".wav"))
 LABELS = ("label", "labels", "y", "target", "targets")  # usual names of what is predicted
 WHOLE = ""  # the name of samples that are not divided into splits
 MOST_SHOWN = 5  # names in a message
+MISSPELT = 0.8  # likeness of two words, by `difflib`, from which on one is the other, misspelt
 
 Parts = dict[str, "Records"]
 
@@ -363,6 +365,12 @@ def _arrays(spec: ArrayData, file: Path) -> Parts:
         if spec.label and spec.label not in columns and split != UNLABELLED:
             raise PipelineInvalid(f"label: {file.name} has no {label!r}, but {_listed(columns)}")
         labels = columns.pop(label, None) if label else None
+        near = (n for n in columns if get_close_matches(n.lower(), LABELS, 1, MISSPELT))
+        if label is None and (misspelt := next(near, None)):  # it would be an input
+            raise PipelineInvalid(
+                f"{file.name}: no array is named {' or '.join(LABELS)}, and {misspelt!r} nearly "
+                f"is: rename it, or give label: {misspelt}"
+            )
         lengths = {
             len(x) if x.ndim else 0
             for x in (*columns.values(), *([] if labels is None else [labels]))

@@ -237,6 +237,9 @@ def test_arrays_are_inputs_by_their_names(tmp_path: Path) -> None:
     np.savez(tmp_path / "two.npz", a_train=a, b_train=b, a_val=a, b_val=b)
     (batch,) = splits_of(tmp_path, {"arrays": "two.npz"}, inputs=inputs).batches("val")
     assert batch.target is None and len(batch.inputs) == 2
+    np.savez(tmp_path / "two.npz", a_train=a, b_train=b, lable_train=y)
+    with pytest.raises(PipelineInvalid, match="'lable' nearly is: rename it, or give label: lable"):
+        splits_of(tmp_path, {"arrays": "two.npz"}, inputs=inputs)
 
 
 def test_tables_of_other_programs_are_read(tmp_path: Path) -> None:
