@@ -99,10 +99,11 @@ class Settings(BaseModel):
 
 
 def descriptions(settings: type[Settings]) -> dict[str, str]:
-    """Return the docstrings of settings by their names, read from the source of their classes.
+    """Return what is said of settings by their names: `Field`'s description, or the docstring.
 
-    pydantic's `use_attribute_docstrings` would read them wherever a class is imported, which took
-    most of the time of an import, and more than a second beside torch.
+    Docstrings are read from the sources of classes. pydantic's `use_attribute_docstrings` would
+    read them wherever a class is imported, which took most of the time of an import, and more than
+    a second beside torch.
     """
     found: dict[str, str] = {}
     for base in reversed(settings.__mro__):
@@ -110,7 +111,8 @@ def descriptions(settings: type[Settings]) -> dict[str, str]:
             texts = _attribute_docstrings(_source(base.__module__)).get(base.__qualname__, {})
             own = inspect.get_annotations(base)
             found = {n: text for n, text in found.items() if n not in own} | texts
-    return {name: text for name, text in found.items() if name in settings.model_fields}
+    said = {name: one.description or found.get(name) for name, one in settings.model_fields.items()}
+    return {name: text for name, text in said.items() if text}
 
 
 def _source(module: str) -> str:
