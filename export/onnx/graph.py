@@ -467,8 +467,6 @@ def integer_macs_share(optimized: ir.Model, profile: Path) -> float | None:
         return None
     macs: Counter[bool] = Counter()
     for node, event in zip(optimized.graph, events, strict=True):
-        if is_batch_norm(node):
-            continue
         if node.op_type in UNCOUNTED_KERNELS:
             return None
         count, in_integers = kernel_macs(node, event["args"])
@@ -484,7 +482,7 @@ def is_kernel_call(event: Mapping[str, Any]) -> bool:
 def kernel_macs(node: ir.Node, arguments: Mapping[str, Any]) -> tuple[int, bool]:
     """Return a kernel's multiply-accumulates in a profiled call, and whether it is of integers."""
     in_integers = is_integer_kernel(node.op_type)
-    if node.op_type not in HEAVY_KERNELS:
+    if node.op_type not in HEAVY_KERNELS or is_batch_norm(node):
         return 0, in_integers
     inputs, outputs = (
         [tuple(shape) for tensor in arguments[key] for shape in tensor.values()]
