@@ -9,6 +9,7 @@ from torch import nn
 
 from compress.artifacts.edits.removal import keep_indices_
 from compress.common.errors import StageFailed
+from compress.common.process import torch_threads
 from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import trace
 from compress.pruning.importance import layer_calls
@@ -313,6 +314,7 @@ def test_zeros_of_the_weight_stay_and_the_others_are_the_best_without_them(monke
     columns = torch.randn(1, 50, 6, generator=generator, dtype=torch.float64)
     answers = torch.randn(1, 50, 5, generator=generator, dtype=torch.float64)
     fixed = torch.rand(1, 6, 5, generator=generator) < 0.5
+    fixed[:, :, 2] = False
     moments = Moments()
     moments.add_(columns, answers)
     found, _ = least_squares(moments, 0.0, intercept=False, fixed_gio=fixed)
@@ -321,3 +323,16 @@ def test_zeros_of_the_weight_stay_and_the_others_are_the_best_without_them(monke
         best = torch.linalg.lstsq(columns[0][:, free], answers[0][:, output]).solution
         torch.testing.assert_close(found[0, free, output], best)
     assert (found[fixed] == 0).all()
+
+
+def test_many_columns_of_several_outputs_with_zeros_are_solved_by_two_threads() -> None:
+    # oneMKL's LU of several such matrices at once ended with an error on an AMD processor.
+    columns = torch.randn(1, 3000, 1440)
+    answers, fixed = columns[:, :, :8] + 1, torch.zeros(1, 1440, 8, dtype=torch.bool)
+    fixed[:, 100] = True
+    moments = Moments()
+    moments.add_(columns, answers)
+    with torch_threads(2):
+        found, shift = least_squares(moments, 1e-6, intercept=True, fixed_gio=fixed)
+    torch.testing.assert_close(found[0], torch.eye(1440, 8).double(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(shift, torch.ones(1, 8).double(), atol=1e-3, rtol=0)
