@@ -109,7 +109,10 @@ def test_the_readmes_way_without_a_clone(installed: Path, tmp_path: Path) -> Non
     init, run, (serve, artifact) = (shlex.split(command, comments=True) for command in commands)
     assert serve == "serve"
     # Beside files of our folders' names; `run` starts what else has a search path.
-    for name, text in {**USER_CODE, "net.py": f"import cli, serve\n{NET}"}.items():
+    for name, text in {
+        **USER_CODE,
+        "net.py": f"import cli, export, pipelines, serve\n{NET}",
+    }.items():
         (tmp_path / name).write_text(text)
     (command := tmp_path / "bin").mkdir()
     (command / "compress.py").write_text("from compress.cli import main\nmain()\n")

@@ -182,11 +182,10 @@ class ChannelPruner:
         for one in ranking.ranked:
             self._original_sizes.setdefault(one.group.slots, one.original)
         if self._widths is not None:
-            keep = ranking.counts_for(self._widths, share)
-            return ranking.verify(keep, config.on_unverified, progress)
+            return ranking.verify(ranking.counts_for(self._widths, share), config.on_unverified)
         if config.target is None:
             keep = ranking.allocate((config.ratio or 0.0) * share, config)
-            return ranking.verify(keep, config.on_unverified, progress)
+            return ranking.verify(keep, config.on_unverified)
         # Of the unpruned model's cost; its latency is measured together with each candidate's.
         goal = 1 - (1 - config.target.share) * share
         estimate: CostEstimate | None = None

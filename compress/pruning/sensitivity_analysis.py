@@ -105,8 +105,7 @@ def measure_sensitivity(
     slices: dict[tuple[str, float], GroupSlice] = {}
     pinned: dict[str, str] = {}
     for ratio in ratios:
-        keep = ranking.allocate(ratio, ChannelSelection(round_to=1))
-        plan = ranking.verify(keep, progress=context.progress)
+        plan = ranking.verify(ranking.allocate(ratio, ChannelSelection(round_to=1)))
         slices |= {(one.group.name, ratio): one for one in plan.groups}
         pinned |= plan.pinned
     sizes = context.typical_sizes(model.signature)

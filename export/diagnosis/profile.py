@@ -22,12 +22,13 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.export.latency.resizing import weighted_layers
 from compress.export.onnx.graph import (
+    BLOCKED_BATCH_NORM,
     CONVOLUTIONS,
     HEAVY_KERNELS,
     KERNEL_TIME,
     PACKED_GATHER,
-    consumers,
     inputs_of,
+    is_batch_norm,
     is_integer_kernel,
     is_kernel_call,
     kernel_macs,
@@ -55,7 +56,7 @@ CALLS, WARM_UP = 60, 10  # profiled calls, and those before them that are not co
 SHORTEST_SHARE = 0.75
 """Share of an operator's calls, the shortest ones, of which the mean is taken: other load on the
 machine only ever makes a call longer."""
-IN_BLOCKS = ("_nchwc", "_bn_nchwc")
+IN_BLOCKS = ("_nchwc", BLOCKED_BATCH_NORM)
 """What onnxruntime adds to a value's name for the kernel that computes it in blocks of channels."""
 CUT_OFF_MS = 0.5e-3  # onnxruntime writes whole microseconds, cut off
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
@@ -322,17 +323,10 @@ class Profile:
         return tuple(
             node
             for node in self.nodes
-            if self._is_norm(node)
+            if node.node.op_type == NORM
+            or is_batch_norm(node.node)
             or (node.node.op_type in ACTIVATIONS and any(map(self._feeds_alone, self.before(node))))
         )
-
-    def _is_norm(self, node: ProfiledNode) -> bool:
-        """Whether a kernel computes a normalisation alone, be it as a convolution."""
-        if node.origin is None or node.origin.op_type != NORM:
-            return False
-        value = node.origin.inputs[0]
-        before = producer(value, *CONVOLUTIONS)
-        return before is None or value is None or len(consumers(value)) > 1
 
     def _feeds_alone(self, node: ProfiledNode) -> bool:
         if node.node.op_type in MOVES:

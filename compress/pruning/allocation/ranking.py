@@ -73,6 +73,8 @@ class Ranking:
     equivalence: MaskedEquivalence
     costs: tuple[float, ...] = ()
     """What one channel of each group costs; none where channels are to cost the same."""
+    progress: Progress = silent
+    """Through which the verification of slices reports how far it is."""
 
     def allocate(self, ratio: float, selection: ChannelSelection) -> list[int]:
         """Compute how many channels of each group stay, for a fraction of all channels to remove.
@@ -151,10 +153,7 @@ class Ranking:
         ]
 
     def verify(
-        self,
-        keep: Sequence[int],
-        on_unverified: Literal["pin", "error"] = "pin",
-        progress: Progress = silent,
+        self, keep: Sequence[int], on_unverified: Literal["pin", "error"] = "pin"
     ) -> SlicePlan:
         """Return the largest verified plan that keeps at least ``keep`` channels of each group.
 
@@ -167,7 +166,8 @@ class Ranking:
                 wanted.append(GroupSlice(one.group, channels))
             else:
                 pinned[one.group.name] = f"all of its {len(one.scores)} channels are to stay"
-        plan = verify_slices(self.module, wanted, pinned, self.graph, self.equivalence, progress)
+        graph, equivalence = self.graph, self.equivalence
+        plan = verify_slices(self.module, wanted, pinned, graph, equivalence, self.progress)
         verified = {one.group for one in plan.groups}
         unverified = [one.group.name for one in wanted if one.group not in verified]
         if unverified and on_unverified == "error":
@@ -234,7 +234,8 @@ def rank(
             structure = tuple(sorted(parts))
             ranked.append(RankedGroup(group, found, min(group.entries), original, structure))
     comparable, equivalence = selection.importance in COMPARABLE, MaskedEquivalence(module, inputs)
-    return Ranking(module, graph, tuple(ranked), pinned, comparable, equivalence)
+    groups = tuple(ranked)
+    return Ranking(module, graph, groups, pinned, comparable, equivalence, progress=progress)
 
 
 def modules_matching(

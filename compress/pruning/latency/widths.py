@@ -93,12 +93,10 @@ class WidthSpace:
         inputs = VerificationInputs.from_signature(model.signature, context, selection)
         rewrite_(module, inputs)
         scoring = ScoringSamples.from_context(context, model.signature, batches)
-        progress = context.progress
-        ranking = rank(module, inputs, selection, scoring, progress=progress)
+        ranking = rank(module, inputs, selection, scoring, progress=context.progress)
         # Whatever the scope: widths are chosen here, not by comparing groups.
         limits = ChannelSelection(round_to=selection.round_to, min_channels=selection.min_channels)
-        keep = ranking.allocate(LARGEST_CUT, limits)
-        smallest = ranking.verify(keep, selection.on_unverified, progress)
+        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, limits), selection.on_unverified)
         slices = {one.group.name: one for one in smallest.groups}
         grid: dict[str, set[int]] = {}
         for step in range(values):
@@ -208,16 +206,15 @@ class WidthVariants:
         progress: Progress = silent,
     ) -> None:
         """Trace the model, and find the groups whose cut is verified."""
-        module, self._model, self._seed, self._progress = model.load(), model, seed, progress
+        module, self._model, self._seed = model.load(), model, seed
         selection = selection or ChannelSelection()
         example = model.signature.example(seed=seed)
         inputs = VerificationInputs(example, across_norms=selection.across_norms)
         self.rewrites = rewrite_(module, inputs)
         """What variants have other modules by than the model, as pruning needs them."""
         unranked = selection.model_copy(update={"importance": "random"})
-        ranking = rank(module, inputs, unranked, ScoringSamples(seed=seed))
-        keep = ranking.allocate(LARGEST_CUT, ChannelSelection(round_to=1))
-        smallest = ranking.verify(keep, progress=progress)
+        ranking = rank(module, inputs, unranked, ScoringSamples(seed=seed), progress=progress)
+        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, ChannelSelection(round_to=1)))
         groups = {one.group.name for one in ranking.ranked}
         stay = groups - {one.group.name for one in smallest.groups}
         self._ranking = ranking.without(stay, smallest.pinned)
@@ -244,8 +241,7 @@ class WidthVariants:
     def build(self, widths: Mapping[str, int], folder: Path) -> tuple[dict[str, int], EagerModel]:
         """Cut the model; return the widths that are left, and the artifact in `folder`."""
         ranking = self._ranking
-        keep = [widths[one.group.name] for one in ranking.ranked]
-        plan = ranking.verify(keep, progress=self._progress)
+        plan = ranking.verify([widths[one.group.name] for one in ranking.ranked])
         cut = {one.group.name: len(one.group.channels) - len(one.removed) for one in plan.groups}
         sliced = sliced_copy(ranking.module, plan)
         edit = KeepIndices(kept=plan.kept, attributes=dict(plan.attributes))

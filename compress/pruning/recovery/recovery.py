@@ -279,17 +279,16 @@ def least_squares(
     if fixed_gio is None:
         fixed_gio = torch.zeros_like(cross_gio, dtype=torch.bool)
     is_own_go = fixed_gio.any(1)  # outputs that have equations of their own, without fixed entries
-    matrix_gio = torch.zeros_like(cross_gio)
-    if not is_own_go.all():
-        matrix_gio = _solve(normal_gii, cross_gio)
-    identity = torch.eye(normal_gii.shape[1], dtype=normal_gii.dtype, device=normal_gii.device)
+    all_own = bool(is_own_go.all())
+    matrix_gio = torch.zeros_like(cross_gio) if all_own else _solve(normal_gii, cross_gio)
     at_once = max(1, MAX_ENTRIES // normal_gii.shape[1] ** 2)
     for group, normal_ii in enumerate(normal_gii):
         own = is_own_go[group].nonzero()[:, 0].tolist()
         for part in range(0, len(own), at_once):
             outputs = own[part : part + at_once]
             free_oi = ~fixed_gio[group][:, outputs].mT
-            normal_oii = torch.where(free_oi[:, :, None] & free_oi[:, None], normal_ii, identity)
+            normal_oii = torch.where(free_oi[:, :, None] & free_oi[:, None], normal_ii, 0)
+            normal_oii.diagonal(dim1=1, dim2=2).masked_fill_(~free_oi, 1)
             answers_oi = torch.where(free_oi, cross_gio[group][:, outputs].mT, 0)
             matrix_gio[group][:, outputs] = _solve(normal_oii, answers_oi[..., None])[..., 0].mT
     if not intercept:

@@ -495,15 +495,19 @@ def verify_slices(
     ``pinned`` gives the modules whose channels stay, known before, and why.
     """
     wanted = [replace(c, changes=certain_changes(module, c.group, graph)) for c in wanted]
-    plan = _VerifiedSetSearch(module, wanted, graph, equivalence, progress).run(pinned)
+
+    def search() -> SlicePlan:
+        return _VerifiedSetSearch(module, wanted, graph, equivalence, progress).run(pinned)
+
+    plan = search()
     # Both checks are slow and seldom fail, so they are first made of the whole plan. An attribute
     # may matter to tracing alone, which takes other paths through a model's code.
     if plan.groups and equivalence.untrainable(plan) is not None:
         equivalence.must_train = True
-        plan = _VerifiedSetSearch(module, wanted, graph, equivalence, progress).run(pinned)
+        plan = search()
     if plan.groups and equivalence.untraced(plan) is not None:
         equivalence.must_trace = True
-        plan = _VerifiedSetSearch(module, wanted, graph, equivalence, progress).run(pinned)
+        plan = search()
     return plan
 
 

@@ -57,7 +57,7 @@ def test_a_layer_left_out_is_what_float_kernels_multiply(refused: Callable[..., 
     left = refused(SHARE / 2, exclude=("inner",))
     found, cause = left.measured, CAUSES["excluded_layers"]
     batch = found.batches[0][0].shape[0]
-    inner = {"inner": batch * (INNER)}
+    inner = {"inner": batch * INNER}
     assert found.float_profile.float_macs == {m: batch * n for m, n in MACS.items()} | inner
     assert found.profile.float_macs == dict.fromkeys(MACS, 0) | inner
     assert found.quantized == {"stem", "last", "head"}

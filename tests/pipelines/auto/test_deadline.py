@@ -31,7 +31,7 @@ def state_of(out: Path, **members: Any) -> SearchState:
     settings = AutoSettings.model_validate({"limits": {"latency": "2ms"}, "time": "10s"})
     defaults = {"settings": settings, "out": out, "conditions": "", "base_ms": 1.0, "tables": None}
     defaults["decided_on"] = SimpleNamespace(samples=30, points_of_sample=1.0)
-    return SearchState(SimpleNamespace(**(defaults | members)))  # type: ignore[arg-type]
+    return SearchState(SimpleNamespace(**(defaults | members)))
 
 
 def test_progress_is_passed_on_until_the_time_is_over() -> None:
@@ -74,7 +74,7 @@ def test_a_format_that_cannot_be_measured_ends_no_search(tmp_path: Path) -> None
     }
     # Nothing is known of a smallest model then.
     space: Any = SimpleNamespace(grid={"0": (32, 16)}, whole={"0": 32})
-    variants = search.BlockVariants(state, BlockVariant((), None, space))  # type: ignore[arg-type]
+    variants = search.BlockVariants(state, BlockVariant((), None, space))
     assert variants.are_feasible(time.monotonic() + 60)
 
 
@@ -142,7 +142,7 @@ def test_what_single_cuts_lose_gets_a_share_of_what_is_left_where_little_is(
         return {}
 
     state = state_of(tmp_path)
-    state.models = {("float", "onnx", ()): None}  # type: ignore[dict-item]  # none is solved for
+    state.models = {("float", "onnx", ()): None}  # none is solved for
     monkeypatch.setattr(search, "_check_next", lambda *_: False)
     variants: Any = SimpleNamespace(
         shallower=[], added=[None], programmes=programmes, add=lambda deadline: None
@@ -166,7 +166,7 @@ def test_no_format_is_measured_once_the_time_is_over(
     monkeypatch.setattr(state, "_layer_sensitivity", begun.append)
     monkeypatch.setattr(search_state, "build_format_models", begun.append)
     space: Any = SimpleNamespace(grid={"0": (32, 16)})
-    state.measure_kernels(BlockVariant((), None, space), time.monotonic())  # type: ignore[arg-type]
+    state.measure_kernels(BlockVariant((), None, space), time.monotonic())
     assert not begun
     assert [what.partition(":")[0] for what in state.not_searched] == [
         "float is not cut",
@@ -178,7 +178,7 @@ def test_a_smallest_model_is_not_made_once_the_time_is_over(tmp_path: Path) -> N
     state = state_of(tmp_path)  # which can evaluate nothing
     state.checked["float-whole"] = checked("float-whole", 3.0)
     space: Any = SimpleNamespace(grid={"0": (32, 16)}, whole={"0": 32})
-    variants = search.BlockVariants(state, BlockVariant((), None, space))  # type: ignore[arg-type]
+    variants = search.BlockVariants(state, BlockVariant((), None, space))
     assert variants.are_feasible(time.monotonic())
     assert list(state.checked) == ["float-whole"]
 
@@ -200,7 +200,7 @@ def test_layers_in_float_are_searched_where_ranking_channels_takes_too_long(
     monkeypatch.setattr(search, "_check_cut", lambda *_: searched.append("checked"))
     search._search_variants(state, time.monotonic() + 10)
     (space, last) = searched
-    assert not space.grid and last == "checked" and not state.is_infeasible  # type: ignore[attr-defined]
+    assert not space.grid and last == "checked" and not state.is_infeasible
     assert state.not_searched == [
         "widths: there was no more time (scores of channels, step 1 of 6)"
     ]
