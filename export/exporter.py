@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from compress.artifacts.artifact import NOT_RUN, Artifact
 from compress.common.errors import StageFailed
-from compress.common.forward import Predictor, count_forwards, opened_model
+from compress.common.forward import (
+    Predictor,
+    accept_any_batch,
+    count_forwards,
+    opened_model,
+)
 from compress.common.requirements import Requirement, require_all
 from compress.core.gates.runtime import BASELINES, BaselineRuntime
 from compress.core.stage import Reads, Stage, Writes, members_of
@@ -209,6 +214,22 @@ class Exporter(Stage[Reads, Writes]):
 
     def run(self, model: Reads, context: Context) -> Writes:
         """Write, open, compare with the source."""
+        return self._export(model, context, self.prove)
+
+    def run_as_baseline(self, model: Reads, context: Context) -> Writes:
+        """Write a file that others are compared with, and that nobody ships.
+
+        It is compared with its source on 16 samples of `val` alone, where there are any.
+        """
+        has_val = context.data is not None and "val" in context.data.datasets
+        return self._export(model, context, self.prove_on_val if has_val else self.prove)
+
+    def _export(
+        self,
+        model: Reads,
+        context: Context,
+        prove: Callable[[Reads, Path, dict[str, Any], Context, float], None],
+    ) -> Writes:
         kind = self.writes()
         warn_of_other_target(model.manifest.facts.get("target"), self.runtime.targets, self.title)
         facts: dict[str, Any] = {}
@@ -225,9 +246,36 @@ class Exporter(Stage[Reads, Writes]):
             if reason := self.not_run:
                 facts[NOT_RUN] = reason
             else:
-                self.prove(model, file, facts, context, began)
+                prove(model, file, facts, context, began)
         self.log(facts)
         return kind.from_directory(context.root)  # type: ignore[no-any-return]
+
+    def prove_on_val(
+        self, model: Reads, file: Path, facts: dict[str, Any], context: Context, began: float
+    ) -> None:
+        """Raise StageFailed where a written file answers otherwise to 16 samples of `val`."""
+        if self.proves_itself:
+            return
+        from compress.export.parity.compare import on_cpu, recorded_outputs
+        from compress.export.parity.sample_parity import (
+            check_on_samples,
+            noise_of,
+            tolerance_for,
+            val_inputs,
+        )
+
+        kind, device = self.writes(), self.device_for(context)
+        batches = [*val_inputs(replace(context, is_quick=True), model)]
+        with (
+            recorded_outputs(model, batches, context) as expected,
+            kind.open_file(file, model.signature, facts, device, context.threads) as opened,
+        ):
+            exported = on_cpu(count_forwards(opened, kind.kind))
+            check_on_samples(
+                accept_any_batch(expected, model.signature),
+                accept_any_batch(exported, model.signature),
+                *(batches, tolerance_for(model), noise_of(model, context)),
+            )
 
     def prove(
         self, model: Reads, file: Path, facts: dict[str, Any], context: Context, began: float

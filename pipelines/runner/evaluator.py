@@ -255,18 +255,20 @@ class ArtifactEvaluator(MeasurementCache):
         state.emit("gate_judged", name, line, fields, level, is_announced=False)
         return verdict
 
-    def measure(self) -> Measurements:
+    def measure(self, while_loaded: Callable[[], object] = bool) -> Measurements:
         """Measure metric, size, latency and memory, compared with the run's baseline.
 
-        Latency and memory of what only simulates its export are not.
+        Latency and memory of what only simulates its export are not. `while_loaded` is called once
+        the metric is known, while what answers is open.
         """
         state, artifact = self.state, self.artifact
         baseline = state.artifacts[state.plan.baseline]
-        # What answers is opened once for both, and closed before two models are timed.
+        # What answers is opened once for all of it, and closed before two models are timed.
         with self.context.form_of(artifact).keep_loaded():
             dependence = self.batch_dependence()
             if state.data and "val" in state.data.datasets and state.plan.metric.is_measured:
                 self.score("val")
+            while_loaded()
         context, conditions = self.context, state.measurement_conditions()
         # The number goes up where other things are measured: stored values are then taken again.
         key: dict[str, Any] = {"measurements": 4, "against": baseline.digest}

@@ -98,7 +98,7 @@ class PipelineExecutor:
             else:
                 with state.profiler.section(SOURCE, "evaluation"):
                     self._answer_by_file(cache, fit_early)
-                    state.baseline = cache.measure()
+                    state.baseline = cache.measure(fit)
         self._emit_finished(lookup, cache.seconds, state.baseline)
         if line := fit():
             state.emit("task_known", None, line)
@@ -109,9 +109,8 @@ class PipelineExecutor:
         """Write the uncompressed model as an ONNX file now, which then answers for it.
 
         Only where the speed of a later stage's file is compared with it anyway, and the model is so
-        large that its calls are what judging costs. It is compared with the model as any export is,
-        but on few samples of `val`. Where it cannot be written, the model answers. `fit_early` is
-        called before it is written, and raises where the data do not fit the model.
+        large that its calls are what judging costs. Where it cannot be written, the model answers.
+        `fit_early` is called before it is written, and raises where the data do not fit the model.
         """
         state, source, context = self.state, cache.artifact, self.state.context(SOURCE)
         stages = [p for p in state.plan.stages if isinstance(p.stage, ExportOnnx)]
@@ -140,8 +139,7 @@ class PipelineExecutor:
         try:
             began = time.monotonic()
             runtime = BASELINES[ExportOnnx.runtime.name]
-            quick = replace(context, is_quick=True)
-            file = BaselineArtifact(runtime, source, source, quick).written()
+            file = BaselineArtifact(runtime, source, source, context).written()
             cache.seconds += time.monotonic() - began
         except Exception as error:  # noqa: BLE001 - the user's own code may raise any
             self._without_file(error)

@@ -158,7 +158,8 @@ class BaselineArtifact(Artifact):
                     f"{runtime.name} cannot run; it runs {takes}"
                 )
             model = self.context.exports.get_or_write(
-                self.digest, lambda root: stage.run(self.model, self.context.with_root(root))
+                self.digest,
+                lambda root: stage.run_as_baseline(self.model, self.context.with_root(root)),
             )
         return model
 

@@ -76,13 +76,13 @@ def test_a_speedup_is_over_the_uncompressed_model_in_the_results_runtime(mlp, tm
 
 def test_the_uncompressed_model_is_exported_once(mlp, tmp_path, monkeypatch) -> None:
     written = []
-    run = ExportOnnx.run
+    write = ExportOnnx.write
 
-    def counted(stage, model, context):
+    def counted(stage, model, file, context):
         written.append(model.digest)
-        return run(stage, model, context)
+        return write(stage, model, file, context)
 
-    monkeypatch.setattr(ExportOnnx, "run", counted)
+    monkeypatch.setattr(ExportOnnx, "write", counted)
     context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
     gates = (MinSpeedup(ratio=1e-6), MinSpeedup(ratio=1e-6, batch=2))
     ExportOnnx(gates=gates, optimize="basic")(mlp, context)
@@ -100,12 +100,12 @@ def test_a_file_of_the_uncompressed_model_is_its_own_baseline(mlp, context, tmp_
 
 
 def test_a_model_that_the_runtime_does_not_take_fails_the_gate(mlp, tmp_path, monkeypatch) -> None:
-    def refuse(stage, model, context):
+    def refuse(stage, model, file, context):
         raise StageFailed("aten.nonsense is not supported")
 
     context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
     file = ExportOnnx(optimize="basic").run_checked(mlp, context)
-    monkeypatch.setattr(ExportOnnx, "run", refuse)
+    monkeypatch.setattr(ExportOnnx, "write", refuse)
     baseline = baseline_for(speedup(None), mlp, file, context)
     verdict = speedup(None).evaluate(baseline, file, context)
     assert not verdict.passed
