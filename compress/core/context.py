@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -486,30 +486,37 @@ class Context:
         Both run on the device that runs the second, so that a file for the CPU is compared with its
         source on the CPU. Reliable ones are measured once for each number of seconds.
         """
-        conditions = (id(self.data), self.device, self.threads, self.seed)
-        key = (before.digest, after.digest, batch, seconds, *conditions)
-        if key in self.caches.comparisons:
-            compared, recorded = self.caches.comparisons[key]
-        else:
-            # Both, as it may be compared with what it is packed in.
-            mixed = before.is_cascade or after.is_cascade
-            batches = self.measured_batches(before.signature, batch, mixed=mixed)
+        return self.compare_latencies([before], after, batch, seconds)[0]
+
+    def compare_latencies(
+        self, befores: Sequence[Artifact], after: Artifact, batch: int, seconds: float | None = None
+    ) -> list[Comparison]:
+        """Compare an artifact with each of some others; those not measured yet are so in turn."""
+        conditions = (batch, seconds, id(self.data), self.device, self.threads, self.seed)
+        keys = [(before.digest, after.digest, *conditions) for before in befores]
+        found = {k: v for k, v in self.caches.comparisons.items() if k in keys}
+        new = [b for k, b in zip(keys, befores, strict=True) if k not in found]
+        if new:
+            models = {a.digest: a for a in (after, *new)}
+            # All, as an artifact may be compared with what it is packed in.
+            mixed = any(model.is_cascade for model in models.values())
+            batches = self.measured_batches(new[0].signature, batch, mixed=mixed)
             device = after.runs_on(self.device)
-            second = partial(after.open_anew, device, self.threads)
-            is_same = before.digest == after.digest
-            first = second if is_same else partial(before.open_anew, device, self.threads)
-            measure = partial(
-                benchmark.compare_latency,
-                *(first, second, batches),
-                threads=self.threads,
-                mixed=mixed,
-            )
+            openers = [partial(a.open_anew, device, self.threads) for a in models.values()]
+            limit = {} if seconds is None else {"seconds": seconds}
             with recording() as recorded:
-                compared = measure() if seconds is None else measure(seconds=seconds)
-            if not compared.unreliable_reason:  # else the machine may have less to do next time
-                self.caches.comparisons[key] = compared, recorded
-        add_to_recordings(recorded)
-        return compared
+                measured = benchmark.compare_latencies(
+                    openers, batches, threads=self.threads, mixed=mixed, **limit
+                )
+            for before in new:
+                compared = measured.comparison([*models].index(before.digest), 0)
+                key = (before.digest, after.digest, *conditions)
+                found[key] = compared, recorded
+                if not compared.unreliable_reason:  # else the machine may have less to do next time
+                    self.caches.comparisons[key] = found[key]
+        for _, recorded in found.values():
+            add_to_recordings(recorded)
+        return [found[key][0] for key in keys]
 
     def peak_memory(self, artifact: Artifact, batch: int) -> float:
         """Return the peak memory of opening an artifact and calling it on samples, in MiB."""

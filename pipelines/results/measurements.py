@@ -228,12 +228,11 @@ class Measurements(SpeedupReport):
         )
         if untimed:
             return found
-        batch = artifact.signature.smallest_batch
-        compared = (
-            context.compare_latency(artifact, artifact, batch, QUICK_SECONDS)
-            if context.is_quick
-            else context.compare_latency(baseline, artifact, batch)
-        )
+        if context.is_quick:
+            batch = artifact.signature.smallest_batch
+            compared = context.compare_latency(artifact, artifact, batch, QUICK_SECONDS)
+        else:
+            compared, own = _compare_latencies(artifact, baseline, context)
         latency = compared.after.model_dump(exclude={"disturbed"})
         speedup = _speedup(compared)
         if reason := speedup["speedup_reason"]:
@@ -241,7 +240,6 @@ class Measurements(SpeedupReport):
         if context.is_quick:
             timed = _no_speedup(JUDGED_QUICKLY)
         else:
-            own = _in_same_runtime(artifact, baseline, compared, context)
             timed = {**speedup, "same_runtime": own}
         timed["latency_ms"] = LatencyReport.model_validate(latency)
         timed["device"] = artifact.runs_on(context.device)
@@ -287,29 +285,29 @@ def _no_speedup(reason: str) -> dict[str, Any]:
     return {"speedup": None, "speedup_interval": None, "speedup_reason": reason}
 
 
-def _in_same_runtime(
-    artifact: Artifact, baseline: Artifact, compared: Comparison, context: Context
-) -> SameRuntimeReport | None:
-    """Measure an artifact in turn with the uncompressed model in the artifact's runtime."""
-    runtime = runtime_of(artifact.kind)
+def _compare_latencies(
+    artifact: Artifact, baseline: Artifact, context: Context
+) -> tuple[Comparison, SameRuntimeReport | None]:
+    """Measure an artifact in turn with the uncompressed model: as it is, and in its own runtime."""
+    runtime, batch = runtime_of(artifact.kind), artifact.signature.smallest_batch
     if runtime is None:
-        return None
+        return context.compare_latency(baseline, artifact, batch), None
     try:
         twin = in_runtime_of(artifact, context)
         assert twin is not None  # as there is a runtime
         if twin.digest == artifact.digest != baseline.digest:  # nothing was compressed
-            return SameRuntimeReport(
-                runtime=runtime.title, speedup=1.0, speedup_interval=(1.0, 1.0)
-            )
-        if twin.digest != baseline.digest:
-            compared = context.compare_latency(twin, artifact, artifact.signature.smallest_batch)
-        measured = _speedup(compared)
+            measured = {"speedup": 1.0, "speedup_interval": (1.0, 1.0)}
+            compared = context.compare_latency(baseline, artifact, batch)
+        else:
+            compared, own = context.compare_latencies([baseline, twin], artifact, batch)
+            measured = _speedup(own)
     except (StageFailed, Unavailable) as error:
         measured = {
             **_no_speedup(f"the uncompressed model in {runtime.title}: {error}"),
             "takes_uncompressed": False,
         }
-    return SameRuntimeReport(runtime=runtime.title, **measured)
+        compared = context.compare_latency(baseline, artifact, batch)
+    return compared, SameRuntimeReport(runtime=runtime.title, **measured)
 
 
 def _drop_unreliable(

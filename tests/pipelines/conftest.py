@@ -17,10 +17,10 @@ from compress.pipelines.results import measurements
 from compress.pipelines.results.measurements import SpeedupReport
 from compress.pipelines.results.schema import Report
 from compress.profiling import peak_memory, quantiles
-from compress.profiling.benchmark import compare_latency
+from compress.profiling.benchmark import compare_latencies
 from compress.pruning import channel_pruner, sensitivity_analysis
 
-IN_SAME_RUNTIME = measurements._in_same_runtime
+RUNTIME_OF = measurements.runtime_of
 MEASURE_PEAK = peak_memory.peak_memory
 DEADLINE = 120
 """Seconds for a server to begin, however busy the machine is."""
@@ -61,10 +61,10 @@ from compress.pipelines.results import measurements
 from compress.profiling import benchmark, peak_memory, quantiles
 from compress.profiling.benchmark import CallTimer
 from compress.pruning import channel_pruner
-measurements._in_same_runtime = lambda *_: None
+measurements.runtime_of = lambda *_: None
 CallTimer.doubt = ""  # a machine that is busy
 channel_pruner.MEASURED_SECONDS = 0.001
-benchmark.compare_latency.__defaults__ = (0.001,)
+benchmark.compare_latencies.__defaults__ = (0.001,)
 quantiles.WIDEST = math.inf
 peak_memory.peak_memory = lambda *_: 0.0
 """
@@ -82,9 +82,9 @@ def measured_briefly(*, same_runtime: bool = False, memory: bool = False) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         peak = MEASURE_PEAK if memory else lambda *_: 1.0
         patch.setattr(peak_memory, "peak_memory", peak)
-        measure = IN_SAME_RUNTIME if same_runtime else lambda *_: None
-        patch.setattr(measurements, "_in_same_runtime", measure)
-        patch.setattr(compare_latency, "__defaults__", (0.001,))
+        runtime_of = RUNTIME_OF if same_runtime else lambda *_: None
+        patch.setattr(measurements, "runtime_of", runtime_of)
+        patch.setattr(compare_latencies, "__defaults__", (0.001,))
         for module in (channel_pruner, sensitivity_analysis):
             patch.setattr(module, "MEASURED_SECONDS", 0.001)
         patch.setattr("compress.export.latency.kernels.KERNEL_SECONDS", 0.001)

@@ -283,12 +283,12 @@ def _leave_the_server_out() -> None:
         return next(model for model in found if model.digest == packed).open(device, threads)
 
     TorchServeArchive.open = inner
-    benchmark.compare_latency.__defaults__ = (0.01,)
+    benchmark.compare_latencies.__defaults__ = (0.01,)
     # Or what is said of figures would differ from run to run.
     quantiles.WIDEST = math.inf
     CallTimer.doubt = ""  # a machine that is busy
     schema.slower_than_float = lambda *_: iter(())
-    measurements._in_same_runtime = lambda *_: None  # which exports the float model, too
+    measurements.runtime_of = lambda *_: None  # which exports the float model, too
     peak_memory.peak_memory = lambda *_: 0.0  # each fork would import torch once more
 
 

@@ -19,7 +19,7 @@ from compress.common.requirements import Requirement
 from compress.pipelines import Pipeline
 from compress.pipelines.executors import engines
 from compress.pipelines.executors.launched import RunEnvironment, read_run_id, write_run_id
-from compress.profiling.benchmark import compare_latency
+from compress.profiling.benchmark import compare_latencies
 from compress.training.launch import worker as shared_folder
 
 NETS = """
@@ -168,7 +168,7 @@ def nodes(monkeypatch) -> Iterator[tuple]:
 def test_two_nodes_make_branches_for_a_bucket_and_one_of_them_is_lost(
     file, nodes, bucket, monkeypatch, capfd
 ) -> None:
-    monkeypatch.setattr(compare_latency, "__defaults__", (0.001,))
+    monkeypatch.setattr(compare_latencies, "__defaults__", (0.001,))
     (cluster, added), folder = nodes, file.parent
     file.write_text(FILE.rpartition("  - ")[0])  # no branch that fails
     (folder / "wait").touch()

@@ -9,7 +9,7 @@ from compress.pipelines import Pipeline
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.run import preview_run
-from compress.profiling.benchmark import compare_latency
+from compress.profiling.benchmark import compare_latencies
 
 NETS = """
 from torch import nn
@@ -117,7 +117,7 @@ def test_what_the_other_option_leaves_out_is_refused(read) -> None:
 
 
 def test_what_is_foreseen_is_what_runs(read, monkeypatch) -> None:
-    monkeypatch.setattr(compare_latency, "__defaults__", (0.001,))
+    monkeypatch.setattr(compare_latencies, "__defaults__", (0.001,))
     pipeline, out = read(TWO), read(TWO).folder / "out"
 
     def ran(**options) -> set[str]:

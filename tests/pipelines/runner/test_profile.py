@@ -17,10 +17,11 @@ from compress.pipelines.results import measurements
 from compress.pipelines.results.schema import Report
 from compress.pipelines.system.run_profile import Profiler
 from compress.profiling import benchmark
-from compress.profiling.benchmark import Comparison, Latency, compare_latency
-from tests.pipelines.conftest import FILE, IN_SAME_RUNTIME, NETS, Project
+from compress.profiling.benchmark import InterleavedLatencies, Latency, compare_latency
+from tests.pipelines.conftest import FILE, NETS, RUNTIME_OF, Project
 
 ONE = Latency(batch=1, p50=1, p95=1, p50_interval=(1, 1), p95_interval=(1, 1), outliers=0)
+THREE = InterleavedLatencies((ONE,) * 3, ((1.0,),) * 3)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Report:
         # Files that have just been written are hashed again while they may change unnoticed.
         patch.setattr(atomic_files, "RACY_SECONDS", -1.0)
         # How often calls are timed depends on how long they take.
-        patch.setattr(benchmark, "compare_latency", lambda *_, **__: Comparison(ONE, ONE, (1.0,)))
+        patch.setattr(benchmark, "compare_latencies", lambda *_, **__: THREE)
         return Pipeline.from_yaml(folder / "p.yaml").run(folder / "out", profile=True)
 
 
@@ -70,8 +71,8 @@ def test_a_large_file_is_traced_and_hashed_once_and_read_a_few_times(tmp_path, m
     (tmp_path / "wide.py").write_text(WIDE)
     (tmp_path / "p.yaml").write_text(EXPORT)
     monkeypatch.setattr(atomic_files, "RACY_SECONDS", -1.0)
-    monkeypatch.setattr(benchmark, "compare_latency", lambda *_, **__: Comparison(ONE, ONE, (1.0,)))
-    monkeypatch.setattr(measurements, "_in_same_runtime", IN_SAME_RUNTIME)
+    monkeypatch.setattr(benchmark, "compare_latencies", lambda *_, **__: THREE)
+    monkeypatch.setattr(measurements, "runtime_of", RUNTIME_OF)
     report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "out", profile=True)
     assert report.profile
     total, size = report.profile.total, 4 * 2 * 1024 * 2048
