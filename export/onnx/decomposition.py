@@ -128,13 +128,23 @@ def _adaptive_mean(graph: Graph, node: Node) -> Node | None:
 
 
 def _cast(graph: Graph, node: Node) -> Node | None:
-    if len(node.args) != 2 or node.kwargs:
-        return None
-    x: Any
-    x, dtype = node.args
-    if x.meta["val"].dtype == dtype:
+    x: Any = node.args[0]
+    dtype = node.meta["val"].dtype
+    if x.meta["val"].dtype == dtype:  # to the CPU, another layout or a copy: the numbers stay
         return x  # type: ignore[no-any-return]
     return _call(graph, aten._to_copy.default, (x,), node, dtype=dtype)
+
+
+def _expand_as(graph: Graph, node: Node) -> Node | None:
+    x, other = node.args
+    sizes: Any = node.meta["val"].shape
+    read = []
+    for axis, size in enumerate(sizes):
+        if not isinstance(size, int):
+            symbolic = graph.call_function(aten.sym_size.int, (other, axis))
+            symbolic.meta["val"], size = size, symbolic
+        read.append(size)
+    return _call(graph, aten.expand.default, (x, read), node)
 
 
 def _bitwise_and(graph: Graph, node: Node) -> Node:
@@ -166,7 +176,8 @@ KEPT = {aten.reshape.default, aten.contiguous.default}
 FORMS: dict[Any, Callable[[Graph, Node], Node | None]] = {
     aten.batch_norm.default: _batch_norm,
     aten.adaptive_avg_pool2d.default: _adaptive_mean,
-    aten.to.dtype: _cast,
+    **dict.fromkeys((aten.to.dtype, aten.to.device, aten.to.dtype_layout), _cast),
+    aten.expand_as.default: _expand_as,
     aten.__and__.Tensor: _bitwise_and,
     aten.flatten.using_ints: _flatten,
 }
