@@ -29,10 +29,11 @@ from scipy.stats import binom
 from torch.nn.functional import pad
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from real_models.encoders import sentence_encoder  # noqa: E402
 
 from benchmarks.page import write_part  # noqa: E402
-from benchmarks.real_models.models import sentence_encoder  # noqa: E402
 from compress import Artifact, Context, MaxDisagreement, QuantizeDynamic  # noqa: E402
 from compress.core.bounds import quantile_bound, share_bound  # noqa: E402
 from compress.core.gates.disagreement import LABELS, NUMBERS, OF_TASKS  # noqa: E402

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "examples/digits"), str(ROOT)]
 
 import data as digits_data  # noqa: E402
-from real_models.models import sentence_encoder  # noqa: E402
+from real_models.encoders import sentence_encoder  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import compress  # noqa: E402

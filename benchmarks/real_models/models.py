@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-BENCHMARKS = Path(__file__).parents[1]
-
 
 def efficientnet(packages: str, name: str) -> nn.Module:
     """Return an EfficientNet-Lite for images of `efficientnet_size`."""
@@ -38,33 +36,6 @@ class SpeakerEncoder(nn.Module):
         _, (hidden, _) = self.lstm(mels)
         raw = self.relu(self.linear(hidden[-1]))
         return raw / torch.norm(raw, dim=1, keepdim=True)
-
-
-def sentence_encoder(config: str) -> nn.Module:
-    """Return a BERT whose tokens' mean, of length 1, stands for the sentence."""
-    from transformers import BertConfig
-
-    sys.path.insert(0, str(BENCHMARKS / "pruner"))
-    from sentences import Encoder
-
-    return Encoder(BertConfig.from_pretrained(config))
-
-
-def bert_base() -> nn.Module:
-    """Return a BERT-base of seeded weights, whose embedding of a text is its first token's."""
-    from transformers import BertConfig, BertModel
-
-    class FirstToken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-            self.bert = BertModel(config, add_pooling_layer=False)
-
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return self.bert(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
-
-    torch.manual_seed(0)
-    return FirstToken()
 
 
 def vit_small() -> nn.Module:

@@ -220,15 +220,25 @@ def read_architecture(folder: Path, task: Task | None, labels: Sequence[str] = (
         return _build_on_meta(folder, task, labels)
 
 
+def import_classes(folder: Path) -> None:
+    """Import what defines the model of a folder, ahead of its use."""
+    content = refuse_foreign_folder(folder)
+    with reading_by_transformers(folder):
+        _import_classes(content)
+
+
+def _import_classes(content: dict[str, Any]) -> None:
+    import transformers
+
+    for name in content.get("architectures") or ():
+        getattr(transformers, str(name), None)
+
+
 def _refuse_larger_than_stored(
     folder: Path, task: Task | None, labels: Sequence[str], content: dict[str, Any]
 ) -> None:
     """Raise ArtifactInvalid if a config describes a larger model than the folder holds."""
-    import transformers
-
-    # In this process, too, which will need the module of the model's class.
-    for name in content.get("architectures") or ():
-        getattr(transformers, str(name), None)
+    _import_classes(content)  # in this process, too, which will need them
 
     def bytes_of_model() -> int:
         with suppress(Exception):  # what it raises, transformers itself reports

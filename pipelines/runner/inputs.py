@@ -32,7 +32,7 @@ from compress.common.atomic_files import user_cache_folder
 from compress.common.config import Settings, first_problem
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import CompressError, PipelineInvalid, located
-from compress.common.factories import forget_modules, local_sources, sources_digest
+from compress.common.factories import forget_modules, local_sources, resolve, sources_digest
 from compress.common.forward import positional_parameters
 from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
@@ -263,6 +263,16 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None
         loss = fitting_loss(plan, pipeline, source, context, contents)
         lines = [inferred, plan.task_line, loss]
         return source.signature, "\n".join(filter(None, lines)), data
+
+
+def import_model_code(pipeline: PipelineConfig) -> None:
+    """Import what defines the model, ahead of its use, where an error is going to be raised."""
+    spec = pipeline.model
+    with suppress(CompressError):
+        if isinstance(spec, HuggingFaceModel):
+            hf_folder.import_classes(pipeline.folder / spec.huggingface)
+        elif isinstance(spec, FactoryModel | TimmModel):
+            resolve(_recipe(spec).factory, pipeline.code_folder)
 
 
 def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = None) -> Artifact:

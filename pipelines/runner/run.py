@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, GateRefused
-from compress.common.process import import_modules, within_quota
+from compress.common.process import import_modules, torch_threads, within_quota
 from compress.core.diagnosis.layer_diagnosis import RANGE_SAMPLES, UNLIKE, input_ranges, unlikeness
 from compress.core.stage import members_of
 from compress.pipelines.config.model_spec import SOURCE
@@ -35,6 +35,7 @@ from compress.pipelines.runner.inputs import (
     INPUTS_FILE,
     RememberedContents,
     RememberedSplits,
+    import_model_code,
     load_inputs,
     variables_noted,
 )
@@ -148,6 +149,10 @@ def forked_measurement_process(
         if not store.exists():  # nothing is cached: this process is going to import them too
             kinds = {kind for p in plan.stages for kind in members_of(p.stage.writes())}
             import_modules([*COUNTED_WITH, *(name for kind in kinds for name in kind.opened_with)])
+            # Threads that an import lets torch begin would be missing in the fork, which waits for
+            # them.
+            with torch_threads(1):
+                import_model_code(pipeline)
         # Else nothing may have to be measured, and then nothing needs torch.
         if not (store / INPUTS_FILE).exists():
             stack.enter_context(measurement_process())
