@@ -10,6 +10,8 @@ from compress.common.process import gc_disabled
 
 # Without garbage collection: the import creates many objects that all stay.
 with gc_disabled():
+    from torch.ao.quantization.fx import utils as torch_utils
+    from torchao import utils
     from torchao.quantization.pt2e import (
         DerivedObserverOrFakeQuantize as DerivedObserverOrFakeQuantize,
     )
@@ -23,7 +25,6 @@ with gc_disabled():
     from torchao.quantization.pt2e.observer import (
         UniformQuantizationObserverBase as UniformQuantizationObserverBase,
     )
-    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as prepare_pt2e
     from torchao.quantization.pt2e.quantizer import (
         DerivedQuantizationSpec as DerivedQuantizationSpec,
     )
@@ -37,6 +38,23 @@ with gc_disabled():
 fuse_conv_bn_ = _fuse_conv_bn_
 
 
+def prepare_pt2e(graph: GraphModule, quantizer: Quantizer) -> GraphModule:
+    """Insert the observers that a quantizer asks for into a graph, which is changed."""
+    try:
+        prepared: GraphModule = quantize_pt2e.prepare_pt2e(graph, quantizer)
+    finally:
+        _forget_devices()
+    return prepared
+
+
+def _forget_devices() -> None:
+    # torchao (0.18) and torch (2.13) cache the device of each module that they prepare or convert,
+    # and so keep its float weights until the process ends.
+    for module in (utils, torch_utils):
+        for name in ("_assert_and_get_unique_device", "assert_and_get_unique_device"):
+            getattr(getattr(module, name, None), "cache_clear", bool)()
+
+
 def convert_pt2e(prepared: GraphModule) -> GraphModule:
     """Convert a graph of `prepare_pt2e`, once calibrated or trained, to integers."""
     # Where a batch normalization is left, torchao (0.18) looks for 96 patterns of its own training
@@ -45,7 +63,10 @@ def convert_pt2e(prepared: GraphModule) -> GraphModule:
         patched_attribute(quantize_pt2e, "_fold_conv_bn_qat", lambda graph: graph),
         patched_attribute(constant_fold, "replace_node_with_constant", _replace_by_named),
     ):
-        converted: GraphModule = quantize_pt2e.convert_pt2e(prepared)
+        try:
+            converted: GraphModule = quantize_pt2e.convert_pt2e(prepared)
+        finally:
+            _forget_devices()
     return converted
 
 

@@ -1,3 +1,4 @@
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -5,6 +6,7 @@ import onnx
 import pytest
 import torch
 from onnx.numpy_helper import to_array
+from torch.fx import GraphModule
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
@@ -36,6 +38,20 @@ def test_each_batch_has_its_own_range(tmp_path: Path) -> None:
     for size in (1e-3, 1.0, 1e3):
         expected, got = answer(model, image * size), answer(quantized, image * size)
         assert (got - expected).norm() / expected.norm() < 0.02
+
+
+def test_float_weights_do_not_stay_in_memory(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
+    kept = graphs_with_weights()
+    dynamic(model, tmp_path)
+    assert not graphs_with_weights() - kept
+
+
+def graphs_with_weights() -> set[int]:
+    gc.collect()
+    # By type: an object of torch warns where it is asked for its class.
+    graphs = (found for found in gc.get_objects() if issubclass(type(found), GraphModule))
+    return {id(graph) for graph in graphs if any(True for _ in graph.parameters())}
 
 
 @pytest.mark.slow
