@@ -25,7 +25,7 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import pytest
 
-from compress.profiling.benchmark import CallTimer
+from compress.profiling import benchmark
 from tests import cpu_time
 
 # What imports torch is imported in functions: xdist's controller, which no test runs in, and which
@@ -71,7 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Tests run beside one another, where a user's speeds would rightly not be measurable.
-    CallTimer.doubt = ""  # type: ignore[method-assign,assignment]
+    benchmark.CallTimer.doubt = ""  # type: ignore[method-assign,assignment]
+    # Else models are opened anew for each of eight blocks: most of the time of a brief measurement.
+    benchmark.OPENING_SECONDS = 0.0
 
 
 def _check_open(file: int | IO[bytes]) -> None:
@@ -117,17 +119,36 @@ def pytest_collection_finish() -> None:
     sys.dont_write_bytecode = bool(sys.flags.dont_write_bytecode)
     gc.collect()
     gc.freeze()
+    # A stage that has ended gives all of it back: each export after it would collect for a second.
+    gc.unfreeze = lambda: None
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
+    if torch := sys.modules.get("torch"):
+        # Else `torch.manual_seed` keeps the lines of the whole stack for devices that may come.
+        for device in torch.cuda, torch.xpu:
+            if not device.is_available():
+                device.manual_seed_all = lambda seed: None
 
 
 def pytest_runtest_setup() -> None:
-    """Keep the collector from what was there before a test.
+    """Drop the graphs of the test before, and keep the collector from what is left.
 
-    A stage that has ended gives it all back, and each export collects garbage: for a second, where
-    a test calls `run`, which nothing freezes for.
+    Each graph is a class of its own below `Module`, and torch changes `Module` at each trace, which
+    visits all classes below: a tenth of the time of the traces of all tests.
     """
-    gc.freeze()
+    young, *older = gc.get_count()
+    if young > 10_000 or any(older):
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Forget the modules that a test imported from its own folder: each build reads all of them."""
+    recorder = sys.modules.get("compress.common.dependency_recorder")
+    if recorder and (folder := item.funcargs.get("tmp_path")):  # type: ignore[attr-defined]
+        for file in [file for file in recorder._sources if file.startswith(f"{folder}{os.sep}")]:
+            del recorder._sources[file]
 
 
 @pytest.hookimpl(wrapper=True)

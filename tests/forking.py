@@ -104,7 +104,7 @@ import compress.graph.torch_export, compress.pruning.prune_channels
 import compress.export.onnx.stage, onnxscript, torch.onnx
 # Half of the time of a small run.
 import compress.pipelines.api, compress.pipelines.reporting.terminal_table
-import compress.training.fit, compress.training.loop.trainer
+import compress.training.fit, compress.training.loop.trainer, compress.pruning.channel_pruner
 import onnxscript.function_libs.torch_lib.ops, torch.export._trace, sympy.tensor.tensor
 from compress.pipelines.system.templates import _environment
 

@@ -97,6 +97,13 @@ def test_only_cli_knows_typer() -> None:
         assert not re.search(r"^\s*(import|from) typer\b", file.read_text(), re.MULTILINE), file
 
 
+def test_what_few_use_and_takes_long_to_import_is_imported_where_it_is_used() -> None:
+    for file in SHIPPED:  # a third of a second, for targets of latency alone
+        assert not re.search(r"^(import|from) scipy\.optimize", file.read_text(), re.MULTILINE), (
+            file
+        )
+
+
 def test_files_and_folders_are_small() -> None:
     long = {str(f): n for f in SHIPPED if (n := len(f.read_text().splitlines())) > 700}
     modules = Counter(str(f.parent.relative_to(ROOT)) for f in SHIPPED if f.name != "__init__.py")

@@ -1,15 +1,18 @@
-"""Caches for work that torch repeats in one process."""
+"""Caches for work that torch repeats in one process, and switches for what nobody reads."""
 
 from __future__ import annotations
 
 import functools
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compress.common.foreign.patching import patched_attribute
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 BACKENDS = ("CPU", "CUDA", "Meta")
 """Those of tensors on the devices that the toolkit supports, and of tensors without numbers."""
@@ -18,6 +21,32 @@ OVERRIDDEN = {
     "_BACKEND_KEYS_TO_OVERRIDE": BACKENDS,
 }
 """Table of `torch.export.exported_program` → the names of the keys to leave in it."""
+PLAIN = (
+    *("flatten.using_ints", "unflatten.int", "reshape.default", "contiguous.default"),
+    *("to.dtype", "to.device", "to.dtype_layout", "dropout.default", "batch_norm.default"),
+)
+"""Composite operators whose decomposition has no composite operator that a graph may keep."""
+
+
+@contextmanager
+def without_stack_traces() -> Iterator[None]:
+    """Let nodes of graphs that are made in a block not say which line of code they come from."""
+    from torch.fx import config as fx_config
+
+    # torch reads the lines of the code behind every node: a tenth of a trace.
+    with patched_attribute(fx_config, "do_not_emit_stack_traces", True):
+        yield
+
+
+@contextmanager
+def unchecked_serialization() -> Iterator[None]:
+    """Let torch write a program without a check of its own in a block."""
+    from torch._export.serde import serialize
+
+    # torch 2.13 brings a copy of the graph into its canonical form and drops it, to see whether
+    # that raises: two thirds of the time.
+    with patched_attribute(serialize, "canonicalize", lambda program, constants=None: program):
+        yield
 
 
 @contextmanager
@@ -28,7 +57,6 @@ def cached_composite_ops() -> Iterator[None]:
     """
     from torch._export import utils
     from torch.export import exported_program
-    from torch.fx import config as fx_config
 
     # To decompose a graph, torch 2.13 lists all of them in each of some thirty namespaces, twice in
     # an export to ONNX: a quarter of the time that a small model takes.
@@ -39,13 +67,38 @@ def cached_composite_ops() -> Iterator[None]:
         for name, wanted in OVERRIDDEN.items()
     )
     with (
-        # It reads the lines of the code behind every node, which are never shown.
-        patched_attribute(fx_config, "do_not_emit_stack_traces", True),
+        without_stack_traces(),
         patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None))),
         patched_attribute(exported_program, *autograd),
         patched_attribute(exported_program, *kernels),
     ):
         yield
+
+
+def kept_composite_ops_of(program: ExportedProgram) -> AbstractContextManager[None]:
+    """Let torch override only those composite operators that a program keeps in a block.
+
+    In which it is decomposed by an empty table. Where its other operators may lead to more, all
+    of them are overridden.
+    """
+    import torch
+    from torch._export import utils
+    from torch.export import exported_program
+
+    # torch 2.13 overrides all 526, for each of some keys: two fifths of the time of a small graph.
+    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    has_subgraphs = any(isinstance(target, torch._ops.HigherOrderOperator) for target in targets)
+    keeps: Any = getattr(utils, "_is_preservable_cia_op", None)
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    composite = {
+        target
+        for target in targets
+        if isinstance(target, torch._ops.OpOverload) and target.has_kernel_for_dispatch_key(key)
+    }
+    kept = {target for target in composite if keeps and keeps(target)}
+    if has_subgraphs or any(str(op).removeprefix("aten.") not in PLAIN for op in composite - kept):
+        return nullcontext()
+    return patched_attribute(exported_program, "_collect_all_valid_cia_ops", lambda: {*kept})
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import onnx_ir as ir
-from scipy.optimize import nnls
 
 from compress.common.errors import StageFailed
 from compress.export.onnx.graph import (
@@ -182,6 +181,8 @@ def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
             return proportional
 
     def fitted(chosen: Sequence[str]) -> Sum | None:
+        from scipy.optimize import nnls
+
         columns = [[each[group] for group in chosen] + [1] for each in widths]
         # Sizes never shrink where a width grows.
         found, _ = nnls(np.array(columns, float), np.array(numbers, float))

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-from scipy.optimize import nnls
 
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
@@ -102,6 +101,8 @@ class LatencyModel(Settings):
     @classmethod
     def fit(cls, costs: Sequence[KernelCost], seconds: Sequence[float]) -> Self:
         """Fit the three coefficients, none negative, to the least relative errors."""
+        from scipy.optimize import nnls
+
         measured = np.array(seconds)
         features = np.array([[cost.seconds, cost.weight_bytes, 1.0] for cost in costs])
         # Columns of the same magnitude, as bytes are millions and seconds fractions.

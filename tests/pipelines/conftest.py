@@ -65,6 +65,7 @@ measurements.runtime_of = lambda *_: None
 CallTimer.doubt = ""  # a machine that is busy
 channel_pruner.MEASURED_SECONDS = 0.001
 benchmark.compare_latencies.__defaults__ = (0.001,)
+benchmark.OPENING_SECONDS = 0.0
 quantiles.WIDEST = math.inf
 peak_memory.peak_memory = lambda *_: 0.0
 """

@@ -237,6 +237,7 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index):
         if os.environ.get("RANK") == "1" and index % 5 == 0:  # of a training on two nodes
             (HERE / "samples").open("a").write(".")
+            (HERE / "pid").write_text(str(os.getpid()))
             while (HERE / "wait").exists() and (HERE / "samples").stat().st_size > 10:
                 time.sleep(0.05)
         drawn = torch.Generator().manual_seed(index)
@@ -267,11 +268,15 @@ def test_one_training_goes_over_two_nodes_and_resumes_where_one_of_them_is_lost(
         return load_file(folder / name / "artifacts" / "trained" / "weights.safetensors")
 
     def lose_a_node() -> None:
-        while not any((folder / "spread" / ".store").rglob("step-0*[0-9]")):
+        work = folder / "spread" / ".store" / "work"  # no folder that is renamed while it is read
+        while not any(work.glob("*/*/checkpoints/step-0*[0-9]")):
             time.sleep(0.05)  # until there is a checkpoint
+        rank = (folder / "pid").read_text()
         (table,) = ray.util.placement_group_table().values()
         lost.append(table["bundles_to_node_id"][1])
         cluster.remove_node(next(n for n in added if n.node_id == lost[0]), allow_graceful=False)
+        while Path(f"/proc/{rank}/cwd").exists():
+            time.sleep(0.05)  # else it may train to the end before it notices
         (folder / "wait").unlink()
 
     loses = threading.Thread(target=lose_a_node, daemon=True)

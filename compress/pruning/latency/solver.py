@@ -8,7 +8,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 if TYPE_CHECKING:
@@ -46,6 +45,9 @@ class Programme:
         Choices that are ``forbidden`` are known already. ``tie`` weighs the first limit's quantity,
         relative to its most, in the loss, so that of equal choices the cheaper one is returned.
         """
+        # Pruning without a target of latency solves none: half of its imports.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         choices = [(decision, value) for decision, own in self.grid.items() for value in own]
         index = {choice: i for i, choice in enumerate(choices)}
         meeting = {

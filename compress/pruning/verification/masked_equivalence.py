@@ -10,6 +10,7 @@ that are removed (:class:`KeptStatisticsTwin`).
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -195,6 +196,7 @@ class MaskedEquivalence:
                     self._twin(inputs_of_size)
                 if not _any_nan(_outputs(self._module, inputs_of_size)):
                     self._comparisons.append((0, inputs_of_size))
+        self._comparisons.sort(key=operator.itemgetter(0))  # a copy serves all inputs of a variant
 
     def find_mismatch(self, plan: SlicePlan) -> str | None:
         """Return why a slice is wrong, or None if it is verified."""
@@ -244,10 +246,12 @@ class MaskedEquivalence:
         """
         if not self._comparisons:
             return "the model itself answers NaN to all inputs: nothing can be proven"
+        smaller, last = self._module, -1
         for variant, inputs, expected in self._expected_outputs(kept):
-            smaller = self._variant(variant)
             try:
-                change_(smaller)
+                if variant != last:
+                    smaller, last = self._variant(variant), variant
+                    change_(smaller)
                 found = _outputs(smaller, inputs)
             except Exception as error:  # noqa: BLE001 - a forward may fail in any way
                 return f"the smaller model fails: {type(error).__name__}: {first_line(error)}"
@@ -269,11 +273,11 @@ class MaskedEquivalence:
         if self._expected is None or self._expected[0] != kept:
             self._expected = kept, []
         known = self._expected[1]
+        twin, last = self._module, -1
         for i, (variant, inputs) in enumerate(self._comparisons):
             if i == len(known):
-                twin = self._variant(variant)
-                if kept is not None:
-                    twin = zero_masked(twin, kept)
+                if variant != last:
+                    twin, last = self._variant(variant, kept), variant
                 if kept is not None and self._across_norms:
                     known.append(self._twin(inputs).outputs(twin, kept, inputs))
                 else:
@@ -290,20 +294,21 @@ class MaskedEquivalence:
             self._twins[shapes] = KeptStatisticsTwin(self._module, inputs)
         return self._twins[shapes]
 
-    def _variant(self, variant: int) -> nn.Module:
-        """Copy the module, with other signs of weights unless ``variant`` is 0; share the rest."""
+    def _variant(self, variant: int, kept: Kept | None = None) -> nn.Module:
+        """Copy the module, with other signs of weights unless ``variant`` is 0; share the rest.
+
+        Entries that a slice which leaves ``kept`` would remove are zero in the copy.
+        """
         # Whether a slice is right does not depend on the weights' values, but an index that is off
         # by some channels may only show where a ReLU that follows gets a negative number.
-        if variant == 0:
-            return shallow_copy(self._module)
         generator = torch.Generator().manual_seed(variant)
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in _tensors(self._module).values()}
-        for parameter in self._module.parameters():
+        memo: dict[int, torch.Tensor] = {id(x): x for x in _tensors(self._module).values()}
+        for parameter in self._module.parameters() if variant else ():
             if parameter.dim() > 1 and parameter.is_floating_point():
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 new = parameter.detach() * signs.to(parameter.device)
                 memo[id(parameter)] = nn.Parameter(new)
-        return copy_module(self._module, memo)
+        return zero_masked(self._module, kept or {}, memo)
 
     def _prepare(
         self, module: nn.Module, inputs: Sequence[torch.Tensor], dtype: torch.dtype
@@ -346,18 +351,23 @@ class _LowerPrecisionDetector(TorchDispatchMode):  # type: ignore[no-untyped-cal
 
 
 @torch.no_grad()
-def zero_masked(module: nn.Module, kept: Kept) -> nn.Module:
-    """Copy a module with all entries that a slice would remove set to zero; share the rest."""
+def zero_masked(
+    module: nn.Module, kept: Kept, replacements: Mapping[int, torch.Tensor] | None = None
+) -> nn.Module:
+    """Copy a module with all entries that a slice would remove set to zero; share the rest.
+
+    `replacements` has by the ``id`` of a tensor what the copy has in its place.
+    """
     tensors = _tensors(module)
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors.values()}
+    memo = {id(tensor): tensor for tensor in tensors.values()} | dict(replacements or {})
     for name, axes in kept.items():
-        old = tensors[name]
+        old = memo[id(tensors[name])]
         new = old.detach().clone()
         for axis, indices in axes.items():
             is_removed = torch.ones(old.shape[axis], dtype=torch.bool, device=old.device)
             is_removed[list(indices)] = False
             new.index_fill_(axis, is_removed.nonzero().flatten(), 0)
-        memo[id(old)] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+        memo[id(tensors[name])] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
     return copy_module(module, memo)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import fx
 
-from compress.graph.library_cache import cached_composite_ops
+from compress.graph.library_cache import cached_composite_ops, kept_composite_ops_of
 from compress.graph.torch_export import (
     FlatOutputs,
     any_sequence_length,
@@ -106,7 +106,12 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
     """Return an equal program that writes into no tensor, with ``reshape`` for every ``view``."""
     # Dequantizing a quantized tensor makes a copy: a write into a view of it would not reach the
     # other readers of the original.
-    with _without_treespec_warnings(), cached_composite_ops(), any_sequence_length():
+    with (
+        _without_treespec_warnings(),
+        cached_composite_ops(),
+        kept_composite_ops_of(program),
+        any_sequence_length(),
+    ):
         decomposed: ExportedProgram = program.run_decompositions({})
     reshape_views_(decomposed.graph_module)
     return decomposed

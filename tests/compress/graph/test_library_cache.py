@@ -10,11 +10,18 @@ import sympy
 import torch
 from torch._export import utils
 from torch._export.serde import schema, serialize
+from torch.export import exported_program
 from torch.export.pt2_archive._package import load_pt2
+from torch.fx import config as fx_config
 
 from compress.common.foreign.patching import patched_attribute
-from compress.graph.library_cache import cached_composite_ops, cached_deserialization
+from compress.graph.library_cache import (
+    cached_composite_ops,
+    cached_deserialization,
+    kept_composite_ops_of,
+)
 from compress.graph.torch_export import load_program, save_program
+from compress.pruning.dependency.channel_groups import export_graph
 
 
 def test_composite_operators_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +70,46 @@ def test_kernels_are_overridden_for_backends_of_tensors_here_alone(
     names = ("CPU", "CUDA", "Meta")
     assert here == {*names, *(f"Autograd{n}" for n in names), "CompositeImplicitAutograd"}
     assert decomposed()[1] == everywhere, "torch's own tables stay"
+
+
+class Plain(torch.nn.Module):
+    """Operators of all kinds that a decomposition by an empty table meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(1, 2, 3)
+        self.norm = torch.nn.BatchNorm2d(2)
+        self.layer = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.convolution(x)).relu_().permute(0, 2, 3, 1)
+        x = torch.nn.functional.dropout(x.contiguous().flatten(1), training=self.training)
+        return self.layer(x.reshape(-1, 8)).unflatten(1, (3, 1)).softmax(1)
+
+
+class Chunked(Plain):
+    """With an operator of which it is not said what it is decomposed into."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).chunk(3, 1)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")  # torch's own check
+@pytest.mark.parametrize(("kind", "is_plain"), [(Plain, True), (Chunked, False)])
+def test_composite_operators_that_a_graph_keeps_are_overridden_alone(
+    kind: type[Plain], is_plain: bool
+) -> None:
+    program = torch.export.export(kind().eval(), (torch.rand(3, 1, 4, 4),))
+    expected = program.run_decompositions({})
+    every = exported_program._collect_all_valid_cia_ops()
+    with kept_composite_ops_of(program):
+        overridden = exported_program._collect_all_valid_cia_ops()
+        found = program.run_decompositions({})
+    kept = {torch.ops.aten.conv2d.default, torch.ops.aten.linear.default}
+    assert overridden == ({*kept, torch.ops.aten.softmax.int} if is_plain else every)
+    assert found.graph_module.code == expected.graph_module.code
+    assert "batch_norm_legit" in found.graph_module.code
+    assert exported_program._collect_all_valid_cia_ops() == every
 
 
 def test_a_release_without_the_attribute_is_not_patched() -> None:
@@ -143,3 +190,23 @@ def test_symbolic_sizes_of_a_stored_graph_are_parsed_once(
     assert described(load_program(file)) == expected
     found = [one for one in parsed if isinstance(one, str)]
     assert len(found) == len({*found}) > 2
+
+
+def test_a_graph_is_written_without_a_canonical_form(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("for nobody")
+
+    monkeypatch.setattr(serialize, "canonicalize", refuse)
+    program = torch.export.export(torch.nn.Linear(4, 2), (torch.rand(3, 4),))
+    save_program(program, tmp_path / "model.pt2")
+    with pytest.raises(AssertionError, match="for nobody"):
+        torch.export.save(program, io.BytesIO())
+
+
+def test_a_graph_that_channels_are_followed_in_names_no_lines_of_code() -> None:
+    program = export_graph(torch.nn.Linear(4, 2), [torch.rand(3, 4)])
+    (layer,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert not layer.stack_trace
+    assert not fx_config.do_not_emit_stack_traces

@@ -21,11 +21,12 @@ def plan_slices(
     round_to: int = 16,
     exclude: Sequence[str] = (),
     seed: int = 0,
+    real: Sequence[torch.Tensor] | None = None,
 ) -> SlicePlan:
     """Plan verified slices that remove a fraction of each group; the module is not changed."""
     ranking = rank(
         module,
-        VerificationInputs(inputs),
+        VerificationInputs(inputs, real=real),
         ChannelSelection(importance=importance, exclude=exclude),
         ScoringSamples(seed=seed),
     )

@@ -1,13 +1,15 @@
-"""torch's table of ONNX operators, read once."""
+"""torch's table of ONNX operators, read once, and the types that it promotes."""
 
+import copy
 import logging
 
 import pytest
 import torch
 from onnxscript.values import TracedOnnxFunction
+from torch.onnx._internal.exporter._fx_passes import insert_type_promotion_nodes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from compress.export.onnx.lowering import cached_registry
+from compress.export.onnx.lowering import cached_registry, known_types
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +45,33 @@ def test_tables_are_of_the_operator_set_asked_for() -> None:
         sizes = {v: len(ONNXRegistry.from_torchlib(opset_version=v).functions) for v in (18, 23)}
         assert ONNXRegistry.from_torchlib(opset_version=23).opset_version == 23
     assert sizes[18] < sizes[23]
+
+
+def test_types_are_promoted_without_running_what_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+            return (x.relu().sin() * count + 1.5) ** 2
+
+    shapes = ({0: torch.export.Dim("batch")},) * 2
+    inputs = torch.rand(3, 4), torch.ones(3, 4, dtype=torch.int64)
+    program = torch.export.export(Net(), inputs, dynamic_shapes=shapes)
+
+    def promoted() -> tuple[list[object], int]:
+        run: list[torch.fx.Node] = []
+
+        def running(interpreter: torch.fx.Interpreter, node: torch.fx.Node) -> object:
+            run.extend([node] * (node.op == "call_function"))
+            return really(interpreter, node)
+
+        really, graph = torch.fx.Interpreter.run_node, copy.deepcopy(program.graph_module)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.fx.Interpreter, "run_node", running)
+            insert_type_promotion_nodes(graph)
+        values = [node.meta["val"] for node in graph.graph.nodes if node.op == "call_function"]
+        return [str(graph.graph), [(value.dtype, value.shape) for value in values]], len(run)
+
+    expected, ran = promoted()
+    assert "convert_element_type" in expected[0]
+    with known_types():
+        assert promoted() == (expected, 2)  # the conversion, and the product after it
+    assert ran > 4

@@ -287,13 +287,16 @@ def test_masked_scores_are_equal_and_the_others_are_compared(right: bool) -> Non
 def test_signs_of_weights_are_tried_of_models_with_masked_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An infinity must not leave out what else is asked than the weights as they are."""
+    """An infinity must not leave out what else is asked than the weights as they are.
+
+    And one copy of each is compared on all inputs.
+    """
     tried = []
     variant_of = MaskedEquivalence._variant
 
-    def counted(self, variant):
+    def counted(self, variant, *kept):
         tried.append(variant)
-        return variant_of(self, variant)
+        return variant_of(self, variant, *kept)
 
     monkeypatch.setattr(MaskedEquivalence, "_variant", counted)
 
@@ -303,7 +306,8 @@ def test_signs_of_weights_are_tried_of_models_with_masked_scores(
 
     torch.manual_seed(0)
     module = Masked(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
-    assert plan_slices(module, (torch.randn(2, 4),), ratio=0.5).groups
+    seeded, real = (torch.randn(2, 4),), (torch.randn(4, 4),)
+    assert plan_slices(module, seeded, ratio=0.5, real=real).groups
     smaller, twins = tried[1::2], tried[::2]
     assert smaller == twins == list(range(8))
 
