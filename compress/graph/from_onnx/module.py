@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -25,7 +26,12 @@ from compress.graph.from_onnx import (  # noqa: F401 - each registers its operat
     resizing,
 )
 from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported
-from compress.graph.from_onnx.shape_tensor import LARGEST, from_constant, from_numpy, to_tensor
+from compress.graph.from_onnx.shape_tensor import (
+    LARGEST,
+    from_constant,
+    from_numpy,
+    to_tensor,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -57,6 +63,7 @@ class Step:
 
     node: Node
     call: Callable[..., Any]
+    """A layer, or a `partial` of it: a copied module would go on with a closure's layer."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     dead: tuple[str, ...] = ()
@@ -333,11 +340,12 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
     if symmetric:
         return layer, node.inputs[:1]
 
-    def padded(x: torch.Tensor) -> torch.Tensor:
-        before, after = layers.padding(node, x.shape[2:], kernel)
-        return layer(F.pad(x, layers.both_sides(before, after)))
+    return partial(_padded_call, layer, node), node.inputs[:1]
 
-    return padded, node.inputs[:1]
+
+def _padded_call(layer: Any, node: Node, x: torch.Tensor) -> torch.Tensor:
+    before, after = layers.padding(node, x.shape[2:], layer.kernel_size)
+    return layer(F.pad(x, layers.both_sides(before, after)))
 
 
 def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
@@ -440,15 +448,16 @@ def _recurrent(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Mad
             sources[f"bias_hh_{suffix}"] = part(bias, way, rows)
     builder.add_layer(node, layer, sources)
 
-    def run(x: torch.Tensor, hidden: Any, cell: Any) -> tuple[torch.Tensor, ...]:
-        zero = x.new_zeros(ways, x.shape[1], size)
-        states = [zero if s is None else to_tensor(s) for s in (hidden, cell)]
-        y, last = layer(x, tuple(states) if node.operator == "LSTM" else states[0])
-        last = last if node.operator == "LSTM" else (last,)
-        y = y.unsqueeze(1) if ways == 1 else y.unflatten(-1, (ways, size)).transpose(1, 2)
-        return y, *last
+    return partial(_recurrent_call, layer), (x, hidden, cell)
 
-    return run, (x, hidden, cell)
+
+def _recurrent_call(layer: Any, x: torch.Tensor, hidden: Any, cell: Any) -> tuple[Any, ...]:
+    ways, size, is_lstm = 1 + layer.bidirectional, layer.hidden_size, isinstance(layer, nn.LSTM)
+    zero = x.new_zeros(ways, x.shape[1], size)
+    states = [zero if s is None else to_tensor(s) for s in (hidden, cell)]
+    y, last = layer(x, tuple(states) if is_lstm else states[0])
+    y = y.unsqueeze(1) if ways == 1 else y.unflatten(-1, (ways, size)).transpose(1, 2)
+    return y, *(last if is_lstm else (last,))
 
 
 LAYERS: dict[str, Callable[..., Made | None]] = {
