@@ -30,6 +30,7 @@ from compress.graph.from_onnx.shape_tensor import (
     LARGEST,
     from_constant,
     from_numpy,
+    to_sizes,
     to_tensor,
 )
 
@@ -229,8 +230,9 @@ class _Builder:
 
     def add_layer(self, node: Node, layer: nn.Module, sources: Mapping[str, _Source]) -> None:
         """Add a layer under the name of its first weight, or of its node."""
-        first = next(iter(sources.values())).initializer
-        stem, _, key = first.rpartition(".")
+        stem, key = "", ""
+        for source in list(sources.values())[:1]:
+            stem, _, key = source.initializer.rpartition(".")
         names = stem if stem and key == "weight" else node.name
         path = self._free_name(names or node.outputs[0])
         owner, _, key = path.rpartition(".")
@@ -413,6 +415,34 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         return super().train(False)
 
 
+class _Split(nn.Module):
+    """Splits an axis into parts of constant sizes, which change where channels are removed."""
+
+    named_sizes = ("sizes",)  # as `name_sizes_` has them: pruning counts the channels of each part
+
+    def __init__(self, sizes: list[int], axis: int) -> None:
+        super().__init__()
+        self.sizes, self.axis = sizes, axis
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.split(self.sizes, self.axis)
+
+
+def _split(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
+    given = builder.module._constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
+    sizes = node.get("split") if given is None else to_sizes(given)
+    if not sizes or 0 in sizes:
+        return None
+    layer = _Split(list(sizes), node.get("axis", 0))
+    builder.add_layer(node, layer, {})
+    return partial(_split_call, layer, node), node.inputs
+
+
+def _split_call(layer: _Split, node: Node, x: Any, *given: Any) -> Any:
+    is_tensor = isinstance(x, torch.Tensor)
+    return layer(x) if is_tensor else OPERATORS[node.operator](node, x, *given)
+
+
 RECURRENT: dict[str, tuple[Any, list[int]]] = {
     "LSTM": (nn.LSTM, [0, 2, 3, 1]),
     "GRU": (nn.GRU, [1, 0, 2]),
@@ -468,6 +498,7 @@ LAYERS: dict[str, Callable[..., Made | None]] = {
     "LayerNormalization": _norm,
     "RMSNormalization": _norm,
     "SimplifiedLayerNormalization": _norm,
+    "Split": _split,
     **dict.fromkeys(RECURRENT, _recurrent),
 }
-"""Operators whose weights belong to a layer where they are constants."""
+"""Operators whose weights, or sizes of parts, belong to a layer where they are constants."""
