@@ -32,6 +32,7 @@ from compress.pipelines.system.machine_info import machine, versions
 from compress.profiling.peak_memory import measurement_process
 from compress.pruning.depth import block_search
 from compress.pruning.depth.block_search import OutputErrorMeter
+from compress.pruning.importance.remembered_scores import remembering_scores
 from compress.pruning.latency.solver import Programme
 from compress.pruning.latency.widths import WidthSpace
 
@@ -86,8 +87,8 @@ def search(
     if tables is not None:
         tables.refuse_other_settings(settings, pipeline.threads)
     start = time.monotonic()
-    # Of all candidates in one process, which imports the libraries once.
-    with search_log(out), measurement_process():
+    # Memory of all candidates in one process, which imports the libraries once.
+    with search_log(out), measurement_process(), remembering_scores():
         emit = jsonl_log.EventEmitter(options.announce)
         fields: dict[str, Any] = {
             "pipeline": pipeline.name,

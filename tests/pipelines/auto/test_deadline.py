@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from compress.common.errors import StageFailed
 from compress.core.progress import silent
@@ -20,6 +21,7 @@ from compress.pipelines.auto.search_state import BlockVariant, SearchState, Solu
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
+from compress.pruning.importance import remembered_scores
 from compress.pruning.latency.solver import Programme
 from tests.pipelines.auto.test_auto import FILE, NETS
 from tests.pipelines.auto.test_limits import checked, front_of
@@ -288,3 +290,21 @@ def test_ranking_channels_and_making_models_of_other_widths_stop_at_the_deadline
     state.last_moment = math.inf
     state.check(Candidate("int8_static"))
     assert "int8_static-whole" in state.checked
+
+
+def test_channels_are_scored_once_in_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same model by the same samples, however many candidates are cut."""
+    remembered: list[object] = []
+
+    def run_search(state: object, deadline: float) -> Any:
+        remembered.append(remembered_scores._remembered)
+        return front_of(limits={})
+
+    evaluator = SimpleNamespace(settings=AutoSettings(), out=tmp_path)
+    monkeypatch.setattr(search.CandidateEvaluator, "from_pipeline", lambda *_: evaluator)
+    monkeypatch.setattr(search, "run_search", run_search)
+    pipeline = PipelineConfig.model_validate(yaml.safe_load(FILE))
+    search.search(pipeline, AutoSettings(), tmp_path, RunOptions())
+    assert remembered == [{}] and remembered_scores._remembered is None
