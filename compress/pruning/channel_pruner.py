@@ -12,7 +12,7 @@ from compress.artifacts.recipe import AnyEdit, KeepIndices
 from compress.common.errors import StageFailed
 from compress.common.forward import copy_module, torch_predictor
 from compress.graph.flops import count_macs
-from compress.profiling.benchmark import Comparison, compare_latency, unmeasurable
+from compress.profiling.benchmark import Comparison, NotMeasurable, compare_latency, unmeasurable
 from compress.pruning.allocation.ranking import (
     mac_estimate,
     parameter_estimate,
@@ -232,7 +232,7 @@ class ChannelPruner:
         """Return a module's latency over that of the unpruned model."""
         compared = self._compare_latency(module, batch)
         if compared.share is None:
-            raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))
+            raise NotMeasurable(unmeasurable("the latency of a cut", compared.speedup_doubt))
         return compared.share
 
     def _compare_latency(self, module: torch.nn.Module, batch: int) -> Comparison:

@@ -20,7 +20,7 @@ from compress.common.config import Settings
 from compress.common.errors import StageFailed, raised_as
 from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.export.onnx.session import exact_session, onnxruntime, session_options
-from compress.profiling.benchmark import CallTimer, MeasuredShare, unmeasurable
+from compress.profiling.benchmark import CallTimer, MeasuredShare, NotMeasurable, unmeasurable
 
 if TYPE_CHECKING:
     Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -161,7 +161,7 @@ def _seconds_of(kernels: Sequence[Kernel], threads: int) -> list[float]:
         for call, own in zip(calls, times, strict=True):
             own.append(timer.call(call)[1])
     if timer.doubt:
-        raise StageFailed(unmeasurable("the latency of a kernel", timer.doubt))
+        raise NotMeasurable(unmeasurable("the latency of a kernel", timer.doubt))
     return [float(np.quantile(own, LOW_QUANTILE)) for own in times]
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -29,6 +29,7 @@ from compress.pipelines.auto.front import Front, missed_limits
 from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
 from compress.pipelines.system.jsonl_log import EventEmitter
 from compress.pipelines.system.machine_info import machine
+from compress.profiling.benchmark import NotMeasurable
 from compress.pruning.latency.solver import Limit, Programme
 from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
 from compress.pruning.recovery.recovery import name_before
@@ -126,6 +127,8 @@ class SearchState:
     """By name, in the order in which they were checked."""
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that could not be built → why."""
+    postponed: set[Candidate] = field(default_factory=set)
+    """Those that a busy machine could not measure at first; they are tried once more."""
     models: dict[ModelKey, FormatModel] = field(default_factory=dict)
     """By format, runtime and removed blocks."""
     is_infeasible: bool = False
@@ -156,7 +159,10 @@ class SearchState:
             self.spent[part] = self.spent.get(part, 0.0) + time.monotonic() - begin - inner
 
     def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
-        """Build and measure a candidate, unless that was done, and write the front."""
+        """Build and measure a candidate, unless that was done, and write the front.
+
+        One that a busy machine could not measure may be checked once more.
+        """
         name = candidate.name
         if name in self.checked or candidate in self.failed:
             return
@@ -172,7 +178,14 @@ class SearchState:
             self.leave_out(f"{name}: {error}")
             return
         except StageFailed as error:
-            if candidate == Candidate("float"):
+            is_float = candidate == Candidate("float")
+            if isinstance(error, NotMeasurable) and candidate not in self.postponed:
+                self.postponed.add(candidate)
+                self.warn(f"{name}: {error}; it is tried once more")
+                if is_float:
+                    self.check(candidate, predicted_ms)
+                return
+            if is_float:
                 raise
             self.failed[candidate] = str(error)
             line = f"warning: {name} could not be made: {error}"
@@ -205,8 +218,13 @@ class SearchState:
     def check_whole(self, deadline: float, removed_blocks: tuple[str, ...] = ()) -> None:
         """Check a model of whole widths in each format and runtime, the float ONNX file first."""
         self.check(Candidate("float"))
-        for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
-            candidate = Candidate(format, runtime=runtime, removed_blocks=removed_blocks)
+        space = self.settings.space
+        left = [
+            Candidate(format, runtime=runtime, removed_blocks=removed_blocks)
+            for runtime, format in product(space.runtimes, space.formats)
+        ]
+        # Those that a busy machine could not measure come once more after the others.
+        for candidate in chain(left, filter(self.postponed.__contains__, left)):
             if time.monotonic() < deadline:
                 self.check(candidate)
             elif candidate.name not in self.checked:
@@ -307,9 +325,11 @@ class SearchState:
         # Relative to that of the float file, which is measured once.
         key = f"{evaluator.conditions} {evaluator.base_ms!r}"
         fitted = None if removed_blocks else WholeModels.read(self.out / "whole_models.json", key)
-        # The fastest format first: there may be no time for all.
+        # The fastest format first: there may be no time for all. Those that a busy machine could
+        # not measure come once more after the others.
         whole_models = sorted(self.whole_models(removed_blocks), key=lambda m: m.latency_ms)
-        for format in dict.fromkeys(m.format for m in whole_models):
+        left, again = [*dict.fromkeys(m.format for m in whole_models)], set[Format]()
+        for format in left:
             same = [m for m in whole_models if m.format == format]
             # ONNX Runtime first, whose file those with layers in float are made from.
             whole = {m.runtime: m for m in sorted(same, key=lambda m: m.runtime != "onnx")}
@@ -348,6 +368,11 @@ class SearchState:
                         whole_models=fitted,
                     )
             except StageFailed as error:  # the other formats may do
+                if isinstance(error, NotMeasurable) and format not in again:
+                    again.add(format)
+                    left.append(format)
+                    self.warn(f"{format}: {error}; it is tried once more after other formats")
+                    continue
                 self.leave_out(f"{format} is not cut: {error}")
                 continue
             if layers is not None and (why := built[0].layers.unsuitable):

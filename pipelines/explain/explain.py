@@ -50,7 +50,7 @@ from compress.pipelines.results.explanation import (
 )
 from compress.pipelines.results.schema import FailureReport, StageReport
 from compress.pipelines.system.jsonl_log import log_event
-from compress.profiling.benchmark import unmeasurable
+from compress.profiling.benchmark import NotMeasurable, unmeasurable
 from compress.training.config.training import Training
 from compress.training.diagnosis.causes import recorded_losses
 
@@ -368,7 +368,7 @@ def _explain_speed(branch: _RefusedBranch) -> Found:
             break
     # A busy machine makes each file slow, and every cause of that would be a guess.
     if compared.after.disturbed:
-        raise StageFailed(unmeasurable("the speed", compared.after.disturbed))
+        raise NotMeasurable(unmeasurable("the speed", compared.after.disturbed))
     ms = compared.after.p50
     measured = SpeedDiagnosis(*branch.file, found.missing(ms), found, ms)
     now = measured.profile.by_module

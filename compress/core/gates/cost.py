@@ -9,7 +9,7 @@ from pydantic import model_validator
 from compress.common.config import Count, Positive
 from compress.common.errors import StageFailed
 from compress.core.gates.gate import Gate
-from compress.profiling.benchmark import unmeasurable
+from compress.profiling.benchmark import NotMeasurable, unmeasurable
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -114,7 +114,7 @@ class MinSpeedup(MeasuredOnVal):
         """Return the lower end of the interval in which the ratio of median latencies lies."""
         compared = context.compare_latency(before, after, self.batch)
         if compared.speedup_doubt:
-            raise StageFailed(unmeasurable("the speedup", compared.speedup_doubt))
+            raise NotMeasurable(unmeasurable("the speedup", compared.speedup_doubt))
         return compared.interval.low
 
 
@@ -171,7 +171,7 @@ class MaxLatency(MeasuredOnVal):
         """Return the figure in milliseconds."""
         latency = context.compare_latency(before, after, self.batch).after
         if doubt := latency.doubt_of(self.figure):
-            raise StageFailed(unmeasurable(f"{self.figure} in ms", doubt))
+            raise NotMeasurable(unmeasurable(f"{self.figure} in ms", doubt))
         return float(getattr(latency, self.figure))
 
 

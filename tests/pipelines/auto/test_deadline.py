@@ -11,16 +11,20 @@ import pytest
 import yaml
 
 from compress.common.errors import StageFailed
+from compress.core.context import Context
 from compress.core.progress import silent
 from compress.pipelines.auto import candidate_evaluator, search, search_state
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
+from compress.pipelines.auto.cost_models import FormatModel
 from compress.pipelines.auto.deadline import OutOfTime, progress_until
 from compress.pipelines.auto.front import front_page, lines_below, nothing_found, write_points
 from compress.pipelines.auto.search_state import BlockVariant, SearchState, Solution
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
+from compress.profiling.benchmark import NotMeasurable
+from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.importance import remembered_scores
 from compress.pruning.latency.solver import Programme
 from tests.pipelines.auto.test_auto import FILE, NETS
@@ -308,3 +312,56 @@ def test_channels_are_scored_once_in_a_search(
     pipeline = PipelineConfig.model_validate(yaml.safe_load(FILE))
     search.search(pipeline, AutoSettings(), tmp_path, RunOptions())
     assert remembered == [{}] and remembered_scores._remembered is None
+
+
+BUSY = NotMeasurable("the latency is not measurable on this machine now")
+
+
+def test_models_that_a_busy_machine_cannot_measure_are_tried_once_more_after_others(
+    tmp_path: Path,
+) -> None:
+    tried: list[str] = []
+    refused = {"float-whole": 1, "int8_static-whole": 1, "int8_dynamic-whole": 2}
+
+    def evaluate(candidate: Candidate, *_: object) -> CheckedModel:
+        tried.append(candidate.format)
+        if tried.count(candidate.format) <= refused[candidate.name]:
+            raise BUSY
+        return checked(candidate.name, 1.0, **candidate.settings())
+
+    settings = AutoSettings.model_validate({"space": {"formats": ["int8_dynamic", "int8_static"]}})
+    state = state_of(tmp_path, evaluate=evaluate, settings=settings)
+    state.check_whole(math.inf)
+    int8 = ["int8_dynamic", "int8_static"]
+    assert tried == ["float", "float", *int8, *int8]
+    assert {*state.checked} == {"float-whole", "int8_static-whole"}
+    assert state.failed == {Candidate("int8_dynamic"): str(BUSY)}
+
+
+def test_a_format_whose_kernels_a_busy_machine_cannot_measure_comes_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = Context(root=tmp_path)
+    formats = ["float", "int8_static", "int8_dynamic"]
+    settings = AutoSettings.model_validate({"space": {"formats": formats, "float_layers": 0}})
+    state = state_of(tmp_path, context=context, settings=settings, measure_latency_ms=None)
+    for format in formats:
+        state.checked[f"{format}-whole"] = checked(f"{format}-whole", 1.0, format=format)
+    tried: list[str] = []
+
+    def build(format: Any, *_: object, **__: object) -> list[FormatModel]:
+        tried.append(format)
+        if format == "int8_dynamic":
+            raise StageFailed("exports at other widths have other operators")
+        if format == "float" and tried.count(format) == 1:
+            raise BUSY
+        return [FormatModel(format, InteractionSum(2.0, {}), InteractionSum(1.0, {}))]
+
+    monkeypatch.setattr(search_state, "build_format_models", build)
+    space: Any = SimpleNamespace(grid={"0": (32, 16)})
+    state.measure_kernels(BlockVariant((), None, space), time.monotonic() + 60)
+    assert tried == [*formats, "float"]
+    assert {format for format, *_ in state.models} == {"float", "int8_static"}
+    assert state.not_searched == [
+        "int8_dynamic is not cut: exports at other widths have other operators"
+    ]
