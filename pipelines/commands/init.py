@@ -71,6 +71,7 @@ PRODUCT_LAYERS = ("Linear", "RNNBase", "MultiheadAttention")
 NO_HEAD = "has no weights for"  # in the error of a Hugging Face folder without a head
 MIN_CALIBRATION_SAMPLES, DEFAULT_CALIBRATION_SAMPLES = 16, 512
 MIN_BOUNDED = 128  # samples from which a bound of 5 percent shows, also where two are far off
+MANY_NUMBERS = 256  # of a sample, from which outputs are compared by their cosine
 USUAL_BATCH: int = Training.model_fields["batch_size"].default
 MAX_TARGETS_READ = 32  # most samples that the model answers to find out what it is for
 SMALL_WEIGHT_BYTES = 2**18
@@ -308,6 +309,8 @@ class ModelTraits:
     """Largest absolute output on example inputs."""
     answers_rows: bool = False
     """Whether each output has a row for each sample."""
+    answers_maps: bool = False
+    """Whether an output has so many numbers for a sample that single ones say little."""
     only_batch: int | None = None
     """The declared batch size, where the model does not take the usual one of a training."""
     int8_share: float = 1.0
@@ -363,6 +366,10 @@ class ModelTraits:
             return one_point if self.task == "regression" else TASKS[self.task].gates
         if self.has_labels:
             return ({"gate": "label_agreement", "minimum": 0.9},)
+        if self.answers_maps:
+            # The largest difference would be that of the one number that counts least, as of a box
+            # that no threshold of scores lets through.
+            return TASKS["embedding"].gates
         if self.task is None and self.answers_rows and self.samples.get("val", 0) >= MIN_BOUNDED:
             return ({"gate": "max_disagreement", "percent": 5.0, "error": self.tolerance(0.1)},)
         return ({"gate": "parity", "atol": self.tolerance(0.1)},)
@@ -438,6 +445,7 @@ def _with_data(
         labelled=targets is not None,
         scale=largest or 1.0,
         answers_rows=all(x.shape[:1] == inputs[0].shape[:1] for x in outputs),
+        answers_maps=any(x.numel() >= MANY_NUMBERS * len(inputs[0]) for x in outputs),
         only_batch=only_batch,
     )
 

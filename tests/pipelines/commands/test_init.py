@@ -308,6 +308,16 @@ def test_answers_of_an_unknown_kind_are_compared_as_numbers(
     assert (judged.pop("gate"), judged.keys()) == (gate, limits)
 
 
+@pytest.mark.parametrize("samples", [128, 20])
+def test_answers_of_many_numbers_are_compared_whatever_their_scale(samples: int) -> None:
+    data = {"train": [torch.randn(4) for _ in range(20)], "val": [torch.randn(4)] * samples}
+    for scale in (1.0, 300.0):
+        boxes = nn.Sequential(nn.Linear(4, 21 * 20), nn.Unflatten(1, (21, 20)))
+        boxes[0].weight.data *= scale
+        found = inspect_model(boxes, Splits(data), trained=True)
+        assert found.quality_gates == ({"gate": "min_cosine", "minimum": 0.99},)
+
+
 def test_samples_without_labels_are_judged_by_the_first_models(user: Path) -> None:
     (user / "unlabelled.py").write_text(
         "import nets\ndef data():\n    return nets.blobs(60, False)"
