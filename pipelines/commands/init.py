@@ -465,12 +465,22 @@ def task_of_library(module: nn.Module, pipeline: PipelineConfig) -> TaskName | N
 
 
 def family_of(module: nn.Module) -> Family:
-    """Classify a model by its most frequent kind of layer."""
+    """Classify a model by its most frequent kind of layer; those that share a weight count once."""
     from torch import nn
 
+    # An ONNX file may have a layer for each step of a recurrent one that was unrolled.
     convolutions, products = (
-        sum(isinstance(layer, tuple(getattr(nn, n) for n in names)) for layer in module.modules())
-        for names in (CONVOLUTION_LAYERS, PRODUCT_LAYERS)
+        len(
+            {
+                id(next(layer.parameters(), layer))
+                for layer in module.modules()
+                if isinstance(layer, kinds)
+            }
+        )
+        for kinds in (
+            tuple(getattr(nn, name) for name in names)
+            for names in (CONVOLUTION_LAYERS, PRODUCT_LAYERS)
+        )
     )
     if convolutions and convolutions >= products:
         return "convolutional"

@@ -293,6 +293,10 @@ def test_what_a_layer_counts_for(user: Path) -> None:
     assert family_of(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))) == "convolutional"
     assert family_of(nn.TransformerEncoderLayer(8, 2)) == "linear"
     assert family_of(nn.ReLU()) == "other"
+    steps = [nn.Linear(4, 4) for _ in range(3)]
+    for step in steps[1:]:
+        step.weight = steps[0].weight
+    assert family_of(nn.Sequential(nn.Conv2d(1, 1, 1), *steps)) == "convolutional"
 
 
 @pytest.mark.parametrize(
