@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.export.imported import exported_files
 from compress.export.onnx import proto_io
 from compress.graph.from_onnx import registry
@@ -158,3 +158,16 @@ def test_a_file_of_2_gigabytes_is_imported_in_little_more_memory(tmp_path: Path,
     assert process.returncode == 0
     # Pages of the file itself, which the system takes back at any time, are not counted.
     assert size > 2**31 and largest < 1.3 * size
+
+
+@pytest.mark.parametrize("to_module", [False, True])
+def test_all_inputs_of_a_file_are_declared(tmp_path: Path, to_module: bool) -> None:
+    x, state, y = (helper.make_tensor_value_info(n, 1, ["n", 4]) for n in ("x", "state", "y"))
+    add = helper.make_node("Add", ["x", "state"], ["y"])
+    graph = helper.make_graph([add], "g", [x, state], [y])
+    onnx.save(helper.make_model(graph), file := tmp_path / "m.onnx")
+    signature = exported_files.signature_of("onnx", file)
+    assert signature is not None
+    partial = signature.model_copy(update={"inputs": signature.inputs[:1]})
+    with pytest.raises(PipelineInvalid, match=r"has \['x', 'state'\], found \['x'\]$"):
+        exported_files.import_file("onnx", file, partial, tmp_path / "a", to_module=to_module)

@@ -10,7 +10,7 @@ that are removed (:class:`KeptStatisticsTwin`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -244,13 +244,22 @@ class MaskedEquivalence:
         """
         if not self._comparisons:
             return "the model itself answers NaN to all inputs: nothing can be proven"
-        for variant, inputs, expected in self._expected_outputs(kept):
+        for number, (variant, inputs) in enumerate(self._comparisons):
             smaller = self._variant(variant)
             try:
                 change_(smaller)
-                found = _outputs(smaller, inputs)
+                found: Outputs | Exception = _outputs(smaller, inputs)
             except Exception as error:  # noqa: BLE001 - a forward may fail in any way
-                return f"the smaller model fails: {type(error).__name__}: {first_line(error)}"
+                found = error
+            # The twin's answers take longest, and the first do not matter where the smaller fails.
+            if number or not isinstance(found, Exception):
+                expected = self._expected_outputs(kept, number)
+                # Other signs may give a model values that it was not made for, like the square root
+                # of a negative number. Infinities may be masked scores, which are compared.
+                if variant and _any_nan(expected):
+                    continue
+            if isinstance(found, Exception):
+                return f"the smaller model fails: {type(found).__name__}: {first_line(found)}"
             if [x.shape for x in found] != [x.shape for x in expected]:
                 return "the smaller model's outputs have another shape"
             # 1e-12: the expected outputs may all be zero.
@@ -262,26 +271,20 @@ class MaskedEquivalence:
                 return f"the smaller model answers otherwise than its masked twin (by {worst:.1e})"
         return None
 
-    def _expected_outputs(
-        self, kept: Kept | None
-    ) -> Iterator[tuple[int, Sequence[torch.Tensor], Outputs]]:
-        """Yield variants, inputs and the masked twin's outputs, cached for the last ``kept``."""
+    def _expected_outputs(self, kept: Kept | None, number: int) -> Outputs:
+        """Return the masked twin's outputs of a comparison, cached for the last ``kept``."""
         if self._expected is None or self._expected[0] != kept:
             self._expected = kept, []
         known = self._expected[1]
-        for i, (variant, inputs) in enumerate(self._comparisons):
-            if i == len(known):
-                twin = self._variant(variant)
-                if kept is not None:
-                    twin = zero_masked(twin, kept)
-                if kept is not None and self._across_norms:
-                    known.append(self._twin(inputs).outputs(twin, kept, inputs))
-                else:
-                    known.append(_outputs(twin, inputs))
-            # Other signs may give a model values that it was not made for, like the square root of
-            # a negative number. Infinities may be masked scores, which are compared.
-            if variant == 0 or not _any_nan(known[i]):
-                yield variant, inputs, known[i]
+        for variant, inputs in self._comparisons[len(known) : number + 1]:
+            twin = self._variant(variant)
+            if kept is not None:
+                twin = zero_masked(twin, kept)
+            if kept is not None and self._across_norms:
+                known.append(self._twin(inputs).outputs(twin, kept, inputs))
+            else:
+                known.append(_outputs(twin, inputs))
+        return known[number]
 
     def _twin(self, inputs: Sequence[torch.Tensor]) -> KeptStatisticsTwin:
         """Return the graph of the module for the shapes of some inputs, exported once."""
