@@ -171,3 +171,25 @@ def test_all_inputs_of_a_file_are_declared(tmp_path: Path, to_module: bool) -> N
     partial = signature.model_copy(update={"inputs": signature.inputs[:1]})
     with pytest.raises(PipelineInvalid, match=r"has \['x', 'state'\], found \['x'\]$"):
         exported_files.import_file("onnx", file, partial, tmp_path / "a", to_module=to_module)
+
+
+def test_rows_of_a_state_lie_along_another_axis(tmp_path: Path) -> None:
+    x, state, y = (
+        helper.make_tensor_value_info(name, 1, shape)
+        for name, shape in {"x": ["n", 4], "state": [2, "n", 4], "y": ["n", 4]}.items()
+    )
+    first = helper.make_tensor("first", TensorProto.INT64, [], [0])
+    nodes = [
+        helper.make_node("Gather", ["state", "first"], ["hidden"], axis=0),
+        helper.make_node("Concat", ["x", "hidden"], ["joined"], axis=1),
+        helper.make_node("Gather", ["joined", "kept"], ["y"], axis=1),
+    ]
+    kept = helper.make_tensor("kept", TensorProto.INT64, [4], [0, 2, 4, 6])
+    graph = helper.make_graph(nodes, "g", [x, state], [y], [first, kept])
+    onnx.save(helper.make_model(graph), file := tmp_path / "m.onnx")
+    signature = exported_files.signature_of("onnx", file)
+    assert signature is not None and signature.batch_axis == "n"
+    imported = exported_files.import_file("onnx", file, signature, tmp_path / "a", to_module=True)
+    with imported.open() as predict:
+        (found,) = predict(torch.ones(3, 4), torch.zeros(2, 3, 4))
+    assert found.tolist() == [[1, 1, 0, 0]] * 3
