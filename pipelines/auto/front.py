@@ -43,7 +43,7 @@ FLOAT_WHOLE = Candidate("float").name
 POINTS_FOLDER = "points"  # in the results' folder: a folder for each point, by its number
 PIPELINE_FILE = "pipeline.yaml"
 FLOAT_EXPORT = "float_onnx"
-"""Stage that writes the float ONNX file, with which another machine measures a point in turn."""
+"""Stage that writes the float ONNX file, with which a point is measured in turn."""
 MOST_RUNS = 2  # of a point that gates on time or memory refuse
 PREDICTED_WITHIN = 1.1
 """Measured over predicted latency, at most, where there is no limit of the median."""

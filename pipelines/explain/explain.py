@@ -350,9 +350,9 @@ def _explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Fou
 
 
 def _explain_speed(branch: _RefusedBranch) -> Found:
-    gate, before, after = branch.gate, branch.before(branch.names[-1]), branch.after
-    if gate.compares:
-        before = baseline_for(gate, before, after, branch.context)
+    gate, after = branch.gate, branch.after
+    # A latency, too, is measured beside what `against` names.
+    before = baseline_for(gate, branch.before(branch.names[-1]), after, branch.context)
     for seconds in (None, LONGER_SECONDS):  # more time than a run takes may show it
         compared = branch.context.compare_latency(before, after, gate.batch, seconds)
         latency, is_ratio = compared.after, gate.higher_passes
