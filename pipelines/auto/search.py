@@ -154,6 +154,7 @@ def run_search(state: SearchState, deadline: float) -> Front:
         state.leave_out("widths and layers in float: there was no more time; allow more --time")
     else:
         _search_variants(state, deadline)
+    state.check_postponed(state.last_moment, is_last=True)
     # Of those that meet all limits, the best first is confirmed, until one passes.
     wanted = [model for model in state.offered() if not missed_limits(settings.limits, model)]
     by_loss = state.loss_decides
@@ -196,6 +197,7 @@ def _search_variants(state: SearchState, deadline: float) -> None:
         whole = BlockVariant((), evaluator.model, WidthSpace.empty(evaluator.context.device))
     if evaluator.tables is not None:
         evaluator.tables.refuse_other_model(whole.space.grid, evaluator.batch)
+    state.check_postponed(deadline)
     variants = BlockVariants(state, whole)
     if state.settings.space.blocks:
         variants.find_order(deadline)
@@ -244,7 +246,8 @@ def _check_next(state: SearchState, programmes: Programmes, deadline: float) -> 
     if not any(map(state.is_good, state.offered())):
         # A format that loses too much as a whole may do with some layers in float.
         targets.append(None)
-    known = [*(model.candidate for model in state.checked.values()), *state.failed]
+    known = [*(model.candidate for model in state.checked.values())]
+    known += [*state.failed, *state.postponed]
     solutions = (state.solve(programmes, target_ms, known) for target_ms in targets)
     too_long = False
     for found in filter(None, solutions):

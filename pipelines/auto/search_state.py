@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -127,8 +127,8 @@ class SearchState:
     """By name, in the order in which they were checked."""
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that could not be built → why."""
-    postponed: set[Candidate] = field(default_factory=set)
-    """Those that a busy machine could not measure at first; they are tried once more."""
+    postponed: dict[Candidate, float | None] = field(default_factory=dict)
+    """Those that a busy machine could not measure and that are tried again → their predicted_ms."""
     models: dict[ModelKey, FormatModel] = field(default_factory=dict)
     """By format, runtime and removed blocks."""
     is_infeasible: bool = False
@@ -158,10 +158,16 @@ class SearchState:
             inner = sum(self.spent.values()) - before
             self.spent[part] = self.spent.get(part, 0.0) + time.monotonic() - begin - inner
 
-    def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
+    def check(
+        self,
+        candidate: Candidate,
+        predicted_ms: float | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
         """Build and measure a candidate, unless that was done, and write the front.
 
-        One that a busy machine could not measure may be checked once more.
+        One that a busy machine cannot measure is postponed, or failed where this is its last try.
         """
         name = candidate.name
         if name in self.checked or candidate in self.failed:
@@ -178,14 +184,14 @@ class SearchState:
             self.leave_out(f"{name}: {error}")
             return
         except StageFailed as error:
-            is_float = candidate == Candidate("float")
-            if isinstance(error, NotMeasurable) and candidate not in self.postponed:
-                self.postponed.add(candidate)
-                self.warn(f"{name}: {error}; it is tried once more")
-                if is_float:
-                    self.check(candidate, predicted_ms)
+            if isinstance(error, NotMeasurable) and not is_last:
+                self.warn(f"{name}: {error}; it is tried again later")
+                if candidate == Candidate("float"):
+                    self.check(candidate, is_last=True)
+                else:
+                    self.postponed[candidate] = predicted_ms
                 return
-            if is_float:
+            if candidate == Candidate("float"):
                 raise
             self.failed[candidate] = str(error)
             line = f"warning: {name} could not be made: {error}"
@@ -210,6 +216,13 @@ class SearchState:
         front.write(self.out)
         self._correct(found)
 
+    def check_postponed(self, deadline: float, *, is_last: bool = False) -> None:
+        """Check what a busy machine could not measure again, until a deadline."""
+        for candidate, predicted_ms in [*self.postponed.items()]:
+            if time.monotonic() < deadline:
+                del self.postponed[candidate]
+                self.check(candidate, predicted_ms, is_last=is_last)
+
     def is_time_for(self, candidate: Candidate, deadline: float) -> bool:
         """Whether a model can be made until a deadline, if that takes as long as for others."""
         seconds = self.seconds_of_models.get(candidate.is_smaller, 0.0)
@@ -218,13 +231,8 @@ class SearchState:
     def check_whole(self, deadline: float, removed_blocks: tuple[str, ...] = ()) -> None:
         """Check a model of whole widths in each format and runtime, the float ONNX file first."""
         self.check(Candidate("float"))
-        space = self.settings.space
-        left = [
-            Candidate(format, runtime=runtime, removed_blocks=removed_blocks)
-            for runtime, format in product(space.runtimes, space.formats)
-        ]
-        # Those that a busy machine could not measure come once more after the others.
-        for candidate in chain(left, filter(self.postponed.__contains__, left)):
+        for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
+            candidate = Candidate(format, runtime=runtime, removed_blocks=removed_blocks)
             if time.monotonic() < deadline:
                 self.check(candidate)
             elif candidate.name not in self.checked:
@@ -431,8 +439,11 @@ class SearchState:
     def front(self, best: str | None = None) -> Front:
         """Return the front of what was checked so far, with a model that was chosen on it."""
         points = Front.pareto(self.offered())
-        if best is not None and best not in {model.name for model in points}:
-            points = sorted([*points, self.checked[best]], key=lambda model: model.latency_ms)
+        # One that was refused keeps its folder, too, to be run again.
+        others = {*self.refused, *([] if best is None else [best])} - {p.name for p in points}
+        points = sorted(
+            [*points, *(self.checked[name] for name in others)], key=lambda model: model.latency_ms
+        )
         evaluator = self.evaluator
         return Front(
             limits=self.settings.limits,

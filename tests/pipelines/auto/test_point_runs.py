@@ -13,7 +13,8 @@ from compress import cli
 from compress.common.errors import GateRefused, StageFailed
 from compress.core.gates.cost import MaxLatency
 from compress.pipelines.api import Pipeline
-from compress.pipelines.auto.front import run_point, write_point
+from compress.pipelines.auto.front import lines_below, run_point, write_point
+from compress.pipelines.auto.search_state import SearchState
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
 from tests.pipelines.auto.test_auto import FILE, NETS
@@ -72,13 +73,29 @@ def test_a_point_that_was_slow_for_a_moment_is_run_once_more(
     assert run_point(front, evaluator, model) is None and not said
     assert next(left) == "not reached"
     refuse_runs(monkeypatch, slow, slow)
-    folder = tmp_path / "points" / "1"
     refusal = (
-        "export_onnx: max_latency; the search measured 0.9 ms; once this machine has less to do: "
-        f"compress run {folder}/pipeline.yaml --out {folder}"
+        "export_onnx: max_latency; the search measured 0.9 ms; it may pass once this machine has "
+        "less to do"
     )
     assert run_point(front, evaluator, model) == refusal
     assert said == [f"warning: points/1: {refusal}"]
+    folders, refused = {"a": "points/1", "b": "points/2"}, {"a": refusal, "b": "a worse answer"}
+    shown = front.model_copy(update={"refused": refused, "folders": folders})
+    assert [line for line in lines_below(shown, tmp_path) if "compress run" in line] == [
+        "run again, once this machine has less to do: compress run "
+        f"{tmp_path}/points/1/pipeline.yaml --out {tmp_path}/points/1"
+    ]
+
+
+def test_a_refused_point_keeps_its_folder(tmp_path: Path) -> None:
+    """Though another model beats it, as the float one that loses least."""
+    evaluator = evaluator_of(tmp_path, [])
+    evaluator.conditions, evaluator.decided_on = "", SimpleNamespace(samples=30)
+    state = SearchState(evaluator)
+    state.checked = {name: checked(name, ms) for name, ms in {"a": 2.0, "b": 1.0, "c": 3.0}.items()}
+    assert state.front().points == ("b",)
+    state.refused["a"] = "busy"
+    assert state.front().points == ("b", "a") and state.front("c").points == ("b", "a", "c")
 
 
 @pytest.mark.parametrize("outcome", [DROP, StageFailed("no such file")])
