@@ -47,6 +47,8 @@ def test_progress_is_passed_on_until_the_time_is_over() -> None:
     assert steps == ["export"]
     with pytest.raises(StageFailed, match=r"no more time \(latency of float, export 1 of 4\)"):
         progress_until(time.monotonic() - 1, silent)("latency of float", 1, 4, "export")
+    progress_until(OVER, lambda *step: steps.append(step[0]))("channels", 6, 6)
+    assert steps == ["export", "channels"], "what is done is not thrown away"
 
 
 def test_a_model_that_there_is_no_time_to_make_is_left_out_and_may_be_made_later(
