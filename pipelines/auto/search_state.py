@@ -222,6 +222,9 @@ class SearchState:
             if time.monotonic() < deadline:
                 del self.postponed[candidate]
                 self.check(candidate, predicted_ms, is_last=is_last)
+            elif is_last:
+                why = "this machine was too busy to measure it; run again when it has less to do"
+                self.leave_out(f"{candidate.name}: {why}")
 
     def is_time_for(self, candidate: Candidate, deadline: float) -> bool:
         """Whether a model can be made until a deadline, if that takes as long as for others."""

@@ -334,8 +334,11 @@ def test_models_that_a_busy_machine_cannot_measure_are_tried_again_later(tmp_pat
     state = state_of(tmp_path, evaluate=evaluate, settings=settings)
     state.check_whole(math.inf)
     assert tried == ["float", "float", *int8] and {*state.checked} == {"float-whole"}
-    state.check_postponed(OVER)
-    assert len(tried) == 4
+    state.check_postponed(OVER, is_last=True)
+    assert len(tried) == 4 and [what[:24] for what in state.not_searched] == [
+        "int8_dynamic-whole: this",
+        "int8_static-whole: this ",
+    ]
     state.check_postponed(math.inf)
     assert {*state.checked} == {"float-whole", "int8_static-whole"} and not state.failed
     state.check_postponed(math.inf, is_last=True)
