@@ -16,9 +16,13 @@ from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.signature import TensorSpec
+from compress.data.infer_signature import with_values_seen
+from compress.data.splits import Splits
 from compress.export.imported import exported_files
 from compress.export.onnx import proto_io
 from compress.graph.from_onnx import registry
+from compress.graph.from_onnx.reading import load
 from compress.pipelines import Pipeline
 
 DATA = """
@@ -193,3 +197,19 @@ def test_rows_of_a_state_lie_along_another_axis(tmp_path: Path) -> None:
     with imported.open() as predict:
         (found,) = predict(torch.ones(3, 4), torch.zeros(2, 3, 4))
     assert found.tolist() == [[1, 1, 0, 0]] * 3
+
+
+def test_samples_have_all_inputs_that_a_file_takes() -> None:
+    inputs = tuple(TensorSpec(name=name, shape=("batch", 4)) for name in ("x", "state"))
+    splits = Splits({"val": [torch.zeros(4)] * 3})
+    message = r"takes 2 inputs, x \[batch, 4\] float32, state .* and a sample has 1: \[4\]$"
+    with pytest.raises(PipelineInvalid, match=message):
+        with_values_seen(inputs, splits)
+    assert with_values_seen(inputs[:1], splits)[0].shape == ("batch", 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_of_a_file_names_its_inputs(folder: Path) -> None:
+    module = load(folder / "net.onnx")
+    with pytest.raises(TypeError, match=r"^expected 1 inputs \(\w+\), found 2$"):
+        module(torch.zeros(1), torch.zeros(1))

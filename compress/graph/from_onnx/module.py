@@ -95,6 +95,11 @@ class OnnxModule(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the graph's outputs by name, for its inputs in their order."""
+        if len(inputs) != len(self.input_names):
+            names = ", ".join(self.input_names)
+            raise TypeError(
+                f"expected {len(self.input_names)} inputs ({names}), found {len(inputs)}"
+            )
         values = dict(zip(self.input_names, inputs, strict=True))
         self._run(self.steps, values)
         return {name: to_tensor(self._value(values, name)) for name in self.output_names}
