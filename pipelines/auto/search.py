@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.artifacts.eager_model import EagerModel
+from compress.common.errors import StageFailed
 from compress.common.sealed_json import read_state, write_state
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel, rungs
@@ -189,7 +190,7 @@ def _search_variants(state: SearchState, deadline: float) -> None:
         with state.timed("ranking channels"):
             until = now + RANKING_SHARE * (deadline - now)
             whole = BlockVariant.from_model(evaluator, evaluator.model, (), until)
-    except OutOfTime as error:
+    except StageFailed as error:  # there was no time, or its channels cannot be followed
         state.leave_out(f"widths: {error}")
         if evaluator.tables is not None:
             return  # which have no layers in float

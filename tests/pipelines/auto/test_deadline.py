@@ -191,14 +191,21 @@ def test_a_smallest_model_is_not_made_once_the_time_is_over(tmp_path: Path) -> N
     assert list(state.checked) == ["float-whole"]
 
 
-def test_layers_in_float_are_searched_where_ranking_channels_takes_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfTime("there was no more time (scores of channels, step 1 of 6)"),
+        StageFailed("torch.export cannot trace Net, so its channels cannot be followed"),
+    ],
+)
+def test_layers_in_float_are_searched_where_channels_cannot_be_ranked(
+    error: StageFailed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[object] = []
 
     def from_model(evaluator: object, model: object, removed: object, deadline: float) -> None:
         assert 4 < deadline - time.monotonic() < 5
-        raise OutOfTime("there was no more time (scores of channels, step 1 of 6)")
+        raise error
 
     state = state_of(tmp_path, model=None, context=SimpleNamespace(device="cpu"))
     # Slower than the limit at full width, which shows nothing about other widths.
@@ -209,9 +216,7 @@ def test_layers_in_float_are_searched_where_ranking_channels_takes_too_long(
     search._search_variants(state, time.monotonic() + 10)
     (space, last) = searched
     assert not space.grid and last == "checked" and not state.is_infeasible
-    assert state.not_searched == [
-        "widths: there was no more time (scores of channels, step 1 of 6)"
-    ]
+    assert state.not_searched == [f"widths: {error}"]
 
 
 def test_after_the_time_one_model_is_run_as_a_point_and_its_refusal_is_told(
