@@ -18,7 +18,6 @@ from compress.common.errors import StageFailed
 from compress.common.sealed_json import read_state, write_state
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel, rungs
-from compress.pipelines.auto.deadline import OutOfTime
 from compress.pipelines.auto.front import (
     Front,
     missed_limits,
@@ -358,7 +357,7 @@ class BlockVariants:
                 pruned = EagerModel.from_directory(folder)
                 try:
                     return BlockVariant.from_model(evaluator, pruned, removed_blocks, deadline)
-                except OutOfTime as error:
+                except StageFailed as error:
                     count = len(removed_blocks)
                     self.state.leave_out(f"widths without {count} of the blocks: {error}")
         return None
