@@ -24,12 +24,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.common.errors import CompressError
 from compress.common.forward import copy_module, flatten_outputs
-from compress.common.positive_definite import solve_positive_definite
 from compress.core.objectives.loss import INFERRED_LOSS, refuse_without_curvature
 from compress.core.objectives.task import has_target
 from compress.core.progress import Progress, silent
 from compress.data.batch import Batch
 from compress.data.targets import select
+from compress.graph.positive_definite import solve_positive_definite
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
 from compress.pruning.importance.layer_calls import (
     LayerCall,

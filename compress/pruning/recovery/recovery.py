@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from compress.common.forward import copy_module, flatten_outputs, plain_attention, run_in_eval
-from compress.common.positive_definite import solve_positive_definite
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
+from compress.graph.positive_definite import solve_positive_definite
 from compress.pruning.importance.layer_calls import (
     LayerCall,
     channels_last,

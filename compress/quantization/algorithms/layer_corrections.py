@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from compress.common.positive_definite import solve_positive_definite
 from compress.graph.layer_gram import compensate, inverse_hessian_factor
+from compress.graph.positive_definite import solve_positive_definite
 from compress.quantization.pt2e.graph_capture import (
     fake_quantize,
     module_of,

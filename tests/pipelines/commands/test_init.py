@@ -18,18 +18,20 @@ from compress.data.splits import Splits
 from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline
 from compress.pipelines.commands.init import (
-    Family,
     Goal,
     InitOptions,
-    ModelTraits,
     Target,
     draft,
-    family_of,
     initial_content,
-    inspect_model,
     prompt_for_missing,
     render_and_plan,
     write_draft,
+)
+from compress.pipelines.commands.model_traits import (
+    Family,
+    ModelTraits,
+    family_of,
+    inspect_model,
 )
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

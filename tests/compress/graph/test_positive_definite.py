@@ -2,8 +2,8 @@
 
 import torch
 
-from compress.common.positive_definite import solve_positive_definite
 from compress.common.process import torch_threads
+from compress.graph.positive_definite import solve_positive_definite
 
 
 def test_many_systems_are_solved_on_two_threads() -> None:

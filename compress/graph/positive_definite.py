@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.common.lazy_modules import torch
+import torch
 
 
 def solve_positive_definite(matrix_bii: torch.Tensor, answers_bio: torch.Tensor) -> torch.Tensor:
