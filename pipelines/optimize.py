@@ -24,7 +24,8 @@ from compress.pipelines.api import Pipeline
 from compress.pipelines.auto.candidates import CANDIDATES
 from compress.pipelines.auto.front import Front, nothing_found
 from compress.pipelines.auto.search import search
-from compress.pipelines.commands.init import InitOptions, dump_input, inspect_model, render_and_plan
+from compress.pipelines.commands.init import InitOptions, dump_input, render_and_plan
+from compress.pipelines.commands.model_traits import inspect_model
 from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
-from functools import wraps
+from functools import reduce, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias
 
 from compress.common.counts import count
@@ -221,13 +221,15 @@ def answer_one_row(
 
     ArtifactInvalid where the module takes no batch of one row, which others are measured by.
     """
-    axis = signature.batch_axis
-    has_rows = [axis is not None and spec.shape[:1] == (axis,) for spec in signature.inputs]
-    rows = [x[:1] if rows else x for x, rows in zip(inputs, has_rows, strict=True)]
+    axis, rows = signature.batch_axis, list[torch.Tensor]()
+    for x, spec in zip(inputs, signature.inputs, strict=True):
+        # The state of a recurrent layer has its rows along the second axis.
+        places = [place for place, name in enumerate(spec.shape) if axis and name == axis]
+        rows.append(reduce(lambda part, place: part.narrow(place, 0, 1), places, x))
     try:
         return run_in_eval(module, rows)
     except Exception as error:
-        if not any(has_rows):
+        if axis is None:
             raise
         raise ArtifactInvalid(
             f"model.inputs: the model takes no batch of one row ({type(error).__name__}: "

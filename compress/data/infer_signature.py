@@ -172,15 +172,22 @@ def _specs(
 def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
     """Return declared inputs with the range, mask, NaN or infinities that fitting samples show.
 
-    Raises PipelineInvalid where an input has another number of axes than a batch of samples.
+    Raises PipelineInvalid where an input has another number of axes than a batch of samples, or
+    samples have another number of inputs.
     """
     names = [spec.name for spec in inputs]
     count = SAMPLES if any(spec.holds_integers for spec in inputs) else SAMPLES_OF_FLOATS
     try:
         columns = [*zip(*(adapt(x, names)[0] for _, x in _samples(splits, count)), strict=True)]
-        pairs = [*zip(inputs, columns, strict=True)]
     except (CompressError, ValueError):
         return inputs
+    if columns and len(columns) != len(inputs):
+        shapes = ", ".join(f"[{', '.join(map(str, column[0].shape))}]" for column in columns)
+        raise PipelineInvalid(
+            f"the model takes {len(inputs)} inputs, {described(inputs)}, and a sample has "
+            f"{len(columns)}: {shapes}"
+        )
+    pairs = [*zip(inputs, columns, strict=True)] if columns else []
     for spec, (sample, *_) in pairs:
         if spec.shape and len(spec.shape) != sample.dim() + 1:
             batch = spec.model_copy(update={"shape": (BATCH, *sample.shape)})
@@ -188,7 +195,8 @@ def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[Te
                 f"a batch of samples is {described([batch])}, and declared is {described([spec])}; "
                 f"declare the former, or {unbatched_advice(batch)}"
             )
-    return tuple(spec.with_seen([x[None] for x in column]) for spec, column in pairs)
+    seen = tuple(spec.with_seen([x[None] for x in column]) for spec, column in pairs)
+    return seen or inputs
 
 
 def with_named_length(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -477,7 +477,7 @@ def _explain_failure(error: Exception, locations: Mapping[int, traceback.FrameSu
     text = str(error)
     fixed = re.search(
         r"You marked (\w+) as dynamic but your code specialized it .*?\((\d+)\)", text
-    )
+    ) or re.search(r"guards generated for (\w+) = .* in a specialized value of (\d+)", text)
     if fixed:
         axis, size = fixed.groups()
         place = ""

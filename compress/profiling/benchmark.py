@@ -261,6 +261,10 @@ class InterleavedLatencies:
         return (first, *level)
 
 
+class NotMeasurable(StageFailed):
+    """A figure cannot be measured now, as the machine has too much else to do; later it may be."""
+
+
 def unmeasurable(figure: str, doubt: str) -> str:
     """Format the message that a figure cannot be measured now, why, and what helps."""
     return (

@@ -12,7 +12,7 @@ from compress.artifacts.recipe import AnyEdit, KeepIndices
 from compress.common.errors import StageFailed
 from compress.common.forward import copy_module, torch_predictor
 from compress.graph.flops import count_macs
-from compress.profiling.benchmark import Comparison, compare_latency, unmeasurable
+from compress.profiling.benchmark import Comparison, NotMeasurable, compare_latency, unmeasurable
 from compress.pruning.allocation.ranking import (
     mac_estimate,
     parameter_estimate,
@@ -70,8 +70,8 @@ class ChannelPruner:
         self._slices: list[AnyEdit] = []
         self._original_sizes: dict[tuple[Slot, ...], int] = {}
         """Slots of a group → its channels before the first step."""
-        self._groups: dict[tuple[str, ...], dict[str, Any]] = {}
-        """Producers of a group → the fact about its channels before and after."""
+        self._groups: dict[str, dict[str, Any]] = {}
+        """Group → the fact about its channels before and after."""
         self._facts: dict[str, Any] = {}
         self._widths: Mapping[str, int] | None = config.widths
 
@@ -133,7 +133,7 @@ class ChannelPruner:
         facts = self._facts.get("latency")
         if facts is None or self._widths is None:
             return
-        left = {modules[0]: fact["after"] for modules, fact in self._groups.items()}
+        left = {group: fact["after"] for group, fact in self._groups.items()}
         if any(left.get(group) != width for group, width in self._widths.items()):
             del facts["measured"], facts["ms"]
             log.warning(
@@ -210,7 +210,8 @@ class ChannelPruner:
         self._kept = compose_kept(self._kept, plan.kept)
         for one in plan.groups:
             size, modules = len(one.group.channels), one.group.producers
-            fact = self._groups.setdefault(modules, {"modules": list(modules), "before": size})
+            new = {"modules": list(modules), "before": size}
+            fact = self._groups.setdefault(one.group.name, new)
             fact["after"] = one.after
 
     def _finetune_(self, training: Finetune) -> None:
@@ -231,7 +232,7 @@ class ChannelPruner:
         """Return a module's latency over that of the unpruned model."""
         compared = self._compare_latency(module, batch)
         if compared.share is None:
-            raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))
+            raise NotMeasurable(unmeasurable("the latency of a cut", compared.speedup_doubt))
         return compared.share
 
     def _compare_latency(self, module: torch.nn.Module, batch: int) -> Comparison:

@@ -21,7 +21,7 @@ operator; forms of it that are refused, such as `Scan` of operator set 8, are na
 def how_imported(schema: defs.OpSchema) -> str:
     """Return what an operator becomes, in words."""
     if schema.name in LAYERS:
-        return "a layer where its weights are constants, else a function"
+        return "a layer where its weights or sizes are constants, else a function"
     if schema.name in OPERATORS:
         return "a function"
     if schema.has_function or schema.has_context_dependent_function:

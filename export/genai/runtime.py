@@ -17,7 +17,7 @@ from compress.common.foreign.native_runtimes import onnx_runtime_genai
 from compress.common.lazy_modules import np
 from compress.common.requirements import Requirement, pip_install
 from compress.common.sealed_json import parse_settings
-from compress.profiling.benchmark import CallTimer, unmeasurable
+from compress.profiling.benchmark import CallTimer, NotMeasurable, unmeasurable
 
 if TYPE_CHECKING:
     from compress.export.genai.decoder import CacheShape
@@ -307,5 +307,5 @@ def measure_speed(
     if not steps:
         raise StageFailed("every generated text ended before its second token")
     if timer.doubt:
-        raise StageFailed(unmeasurable("the speed", timer.doubt))
+        raise NotMeasurable(unmeasurable("the speed", timer.doubt))
     return GenerationSpeed(1000 * median(firsts), 1 / median(steps))

@@ -279,6 +279,9 @@ def _import_module(
 
     graph = read_graph(file)
     module = module_of(graph)
+    found, given = [spec.name for spec in signature.inputs], module.input_names
+    if len(found) != len(given):
+        raise PipelineInvalid(f"model.inputs: {file} has {given}, found {found}")
     if "outputs" not in signature.model_fields_set:
         outputs = tuple(OutputSpec(name=name) for name in module.output_names)
         signature = signature.model_copy(update={"outputs": outputs})

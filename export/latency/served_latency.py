@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from compress.common.config import Settings
-from compress.common.errors import StageFailed
 from compress.export.exporter import EXPORTERS
 from compress.export.latency.kernels import Kernel, KernelTable, kernels_of
 from compress.export.latency.resizing import MOST_EXPORTS, MixedModel, ResizableModel
@@ -27,6 +26,7 @@ from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import opened_session
 from compress.profiling.benchmark import (
     MeasuredShare,
+    NotMeasurable,
     compare_latencies,
     compare_latency,
     unmeasurable,
@@ -66,7 +66,7 @@ def measure_files(
     measured = compare_latencies(openers, batches, threads=threads).latencies
     for latency in measured:
         if doubt := latency.doubt_of("p50"):
-            raise StageFailed(unmeasurable("the latency of a variant", doubt))
+            raise NotMeasurable(unmeasurable("the latency of a variant", doubt))
     return [1e-3 * latency.p50 for latency in measured]
 
 
@@ -344,7 +344,7 @@ class MeasuredLatencies:
             served = open_as_served(file, self.served.runtime, self.model.signature, threads)
             compared = compare_latency(self.unpruned, served.open, self.batches, threads=threads)
             if compared.share is None:
-                raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))
+                raise NotMeasurable(unmeasurable("the latency of a cut", compared.speedup_doubt))
             share, unpruned_ms = compared.share, compared.before.p50
             self.table.models[key] = MeasuredShare(
                 share=share, unpruned_ms=unpruned_ms, ms=compared.after.p50

@@ -41,7 +41,12 @@ from compress.pipelines.auto.deadline import progress_until
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
-from compress.profiling.benchmark import Comparison, compare_latency, unmeasurable
+from compress.profiling.benchmark import (
+    Comparison,
+    NotMeasurable,
+    compare_latency,
+    unmeasurable,
+)
 from compress.pruning.depth.block_search import OutputErrorMeter
 from compress.quantization.mixed_precision.bit_search import weighted_layers as layers_of_module
 
@@ -223,7 +228,7 @@ class CandidateEvaluator:
         doubt, limit = after.doubt_of("p95"), self.settings.limits.latency
         if doubt:
             if limit is not None and limit.p95_ms is not None:
-                raise StageFailed(unmeasurable("p95 in ms", doubt))
+                raise NotMeasurable(unmeasurable("p95 in ms", doubt))
             return median_ms, upper_ms, None
         return median_ms, upper_ms, median_ms * after.p95 / after.p50
 
@@ -291,7 +296,7 @@ class CandidateEvaluator:
         batches = context.measured_batches(self.model.signature, self.batch)
         compared = compare_latency(base, file, batches, threads=context.threads)
         if compared.speedup_doubt:
-            raise StageFailed(unmeasurable("the latency", compared.speedup_doubt))
+            raise NotMeasurable(unmeasurable("the latency", compared.speedup_doubt))
         # Once: the machine's speed drifts, and ratios do not.
         self.base_ms = self.base_ms or compared.before.p50
         return compared

@@ -16,10 +16,13 @@ class OutOfTime(StageFailed):
 
 
 def progress_until(deadline: float, progress: Progress) -> Progress:
-    """Return a callback that raises OutOfTime once a deadline of `time.monotonic` is over."""
+    """Return a callback that raises OutOfTime once a deadline of `time.monotonic` is over.
+
+    Not after a task's last step: what is done is not thrown away.
+    """
 
     def report(task: str, done: int, total: int, note: str = "") -> None:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and done < total:
             where = f"{task}, {note or 'step'} {done} of {total}"
             raise OutOfTime(f"there was no more time ({where}); allow more --time")
         progress(task, done, total, note)

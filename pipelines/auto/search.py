@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.artifacts.eager_model import EagerModel
+from compress.common.errors import StageFailed
 from compress.common.sealed_json import read_state, write_state
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel, rungs
-from compress.pipelines.auto.deadline import OutOfTime
 from compress.pipelines.auto.front import (
     Front,
     missed_limits,
@@ -32,6 +32,7 @@ from compress.pipelines.system.machine_info import machine, versions
 from compress.profiling.peak_memory import measurement_process
 from compress.pruning.depth import block_search
 from compress.pruning.depth.block_search import OutputErrorMeter
+from compress.pruning.importance.remembered_scores import remembering_scores
 from compress.pruning.latency.solver import Programme
 from compress.pruning.latency.widths import WidthSpace
 
@@ -86,8 +87,8 @@ def search(
     if tables is not None:
         tables.refuse_other_settings(settings, pipeline.threads)
     start = time.monotonic()
-    # Of all candidates in one process, which imports the libraries once.
-    with search_log(out), measurement_process():
+    # Memory of all candidates in one process, which imports the libraries once.
+    with search_log(out), measurement_process(), remembering_scores():
         emit = jsonl_log.EventEmitter(options.announce)
         fields: dict[str, Any] = {
             "pipeline": pipeline.name,
@@ -153,6 +154,7 @@ def run_search(state: SearchState, deadline: float) -> Front:
         state.leave_out("widths and layers in float: there was no more time; allow more --time")
     else:
         _search_variants(state, deadline)
+    state.check_postponed(state.last_moment, is_last=True)
     # Of those that meet all limits, the best first is confirmed, until one passes.
     wanted = [model for model in state.offered() if not missed_limits(settings.limits, model)]
     by_loss = state.loss_decides
@@ -187,7 +189,7 @@ def _search_variants(state: SearchState, deadline: float) -> None:
         with state.timed("ranking channels"):
             until = now + RANKING_SHARE * (deadline - now)
             whole = BlockVariant.from_model(evaluator, evaluator.model, (), until)
-    except OutOfTime as error:
+    except StageFailed as error:  # there was no time, or its channels cannot be followed
         state.leave_out(f"widths: {error}")
         if evaluator.tables is not None:
             return  # which have no layers in float
@@ -195,6 +197,7 @@ def _search_variants(state: SearchState, deadline: float) -> None:
         whole = BlockVariant((), evaluator.model, WidthSpace.empty(evaluator.context.device))
     if evaluator.tables is not None:
         evaluator.tables.refuse_other_model(whole.space.grid, evaluator.batch)
+    state.check_postponed(deadline)
     variants = BlockVariants(state, whole)
     if state.settings.space.blocks:
         variants.find_order(deadline)
@@ -243,7 +246,8 @@ def _check_next(state: SearchState, programmes: Programmes, deadline: float) -> 
     if not any(map(state.is_good, state.offered())):
         # A format that loses too much as a whole may do with some layers in float.
         targets.append(None)
-    known = [*(model.candidate for model in state.checked.values()), *state.failed]
+    known = [*(model.candidate for model in state.checked.values())]
+    known += [*state.failed, *state.postponed]
     solutions = (state.solve(programmes, target_ms, known) for target_ms in targets)
     too_long = False
     for found in filter(None, solutions):
@@ -353,7 +357,7 @@ class BlockVariants:
                 pruned = EagerModel.from_directory(folder)
                 try:
                     return BlockVariant.from_model(evaluator, pruned, removed_blocks, deadline)
-                except OutOfTime as error:
+                except StageFailed as error:
                     count = len(removed_blocks)
                     self.state.leave_out(f"widths without {count} of the blocks: {error}")
         return None

@@ -29,6 +29,7 @@ from compress.pipelines.auto.front import Front, missed_limits
 from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
 from compress.pipelines.system.jsonl_log import EventEmitter
 from compress.pipelines.system.machine_info import machine
+from compress.profiling.benchmark import NotMeasurable
 from compress.pruning.latency.solver import Limit, Programme
 from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
 from compress.pruning.recovery.recovery import name_before
@@ -126,6 +127,8 @@ class SearchState:
     """By name, in the order in which they were checked."""
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that could not be built → why."""
+    postponed: dict[Candidate, float | None] = field(default_factory=dict)
+    """Those that a busy machine could not measure and that are tried again → their predicted_ms."""
     models: dict[ModelKey, FormatModel] = field(default_factory=dict)
     """By format, runtime and removed blocks."""
     is_infeasible: bool = False
@@ -155,8 +158,17 @@ class SearchState:
             inner = sum(self.spent.values()) - before
             self.spent[part] = self.spent.get(part, 0.0) + time.monotonic() - begin - inner
 
-    def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
-        """Build and measure a candidate, unless that was done, and write the front."""
+    def check(
+        self,
+        candidate: Candidate,
+        predicted_ms: float | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Build and measure a candidate, unless that was done, and write the front.
+
+        One that a busy machine cannot measure is postponed, or failed where this is its last try.
+        """
         name = candidate.name
         if name in self.checked or candidate in self.failed:
             return
@@ -172,6 +184,13 @@ class SearchState:
             self.leave_out(f"{name}: {error}")
             return
         except StageFailed as error:
+            if isinstance(error, NotMeasurable) and not is_last:
+                self.warn(f"{name}: {error}; it is tried again later")
+                if candidate == Candidate("float"):
+                    self.check(candidate, is_last=True)
+                else:
+                    self.postponed[candidate] = predicted_ms
+                return
             if candidate == Candidate("float"):
                 raise
             self.failed[candidate] = str(error)
@@ -196,6 +215,16 @@ class SearchState:
             self.emit("front_changed", None, line, points, is_announced=False)
         front.write(self.out)
         self._correct(found)
+
+    def check_postponed(self, deadline: float, *, is_last: bool = False) -> None:
+        """Check what a busy machine could not measure again, until a deadline."""
+        for candidate, predicted_ms in [*self.postponed.items()]:
+            if time.monotonic() < deadline:
+                del self.postponed[candidate]
+                self.check(candidate, predicted_ms, is_last=is_last)
+            elif is_last:
+                why = "this machine was too busy to measure it; run again when it has less to do"
+                self.leave_out(f"{candidate.name}: {why}")
 
     def is_time_for(self, candidate: Candidate, deadline: float) -> bool:
         """Whether a model can be made until a deadline, if that takes as long as for others."""
@@ -307,9 +336,11 @@ class SearchState:
         # Relative to that of the float file, which is measured once.
         key = f"{evaluator.conditions} {evaluator.base_ms!r}"
         fitted = None if removed_blocks else WholeModels.read(self.out / "whole_models.json", key)
-        # The fastest format first: there may be no time for all.
+        # The fastest format first: there may be no time for all. Those that a busy machine could
+        # not measure come once more after the others.
         whole_models = sorted(self.whole_models(removed_blocks), key=lambda m: m.latency_ms)
-        for format in dict.fromkeys(m.format for m in whole_models):
+        left, again = [*dict.fromkeys(m.format for m in whole_models)], set[Format]()
+        for format in left:
             same = [m for m in whole_models if m.format == format]
             # ONNX Runtime first, whose file those with layers in float are made from.
             whole = {m.runtime: m for m in sorted(same, key=lambda m: m.runtime != "onnx")}
@@ -348,6 +379,11 @@ class SearchState:
                         whole_models=fitted,
                     )
             except StageFailed as error:  # the other formats may do
+                if isinstance(error, NotMeasurable) and format not in again:
+                    again.add(format)
+                    left.append(format)
+                    self.warn(f"{format}: {error}; it is tried once more after other formats")
+                    continue
                 self.leave_out(f"{format} is not cut: {error}")
                 continue
             if layers is not None and (why := built[0].layers.unsuitable):
@@ -406,8 +442,11 @@ class SearchState:
     def front(self, best: str | None = None) -> Front:
         """Return the front of what was checked so far, with a model that was chosen on it."""
         points = Front.pareto(self.offered())
-        if best is not None and best not in {model.name for model in points}:
-            points = sorted([*points, self.checked[best]], key=lambda model: model.latency_ms)
+        # One that was refused keeps its folder, too, to be run again.
+        others = {*self.refused, *([] if best is None else [best])} - {p.name for p in points}
+        points = sorted(
+            [*points, *(self.checked[name] for name in others)], key=lambda model: model.latency_ms
+        )
         evaluator = self.evaluator
         return Front(
             limits=self.settings.limits,

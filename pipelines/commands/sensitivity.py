@@ -18,8 +18,9 @@ from compress.core.progress import Progress, silent
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
-from compress.pipelines.runner.inputs import import_source, measuring_context
+from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.runner.run import preview_state
+from compress.pipelines.runner.source_model import import_source
 from compress.pipelines.system.temp_files import temporary_files
 from compress.pipelines.system.templates import render_template
 from compress.pipelines.terminal.console import print_result, show_progress

@@ -50,7 +50,7 @@ from compress.pipelines.results.explanation import (
 )
 from compress.pipelines.results.schema import FailureReport, StageReport
 from compress.pipelines.system.jsonl_log import log_event
-from compress.profiling.benchmark import unmeasurable
+from compress.profiling.benchmark import NotMeasurable, unmeasurable
 from compress.training.config.training import Training
 from compress.training.diagnosis.causes import recorded_losses
 
@@ -350,9 +350,9 @@ def _explain_cost(run: FinishedRun, judged: JudgedStage, deadline: float) -> Fou
 
 
 def _explain_speed(branch: _RefusedBranch) -> Found:
-    gate, before, after = branch.gate, branch.before(branch.names[-1]), branch.after
-    if gate.compares:
-        before = baseline_for(gate, before, after, branch.context)
+    gate, after = branch.gate, branch.after
+    # A latency, too, is measured beside what `against` names.
+    before = baseline_for(gate, branch.before(branch.names[-1]), after, branch.context)
     for seconds in (None, LONGER_SECONDS):  # more time than a run takes may show it
         compared = branch.context.compare_latency(before, after, gate.batch, seconds)
         latency, is_ratio = compared.after, gate.higher_passes
@@ -368,7 +368,7 @@ def _explain_speed(branch: _RefusedBranch) -> Found:
             break
     # A busy machine makes each file slow, and every cause of that would be a guess.
     if compared.after.disturbed:
-        raise StageFailed(unmeasurable("the speed", compared.after.disturbed))
+        raise NotMeasurable(unmeasurable("the speed", compared.after.disturbed))
     ms = compared.after.p50
     measured = SpeedDiagnosis(*branch.file, found.missing(ms), found, ms)
     now = measured.profile.by_module

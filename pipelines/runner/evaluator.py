@@ -247,7 +247,8 @@ class ArtifactEvaluator(MeasurementCache):
             {**key, "against": before.digest, **conditions},
             measure=lambda: gate.evaluate(before, after, context),
             load=gate.stored_verdict,
-            dump=lambda verdict: verdict.measured,
+            # A refusal by time or memory may be that of a busy moment: the next run measures again.
+            dump=lambda verdict: verdict.measured if verdict.passed or not gate.may_vary else None,
         )
         verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
         words, level = ("passed", "info") if verdict.passed else ("refused", "error")

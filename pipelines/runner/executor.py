@@ -30,8 +30,8 @@ from compress.pipelines.runner.cache_keys import (
     source_key_parts,
     stage_key_parts,
 )
-from compress.pipelines.runner.inputs import import_source
 from compress.pipelines.runner.run_state import CacheLookup, RunState
+from compress.pipelines.runner.source_model import import_source
 from compress.pipelines.store.entry import Entry, Record
 from compress.pipelines.store.local import publish, unpublish
 from compress.pipelines.system import signals

@@ -23,41 +23,36 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from compress.artifacts import hf_folder
-from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import checkpoint_digest
 from compress.common.atomic_files import user_cache_folder
-from compress.common.config import Settings, first_problem
+from compress.common.config import Settings
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import CompressError, PipelineInvalid, located
-from compress.common.factories import forget_modules, local_sources, resolve, sources_digest
+from compress.common.factories import forget_modules, local_sources, sources_digest
 from compress.common.forward import positional_parameters
 from compress.common.sealed_json import canonical_json, read_state, write_state
-from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
+from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.objectives.task import TASKS
 from compress.core.progress import silent
-from compress.export.imported.exported_files import digest_of, import_file, signature_of
+from compress.export.imported.exported_files import digest_of, signature_of
 from compress.pipelines.config.data_spec import FileData
 from compress.pipelines.config.model_spec import (
-    MODEL_CLASSES,
     SOURCE,
-    FactoryModel,
     HuggingFaceModel,
     ModelFile,
     TimmModel,
 )
 from compress.pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan, task_of
+from compress.pipelines.runner.source_model import carried_files, import_source, recipe_of
 from compress.pipelines.store.entry import StoredValue, Surroundings
 from compress.pipelines.system.machine_info import machine, version_of, versions
 from compress.pipelines.system.temp_files import temporary_files
 from compress.serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
-    from compress.artifacts.artifact import Artifact
     from compress.core.progress import Progress
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
@@ -159,7 +154,7 @@ def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
         arguments = load(pipeline.folder / spec.file).forward.schema.arguments
         return [argument.name for argument in arguments[1:]]  # without self
     if not isinstance(spec, HuggingFaceModel):
-        return positional_parameters(_recipe(spec).build(pipeline.code_folder))
+        return positional_parameters(recipe_of(spec).build(pipeline.code_folder))
     folder = pipeline.folder / spec.huggingface
     return positional_parameters(hf_folder.read_architecture(folder, spec.task, spec.labels))
 
@@ -177,7 +172,7 @@ def _declared_inputs(
         module = hf_folder.read_architecture(folder, spec.task, spec.labels)
         return inputs_of_transformer(module, folder)
     with torch.device("meta"):
-        return inputs_of_timm(_recipe(spec).build())
+        return inputs_of_timm(recipe_of(spec).build())
 
 
 def load_data(pipeline: PipelineConfig) -> Splits | None:
@@ -265,111 +260,11 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str, Splits | None
         return source.signature, "\n".join(filter(None, lines)), data
 
 
-def import_model_code(pipeline: PipelineConfig) -> None:
-    """Import what defines the model, ahead of its use, where an error is going to be raised."""
-    spec = pipeline.model
-    with suppress(CompressError):
-        if isinstance(spec, HuggingFaceModel):
-            hf_folder.import_classes(pipeline.folder / spec.huggingface)
-        elif isinstance(spec, FactoryModel | TimmModel):
-            resolve(_recipe(spec).factory, pipeline.code_folder)
-
-
-def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = None) -> Artifact:
-    """Import the model as an artifact; it is checked on samples of the data where there are any.
-
-    Beside it lie the files that say how the data's images or texts were prepared.
-    """
-    from compress.artifacts.importing import import_checkpoint
-    from compress.data.infer_signature import sample_inputs
-
-    spec = pipeline.model
-    outputs = {} if spec.outputs is None else {"outputs": spec.outputs}
-    try:
-        signature = Signature.model_validate({"inputs": spec.inputs, "axes": spec.axes, **outputs})
-    except ValidationError as error:
-        message = first_problem(error)
-        key = "axes" if message.startswith("axes: ") else "inputs"
-        message = message.removeprefix("axes: ")
-        raise PipelineInvalid(f"{pipeline.place('model', key)}: {message}") from None
-    inputs, carried = sample_inputs(data, signature), _carried_files(pipeline, data)
-    try:
-        if isinstance(spec, ModelFile):
-            file = pipeline.folder / spec.file
-            kind = spec.kind
-            to_module = kind == "onnx" and pipeline.source_kind == "eager"
-            return import_file(kind, file, signature, path, inputs, carried, to_module=to_module)
-        if isinstance(spec, HuggingFaceModel):
-            return _import_hugging_face(pipeline, spec, signature, path, carried)
-        return import_checkpoint(
-            path,
-            _recipe(spec),
-            signature,
-            checkpoint=pipeline.folder / spec.checkpoint if spec.checkpoint else None,
-            folder=pipeline.code_folder,
-            seed=pipeline.seed,
-            inputs=inputs,
-            carried=carried,
-        )
-    except CompressError as error:
-        # Errors begin with the setting that is wrong; else it is the one that names the model.
-        keys = [k for k in ("checkpoint", "model.inputs", "model.outputs") if k in str(error)[:20]]
-        keys += [key for key in MODEL_CLASSES if key in type(spec).model_fields]
-        key = keys[0].removeprefix("model.")
-        message = str(error).removeprefix(f"model.{key}: ")
-        raise type(error)(f"{pipeline.place('model', key)}: {message}") from error
-
-
-def _carried_files(pipeline: PipelineConfig, data: Splits | None) -> dict[str, bytes]:
-    """Return what artifacts carry of how data of files were prepared, and the classes' names."""
-    if not isinstance(pipeline.data, FileData) or data is None or data.source is None:
-        return {}
-    from compress.pipelines.data.preparation import files_for_classes
-
-    first: Any = next(iter(data.datasets.values()))
-    return files_for_classes(first.class_names, data.source.arguments["files"].carried)
-
-
 def _carried_digests(pipeline: PipelineConfig, data: Any) -> dict[str, str]:
     if isinstance(data, RememberedSplits):
         return data.facts.carried
-    carried = _carried_files(pipeline, data)
+    carried = carried_files(pipeline, data)
     return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(carried.items())}
-
-
-def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
-    if isinstance(spec, FactoryModel):
-        return Recipe(factory=spec.factory, arguments=spec.arguments)
-    from compress.artifacts.libraries.timm_model import FACTORY
-
-    return Recipe(factory=FACTORY, arguments={**spec.arguments, "model_name": spec.timm})
-
-
-def _import_hugging_face(
-    pipeline: PipelineConfig,
-    spec: HuggingFaceModel,
-    signature: Signature,
-    path: Path,
-    carried: Mapping[str, bytes],
-) -> Artifact:
-    import torch
-
-    from compress.artifacts.importing import import_module, import_streamed
-
-    folder = pipeline.folder / spec.huggingface
-    if spec.stream:
-        return import_streamed(path, folder, spec.task, signature)
-    trains = pipeline.stages[0].stage == "train"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(pipeline.seed)  # of an untrained head
-        recipe, module = hf_folder.read_folder(
-            folder, spec.task, spec.labels, untrained_head=trains
-        )
-    if spec.outputs is None and spec.task in hf_folder.OUTPUTS:
-        outputs = tuple(OutputSpec(name=name) for name in hf_folder.OUTPUTS[spec.task])
-        signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)
-    carried = carried or hf_folder.files_to_carry(folder, module)
-    return import_module(path, recipe, module, signature, carried=carried)
 
 
 def source_parts(pipeline: PipelineConfig, data: Splits | None = None) -> dict[str, object]:
@@ -390,7 +285,7 @@ def source_parts(pipeline: PipelineConfig, data: Splits | None = None) -> dict[s
         }
     if isinstance(spec, ModelFile):
         return {**parts, "checkpoint": digest_of(pipeline.folder / spec.file)}
-    factory = _recipe(spec).factory
+    factory = recipe_of(spec).factory
     sources = local_sources(factory, pipeline.code_folder)
     library = "timm" if isinstance(spec, TimmModel) else factory.partition(":")[0]
     checkpoint = pipeline.folder / spec.checkpoint if spec.checkpoint else None

@@ -35,11 +35,11 @@ from compress.pipelines.runner.inputs import (
     INPUTS_FILE,
     RememberedContents,
     RememberedSplits,
-    import_model_code,
     load_inputs,
     variables_noted,
 )
 from compress.pipelines.runner.run_state import RunState
+from compress.pipelines.runner.source_model import import_model_code
 from compress.pipelines.store.local import Store, note_samples
 from compress.pipelines.system import jsonl_log, signals
 from compress.pipelines.system.error_context import readable_disk_errors

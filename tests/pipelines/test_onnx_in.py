@@ -15,10 +15,14 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.signature import TensorSpec
+from compress.data.infer_signature import with_values_seen
+from compress.data.splits import Splits
 from compress.export.imported import exported_files
 from compress.export.onnx import proto_io
 from compress.graph.from_onnx import registry
+from compress.graph.from_onnx.reading import load
 from compress.pipelines import Pipeline
 
 DATA = """
@@ -158,3 +162,54 @@ def test_a_file_of_2_gigabytes_is_imported_in_little_more_memory(tmp_path: Path,
     assert process.returncode == 0
     # Pages of the file itself, which the system takes back at any time, are not counted.
     assert size > 2**31 and largest < 1.3 * size
+
+
+@pytest.mark.parametrize("to_module", [False, True])
+def test_all_inputs_of_a_file_are_declared(tmp_path: Path, to_module: bool) -> None:
+    x, state, y = (helper.make_tensor_value_info(n, 1, ["n", 4]) for n in ("x", "state", "y"))
+    add = helper.make_node("Add", ["x", "state"], ["y"])
+    graph = helper.make_graph([add], "g", [x, state], [y])
+    onnx.save(helper.make_model(graph), file := tmp_path / "m.onnx")
+    signature = exported_files.signature_of("onnx", file)
+    assert signature is not None
+    partial = signature.model_copy(update={"inputs": signature.inputs[:1]})
+    with pytest.raises(PipelineInvalid, match=r"has \['x', 'state'\], found \['x'\]$"):
+        exported_files.import_file("onnx", file, partial, tmp_path / "a", to_module=to_module)
+
+
+def test_rows_of_a_state_lie_along_another_axis(tmp_path: Path) -> None:
+    x, state, y = (
+        helper.make_tensor_value_info(name, 1, shape)
+        for name, shape in {"x": ["n", 4], "state": [2, "n", 4], "y": ["n", 4]}.items()
+    )
+    first = helper.make_tensor("first", TensorProto.INT64, [], [0])
+    nodes = [
+        helper.make_node("Gather", ["state", "first"], ["hidden"], axis=0),
+        helper.make_node("Concat", ["x", "hidden"], ["joined"], axis=1),
+        helper.make_node("Gather", ["joined", "kept"], ["y"], axis=1),
+    ]
+    kept = helper.make_tensor("kept", TensorProto.INT64, [4], [0, 2, 4, 6])
+    graph = helper.make_graph(nodes, "g", [x, state], [y], [first, kept])
+    onnx.save(helper.make_model(graph), file := tmp_path / "m.onnx")
+    signature = exported_files.signature_of("onnx", file)
+    assert signature is not None and signature.batch_axis == "n"
+    imported = exported_files.import_file("onnx", file, signature, tmp_path / "a", to_module=True)
+    with imported.open() as predict:
+        (found,) = predict(torch.ones(3, 4), torch.zeros(2, 3, 4))
+    assert found.tolist() == [[1, 1, 0, 0]] * 3
+
+
+def test_samples_have_all_inputs_that_a_file_takes() -> None:
+    inputs = tuple(TensorSpec(name=name, shape=("batch", 4)) for name in ("x", "state"))
+    splits = Splits({"val": [torch.zeros(4)] * 3})
+    message = r"takes 2 inputs, x \[batch, 4\] float32, state .* and a sample has 1: \[4\]$"
+    with pytest.raises(PipelineInvalid, match=message):
+        with_values_seen(inputs, splits)
+    assert with_values_seen(inputs[:1], splits)[0].shape == ("batch", 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_of_a_file_names_its_inputs(folder: Path) -> None:
+    module = load(folder / "net.onnx")
+    with pytest.raises(TypeError, match=r"^expected 1 inputs \(\w+\), found 2$"):
+        module(torch.zeros(1), torch.zeros(1))

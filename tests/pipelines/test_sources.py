@@ -22,10 +22,10 @@ from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import (
     check_model,
-    import_source,
     resolve_inputs,
     source_parts,
 )
+from compress.pipelines.runner.source_model import import_source
 
 NETS = """
 import torch

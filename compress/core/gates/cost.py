@@ -9,7 +9,7 @@ from pydantic import model_validator
 from compress.common.config import Count, Positive
 from compress.common.errors import StageFailed
 from compress.core.gates.gate import Gate
-from compress.profiling.benchmark import unmeasurable
+from compress.profiling.benchmark import NotMeasurable, unmeasurable
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
 
-LATENCIES: tuple[Literal["p95", "p99", "mean"], ...] = ("p95", "p99", "mean")
+LATENCIES: tuple[Literal["p50", "p95", "p99", "mean"], ...] = ("p50", "p95", "p99", "mean")
 
 
 class _RatioGate(Gate):
@@ -114,17 +114,20 @@ class MinSpeedup(MeasuredOnVal):
         """Return the lower end of the interval in which the ratio of median latencies lies."""
         compared = context.compare_latency(before, after, self.batch)
         if compared.speedup_doubt:
-            raise StageFailed(unmeasurable("the speedup", compared.speedup_doubt))
+            raise NotMeasurable(unmeasurable("the speedup", compared.speedup_doubt))
         return compared.interval.low
 
 
 class MaxLatency(MeasuredOnVal):
     """A percentile or the mean of the latency on `val` stays under a bound, on this machine.
 
-    One of `p95_ms`, `p99_ms` and `mean_ms`.
+    One of `p50_ms`, `p95_ms`, `p99_ms` and `mean_ms`. It is measured in turn with what `against`
+    names, by default the stage's input.
     """
 
     gate: Literal["max_latency"] = "max_latency"
+    p50_ms: Positive | None = None
+    """Largest median, in milliseconds."""
     p95_ms: Positive | None = None
     """Largest 95th percentile, in milliseconds."""
     p99_ms: Positive | None = None
@@ -139,11 +142,13 @@ class MaxLatency(MeasuredOnVal):
     def _limits_one_figure(self) -> Self:
         given = [name for name in LATENCIES if getattr(self, f"{name}_ms") is not None]
         if len(given) != 1:
-            raise ValueError(f"expected one of p95_ms, p99_ms and mean_ms, found {len(given)}")
+            raise ValueError(
+                f"expected one of p50_ms, p95_ms, p99_ms and mean_ms, found {len(given)}"
+            )
         return self
 
     @property
-    def figure(self) -> Literal["p95", "p99", "mean"]:
+    def figure(self) -> Literal["p50", "p95", "p99", "mean"]:
         """Which figure is limited."""
         return next(name for name in LATENCIES if getattr(self, f"{name}_ms") is not None)
 
@@ -166,7 +171,7 @@ class MaxLatency(MeasuredOnVal):
         """Return the figure in milliseconds."""
         latency = context.compare_latency(before, after, self.batch).after
         if doubt := latency.doubt_of(self.figure):
-            raise StageFailed(unmeasurable(f"{self.figure} in ms", doubt))
+            raise NotMeasurable(unmeasurable(f"{self.figure} in ms", doubt))
         return float(getattr(latency, self.figure))
 
 

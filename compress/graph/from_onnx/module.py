@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -25,7 +26,13 @@ from compress.graph.from_onnx import (  # noqa: F401 - each registers its operat
     resizing,
 )
 from compress.graph.from_onnx.registry import OPERATORS, Node, Unsupported
-from compress.graph.from_onnx.shape_tensor import LARGEST, from_constant, from_numpy, to_tensor
+from compress.graph.from_onnx.shape_tensor import (
+    LARGEST,
+    from_constant,
+    from_numpy,
+    to_sizes,
+    to_tensor,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -57,6 +64,7 @@ class Step:
 
     node: Node
     call: Callable[..., Any]
+    """A layer, or a `partial` of it: a copied module would go on with a closure's layer."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     dead: tuple[str, ...] = ()
@@ -87,6 +95,11 @@ class OnnxModule(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the graph's outputs by name, for its inputs in their order."""
+        if len(inputs) != len(self.input_names):
+            names = ", ".join(self.input_names)
+            raise TypeError(
+                f"expected {len(self.input_names)} inputs ({names}), found {len(inputs)}"
+            )
         values = dict(zip(self.input_names, inputs, strict=True))
         self._run(self.steps, values)
         return {name: to_tensor(self._value(values, name)) for name in self.output_names}
@@ -222,8 +235,9 @@ class _Builder:
 
     def add_layer(self, node: Node, layer: nn.Module, sources: Mapping[str, _Source]) -> None:
         """Add a layer under the name of its first weight, or of its node."""
-        first = next(iter(sources.values())).initializer
-        stem, _, key = first.rpartition(".")
+        stem, key = "", ""
+        for source in list(sources.values())[:1]:
+            stem, _, key = source.initializer.rpartition(".")
         names = stem if stem and key == "weight" else node.name
         path = self._free_name(names or node.outputs[0])
         owner, _, key = path.rpartition(".")
@@ -333,11 +347,12 @@ def _convolution(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> M
     if symmetric:
         return layer, node.inputs[:1]
 
-    def padded(x: torch.Tensor) -> torch.Tensor:
-        before, after = layers.padding(node, x.shape[2:], kernel)
-        return layer(F.pad(x, layers.both_sides(before, after)))
+    return partial(_padded_call, layer, node), node.inputs[:1]
 
-    return padded, node.inputs[:1]
+
+def _padded_call(layer: Any, node: Node, x: torch.Tensor) -> torch.Tensor:
+    before, after = layers.padding(node, x.shape[2:], layer.kernel_size)
+    return layer(F.pad(x, layers.both_sides(before, after)))
 
 
 def _linear(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
@@ -405,6 +420,34 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         return super().train(False)
 
 
+class _Split(nn.Module):
+    """Splits an axis into parts of constant sizes, which change where channels are removed."""
+
+    named_sizes = ("sizes",)  # as `name_sizes_` has them: pruning counts the channels of each part
+
+    def __init__(self, sizes: list[int], axis: int) -> None:
+        super().__init__()
+        self.sizes, self.axis = sizes, axis
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.split(self.sizes, self.axis)
+
+
+def _split(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Made | None:
+    given = builder.module._constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
+    sizes = node.get("split") if given is None else to_sizes(given)
+    if not sizes or 0 in sizes:
+        return None
+    layer = _Split(list(sizes), node.get("axis", 0))
+    builder.add_layer(node, layer, {})
+    return partial(_split_call, layer, node), node.inputs
+
+
+def _split_call(layer: _Split, node: Node, x: Any, *given: Any) -> Any:
+    is_tensor = isinstance(x, torch.Tensor)
+    return layer(x) if is_tensor else OPERATORS[node.operator](node, x, *given)
+
+
 RECURRENT: dict[str, tuple[Any, list[int]]] = {
     "LSTM": (nn.LSTM, [0, 2, 3, 1]),
     "GRU": (nn.GRU, [1, 0, 2]),
@@ -440,15 +483,16 @@ def _recurrent(builder: _Builder, node: Node, weights: Mapping[str, Any]) -> Mad
             sources[f"bias_hh_{suffix}"] = part(bias, way, rows)
     builder.add_layer(node, layer, sources)
 
-    def run(x: torch.Tensor, hidden: Any, cell: Any) -> tuple[torch.Tensor, ...]:
-        zero = x.new_zeros(ways, x.shape[1], size)
-        states = [zero if s is None else to_tensor(s) for s in (hidden, cell)]
-        y, last = layer(x, tuple(states) if node.operator == "LSTM" else states[0])
-        last = last if node.operator == "LSTM" else (last,)
-        y = y.unsqueeze(1) if ways == 1 else y.unflatten(-1, (ways, size)).transpose(1, 2)
-        return y, *last
+    return partial(_recurrent_call, layer), (x, hidden, cell)
 
-    return run, (x, hidden, cell)
+
+def _recurrent_call(layer: Any, x: torch.Tensor, hidden: Any, cell: Any) -> tuple[Any, ...]:
+    ways, size, is_lstm = 1 + layer.bidirectional, layer.hidden_size, isinstance(layer, nn.LSTM)
+    zero = x.new_zeros(ways, x.shape[1], size)
+    states = [zero if s is None else to_tensor(s) for s in (hidden, cell)]
+    y, last = layer(x, tuple(states) if is_lstm else states[0])
+    y = y.unsqueeze(1) if ways == 1 else y.unflatten(-1, (ways, size)).transpose(1, 2)
+    return y, *(last if is_lstm else (last,))
 
 
 LAYERS: dict[str, Callable[..., Made | None]] = {
@@ -459,6 +503,7 @@ LAYERS: dict[str, Callable[..., Made | None]] = {
     "LayerNormalization": _norm,
     "RMSNormalization": _norm,
     "SimplifiedLayerNormalization": _norm,
+    "Split": _split,
     **dict.fromkeys(RECURRENT, _recurrent),
 }
-"""Operators whose weights belong to a layer where they are constants."""
+"""Operators whose weights, or sizes of parts, belong to a layer where they are constants."""

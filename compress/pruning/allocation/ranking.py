@@ -22,7 +22,8 @@ from compress.graph.flops import count_macs
 from compress.pruning.channel_settings import COMPARABLE, ChannelSelection
 from compress.pruning.dependency.channel_groups import GroupSlice
 from compress.pruning.importance.layer_calls import record_layer_calls
-from compress.pruning.importance.scores import ScoringSamples, score_groups
+from compress.pruning.importance.remembered_scores import known_or_scored
+from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.verification.masked_equivalence import (
     MaskedEquivalence,
     sliced_copy,
@@ -198,13 +199,14 @@ def rank(
 
     Only channels of modules that ``selection.include`` matches, or none that those of ``exclude``
     output, normalise or scale, are removed. ``originals`` gives a group's channels before the first
-    of several pruning steps, by its slots. See :func:`score_groups` for ``scoring``.
+    of several pruning steps, by its slots. See :func:`score_groups` for ``scoring``; in a block of
+    :func:`remembering_scores` nothing is scored twice.
 
     Raises:
         PipelineInvalid: a pattern matches no module.
         StageFailed: the module cannot be traced, or does not take the samples.
     """
-    selection = selection or ChannelSelection()
+    selection, scoring = selection or ChannelSelection(), scoring or ScoringSamples()
     included = modules_matching(module, selection.include, "prune_channels.include")
     excluded = modules_matching(module, selection.exclude)
     graph = inputs.trace(module)
@@ -217,7 +219,7 @@ def rank(
             pinned[group.name] = "not among those that `include` names"
         else:
             selected.append(group)
-    scores = score_groups(module, selected, graph, selection.importance, scoring, progress)
+    scores = known_or_scored(module, selected, graph, selection.importance, scoring, progress)
     ranked = []
     modules = dict(module.named_modules())
     for group, found in zip(selected, scores, strict=True):

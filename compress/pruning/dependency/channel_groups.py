@@ -15,6 +15,7 @@ import operator
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -197,6 +198,8 @@ class ChannelGroup:
     """What outputs the channels: names of modules, or of the outermost module's own weights."""
     entries: tuple[int, ...]
     """Indices that one channel takes in each slot, such as a head's width."""
+    number: int = 1
+    """Which one it is of its first producer's groups: parts into which it is split are several."""
 
     @property
     def producer_modules(self) -> tuple[str, ...]:
@@ -210,8 +213,9 @@ class ChannelGroup:
 
     @property
     def name(self) -> str:
-        """The first producer of the channels, or the first tensor that holds them."""
-        return next(iter(self.producers), self.slots[0][0])
+        """The first producer of the channels, or the tensor that holds them: `conv`, `conv#2`."""
+        first = next(iter(self.producers), self.slots[0][0])
+        return first if self.number == 1 else f"{first}#{self.number}"
 
 
 @dataclass(frozen=True)
@@ -410,7 +414,7 @@ def _group_channels(
     for channel, slots in slots_of.items():
         if channel not in pinned:
             channels_of.setdefault(tuple(slots), []).append(channel)
-    groups = []
+    groups, seen = [], Counter[str]()
     for key, channels in channels_of.items():
         produced = tuple(slot for slot in key if slot in book.produced)
         # Entries that no layer outputs were left out of this run, like positions past its length.
@@ -418,7 +422,11 @@ def _group_channels(
             read = tuple(slot for slot in key if slot in book.consumed and slot not in produced)
             producers = tuple(dict.fromkeys(map(_owner_name, produced)))
             entries = tuple(int((classes[slot] == channels[0]).sum()) for slot in key)
-            groups.append(ChannelGroup(key, tuple(channels), produced, read, producers, entries))
+            first = next(iter(producers), key[0][0])
+            seen[first] += 1
+            groups.append(
+                ChannelGroup(key, tuple(channels), produced, read, producers, entries, seen[first])
+            )
     return tuple(groups)
 
 

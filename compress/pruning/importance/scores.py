@@ -29,6 +29,7 @@ from compress.core.objectives.task import has_target
 from compress.core.progress import Progress, silent
 from compress.data.batch import Batch
 from compress.data.targets import select
+from compress.graph.positive_definite import solve_positive_definite
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
 from compress.pruning.importance.layer_calls import (
     LayerCall,
@@ -509,7 +510,9 @@ class _PrunedConsumer:
         factor_gii, failed_g = torch.linalg.cholesky_ex(damped_gii)
         # `inv` takes twice as long, and passes on what is not finite.
         self.inverse_gii = (
-            torch.linalg.inv(damped_gii) if failed_g.any() else torch.cholesky_inverse(factor_gii)
+            torch.stack([*map(torch.linalg.inv, damped_gii)])
+            if failed_g.any()
+            else torch.cholesky_inverse(factor_gii)
         )
         self.kept_i = torch.ones(gram_gii.shape[1], dtype=torch.bool)
         """Whether each column's channel is there."""
@@ -522,7 +525,7 @@ class _PrunedConsumer:
         # In systems of one unknown torch's threads wait for each other more than they compute.
         is_one = rows_ce.shape[1] == 1
         solved_gceo = (
-            weight_gceo / block_gcee if is_one else torch.linalg.solve(block_gcee, weight_gceo)
+            weight_gceo / block_gcee if is_one else solve_positive_definite(block_gcee, weight_gceo)
         )
         rise_gc = (weight_gceo * solved_gceo).sum((2, 3))
         return rise_gc.sum(0)  # type: ignore[no-any-return]
@@ -532,7 +535,7 @@ class _PrunedConsumer:
         rows_e = self.entries_ce[channels].flatten()
         block_gee = self.inverse_gii[:, rows_e[:, None], rows_e]
         across_gei = self.inverse_gii[:, rows_e]
-        solved_gei = torch.linalg.solve(block_gee, across_gei)
+        solved_gei = solve_positive_definite(block_gee, across_gei)
         self.weight_gio.baddbmm_(solved_gei.mT, self.weight_gio[:, rows_e], alpha=-1)
         self.inverse_gii.baddbmm_(across_gei.mT, solved_gei, alpha=-1)
         self.kept_i[rows_e] = False

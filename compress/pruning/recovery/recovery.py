@@ -27,6 +27,7 @@ from torch import nn
 from compress.common.forward import copy_module, flatten_outputs, plain_attention, run_in_eval
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
+from compress.graph.positive_definite import solve_positive_definite
 from compress.pruning.importance.layer_calls import (
     LayerCall,
     channels_last,
@@ -280,7 +281,9 @@ def least_squares(
         fixed_gio = torch.zeros_like(cross_gio, dtype=torch.bool)
     is_own_go = fixed_gio.any(1)  # outputs that have equations of their own, without fixed entries
     all_own = bool(is_own_go.all())
-    matrix_gio = torch.zeros_like(cross_gio) if all_own else _solve(normal_gii, cross_gio)
+    matrix_gio = (
+        torch.zeros_like(cross_gio) if all_own else solve_positive_definite(normal_gii, cross_gio)
+    )
     at_once = max(1, MAX_ENTRIES // normal_gii.shape[1] ** 2)
     for group, normal_ii in enumerate(normal_gii):
         own = is_own_go[group].nonzero()[:, 0].tolist()
@@ -290,22 +293,13 @@ def least_squares(
             normal_oii = torch.where(free_oi[:, :, None] & free_oi[:, None], normal_ii, 0)
             normal_oii.diagonal(dim1=1, dim2=2).masked_fill_(~free_oi, 1)
             answers_oi = torch.where(free_oi, cross_gio[group][:, outputs].mT, 0)
-            matrix_gio[group][:, outputs] = _solve(normal_oii, answers_oi[..., None])[..., 0].mT
+            matrix_gio[group][:, outputs] = solve_positive_definite(
+                normal_oii, answers_oi[..., None]
+            )[..., 0].mT
     if not intercept:
         return matrix_gio, torch.zeros_like(moments.answers_go)
     shift_go = moments.answers_go - (moments.columns_gi[:, None] @ matrix_gio)[:, 0]
     return matrix_gio, shift_go / moments.positions
-
-
-def _solve(normal_bii: torch.Tensor, answers_bio: torch.Tensor) -> torch.Tensor:
-    """Solve systems of equations whose matrices are positive definite, or nearly singular."""
-    factor_bii, failed_b = torch.linalg.cholesky_ex(normal_bii)
-    if not failed_b.any():
-        return torch.cholesky_solve(answers_bio, factor_bii)
-    # Without a ridge. One at a time: of several matrices at once oneMKL's LU (torch 2.13, two
-    # threads, an AMD processor) gave pivots below 1 for 1,440 columns.
-    pairs = zip(normal_bii, answers_bio, strict=True)
-    return torch.stack([torch.linalg.solve(normal_ii, answers) for normal_ii, answers in pairs])
 
 
 # Fused attention answers otherwise at masked places, and the passes of a refit do not take it.

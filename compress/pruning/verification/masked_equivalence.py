@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -165,7 +165,7 @@ class MaskedEquivalence:
         self._across_norms = inputs.across_norms
         self._twins: dict[tuple[object, ...], KeptStatisticsTwin] = {}
         """Twins with statistics over kept channels, by the shapes of their inputs."""
-        self._expected: tuple[Kept | None, list[Outputs]] | None = None
+        self._expected: tuple[Kept | None, list[Outputs], dict[int, nn.Module]] | None = None
         try:
             self._prepare(module, inputs.seeded, torch.float64)
         except Exception:  # noqa: BLE001 - a forward that insists on float32 may fail in any way
@@ -247,14 +247,24 @@ class MaskedEquivalence:
         if not self._comparisons:
             return "the model itself answers NaN to all inputs: nothing can be proven"
         smaller, last = self._module, -1
-        for variant, inputs, expected in self._expected_outputs(kept):
+        for number, (variant, inputs) in enumerate(self._comparisons):
             try:
                 if variant != last:
-                    smaller, last = self._variant(variant), variant
+                    smaller, last = self._variant(variant), -1
                     change_(smaller)
-                found = _outputs(smaller, inputs)
+                    last = variant
+                found: Outputs | Exception = _outputs(smaller, inputs)
             except Exception as error:  # noqa: BLE001 - a forward may fail in any way
-                return f"the smaller model fails: {type(error).__name__}: {first_line(error)}"
+                found = error
+            # The twin's answers take longest, and the first do not matter where the smaller fails.
+            if number or not isinstance(found, Exception):
+                expected = self._expected_outputs(kept, number)
+                # Other signs may give a model values that it was not made for, like the square root
+                # of a negative number. Infinities may be masked scores, which are compared.
+                if variant and _any_nan(expected):
+                    continue
+            if isinstance(found, Exception):
+                return f"the smaller model fails: {type(found).__name__}: {first_line(found)}"
             if [x.shape for x in found] != [x.shape for x in expected]:
                 return "the smaller model's outputs have another shape"
             # 1e-12: the expected outputs may all be zero.
@@ -266,26 +276,22 @@ class MaskedEquivalence:
                 return f"the smaller model answers otherwise than its masked twin (by {worst:.1e})"
         return None
 
-    def _expected_outputs(
-        self, kept: Kept | None
-    ) -> Iterator[tuple[int, Sequence[torch.Tensor], Outputs]]:
-        """Yield variants, inputs and the masked twin's outputs, cached for the last ``kept``."""
+    def _expected_outputs(self, kept: Kept | None, number: int) -> Outputs:
+        """Return the masked twin's outputs of a comparison, cached for the last ``kept``."""
         if self._expected is None or self._expected[0] != kept:
-            self._expected = kept, []
-        known = self._expected[1]
-        twin, last = self._module, -1
-        for i, (variant, inputs) in enumerate(self._comparisons):
-            if i == len(known):
-                if variant != last:
-                    twin, last = self._variant(variant, kept), variant
-                if kept is not None and self._across_norms:
-                    known.append(self._twin(inputs).outputs(twin, kept, inputs))
-                else:
-                    known.append(_outputs(twin, inputs))
-            # Other signs may give a model values that it was not made for, like the square root of
-            # a negative number. Infinities may be masked scores, which are compared.
-            if variant == 0 or not _any_nan(known[i]):
-                yield variant, inputs, known[i]
+            self._expected = kept, [], {}
+        _, known, twins = self._expected  # one twin, which serves all inputs of its variant
+        for variant, inputs in self._comparisons[len(known) : number + 1]:
+            if variant not in twins:
+                twins.clear()
+                twins[variant] = self._variant(variant, kept)
+            if kept is not None and self._across_norms:
+                known.append(self._twin(inputs).outputs(twins[variant], kept, inputs))
+            else:
+                known.append(_outputs(twins[variant], inputs))
+        if len(known) == len(self._comparisons):
+            twins.clear()
+        return known[number]
 
     def _twin(self, inputs: Sequence[torch.Tensor]) -> KeptStatisticsTwin:
         """Return the graph of the module for the shapes of some inputs, exported once."""

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from compress.graph.layer_gram import compensate, inverse_hessian_factor
+from compress.graph.positive_definite import solve_positive_definite
 from compress.quantization.pt2e.graph_capture import (
     fake_quantize,
     module_of,
@@ -286,7 +287,7 @@ def gptq_(prepared: GraphModule, layer: Node, pairs: InputPairs, *, bias_correct
     ridged_GII = moment_GII.clone()
     ridge_G1 = (RIDGE * variance_GI.mean(1, keepdim=True)).clamp(min=SMALLEST_SCALE)
     ridged_GII.diagonal(dim1=1, dim2=2).add_(ridge_G1)
-    change_GOI = torch.linalg.solve(ridged_GII, weight_GOI @ noise_GII, left=False)
+    change_GOI = solve_positive_definite(ridged_GII, (weight_GOI @ noise_GII).mT).mT
     # By a step at most, as rounding itself may: more would fit the sample.
     target_GOI = weight_GOI + change_GOI.clamp(-scale_GO1, scale_GO1)
     order_GI = variance_GI.argsort(descending=True, stable=True)

@@ -13,6 +13,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.export.latency import kernels as kernel_table
 from compress.export.latency.kernels import KernelTable, kernels_of, measure_kernels
 from compress.export.latency.served_latency import KernelCost, LatencyModel
+from compress.profiling.benchmark import NotMeasurable
 
 MACHINE = {"processor": "a processor"}
 
@@ -155,3 +156,23 @@ def test_no_coefficient_is_negative() -> None:
     seconds = [1e-3 - cost.seconds for cost in COSTS]
     fitted = LatencyModel.fit(COSTS, seconds)
     assert min(fitted.model_dump().values()) >= 0
+
+
+def test_kernels_that_are_disturbed_for_a_moment_are_measured_again(network, monkeypatch) -> None:
+    kernels, tried = kernels_of(network, feed(), threads=1)[:2], []
+    busy = NotMeasurable("the latency of a kernel is not measurable on this machine now")
+
+    def seconds_of(some, threads):
+        tried.append(len(some))
+        if len(tried) in disturbed:
+            raise busy
+        return [1.0] * len(some)
+
+    monkeypatch.setattr(kernel_table, "_seconds_of_now", seconds_of)
+    monkeypatch.setattr(kernel_table, "PAUSES", (0.0, 0.0))
+    disturbed = {1, 3, 4}  # once of the empty call, twice of the kernels
+    assert measure_kernels(kernels, 1) == [0.0, 0.0] and tried == [1, 1, 2, 2, 2]
+    disturbed = {*range(99)}
+    with pytest.raises(NotMeasurable):
+        measure_kernels(kernels, 1)
+    assert tried == [1, 1, 2, 2, 2, 1, 1, 1]

@@ -15,6 +15,7 @@ from compress.core.context import Context
 from compress.export.onnx.graph import values_in_order
 from compress.export.onnx.lowering import lower
 from compress.export.onnx.stage import ExportOnnx
+from compress.graph import torch_export
 from compress.graph.torch_export import export_program
 from tests.export.builders import check_parity, network, network_of
 
@@ -117,6 +118,19 @@ def test_an_axis_that_is_baked_in_is_still_refused(tmp_path: Path) -> None:
     model = network_of(tmp_path, source, "fixed:Fixed", signature)
     with pytest.raises(StageFailed, match=r"'width' is baked in: .* \(fixed\.py, line 5: "):
         ExportOnnx()(model, Context(root=tmp_path / "onnx"))
+
+
+def test_a_size_that_guards_lead_to_is_named() -> None:
+    # Of a file whose recurrent layer squeezes an axis that must have one entry.
+    error = RuntimeError(
+        'Specializations unexpectedly required (sequence)! For more, run with "+dynamic".'
+        "\n  - solving the guards generated for sequence = L['inputs'][0].size()[1] resulted in a "
+        "specialized value of 384.\n"
+    )
+    assert torch_export._explain_failure(error, {}) == (
+        "axis 'sequence' is baked in: the model's code fixes it to 384; compute it from the "
+        "input's shape, or declare the number 384 instead of the name in model.inputs"
+    )
 
 
 def test_an_axis_is_compared_at_its_largest_size(

@@ -8,18 +8,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from compress.common.errors import StageFailed
+from compress.core.context import Context
 from compress.core.progress import silent
 from compress.pipelines.auto import candidate_evaluator, search, search_state
 from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
+from compress.pipelines.auto.cost_models import FormatModel
 from compress.pipelines.auto.deadline import OutOfTime, progress_until
 from compress.pipelines.auto.front import front_page, lines_below, nothing_found, write_points
 from compress.pipelines.auto.search_state import BlockVariant, SearchState, Solution
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
+from compress.profiling.benchmark import NotMeasurable
+from compress.profiling.interaction_sum import InteractionSum
+from compress.pruning.importance import remembered_scores
 from compress.pruning.latency.solver import Programme
 from tests.pipelines.auto.test_auto import FILE, NETS
 from tests.pipelines.auto.test_limits import checked, front_of
@@ -41,6 +47,8 @@ def test_progress_is_passed_on_until_the_time_is_over() -> None:
     assert steps == ["export"]
     with pytest.raises(StageFailed, match=r"no more time \(latency of float, export 1 of 4\)"):
         progress_until(time.monotonic() - 1, silent)("latency of float", 1, 4, "export")
+    progress_until(OVER, lambda *step: steps.append(step[0]))("channels", 6, 6)
+    assert steps == ["export", "channels"], "what is done is not thrown away"
 
 
 def test_a_model_that_there_is_no_time_to_make_is_left_out_and_may_be_made_later(
@@ -183,14 +191,21 @@ def test_a_smallest_model_is_not_made_once_the_time_is_over(tmp_path: Path) -> N
     assert list(state.checked) == ["float-whole"]
 
 
-def test_layers_in_float_are_searched_where_ranking_channels_takes_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfTime("there was no more time (scores of channels, step 1 of 6)"),
+        StageFailed("torch.export cannot trace Net, so its channels cannot be followed"),
+    ],
+)
+def test_layers_in_float_are_searched_where_channels_cannot_be_ranked(
+    error: StageFailed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[object] = []
 
     def from_model(evaluator: object, model: object, removed: object, deadline: float) -> None:
         assert 4 < deadline - time.monotonic() < 5
-        raise OutOfTime("there was no more time (scores of channels, step 1 of 6)")
+        raise error
 
     state = state_of(tmp_path, model=None, context=SimpleNamespace(device="cpu"))
     # Slower than the limit at full width, which shows nothing about other widths.
@@ -201,9 +216,7 @@ def test_layers_in_float_are_searched_where_ranking_channels_takes_too_long(
     search._search_variants(state, time.monotonic() + 10)
     (space, last) = searched
     assert not space.grid and last == "checked" and not state.is_infeasible
-    assert state.not_searched == [
-        "widths: there was no more time (scores of channels, step 1 of 6)"
-    ]
+    assert state.not_searched == [f"widths: {error}"]
 
 
 def test_after_the_time_one_model_is_run_as_a_point_and_its_refusal_is_told(
@@ -288,3 +301,81 @@ def test_ranking_channels_and_making_models_of_other_widths_stop_at_the_deadline
     state.last_moment = math.inf
     state.check(Candidate("int8_static"))
     assert "int8_static-whole" in state.checked
+
+
+def test_channels_are_scored_once_in_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same model by the same samples, however many candidates are cut."""
+    remembered: list[object] = []
+
+    def run_search(state: object, deadline: float) -> Any:
+        remembered.append(remembered_scores._remembered)
+        return front_of(limits={})
+
+    evaluator = SimpleNamespace(settings=AutoSettings(), out=tmp_path)
+    monkeypatch.setattr(search.CandidateEvaluator, "from_pipeline", lambda *_: evaluator)
+    monkeypatch.setattr(search, "run_search", run_search)
+    pipeline = PipelineConfig.model_validate(yaml.safe_load(FILE))
+    search.search(pipeline, AutoSettings(), tmp_path, RunOptions())
+    assert remembered == [{}] and remembered_scores._remembered is None
+
+
+BUSY = NotMeasurable("the latency is not measurable on this machine now")
+
+
+def test_models_that_a_busy_machine_cannot_measure_are_tried_again_later(tmp_path: Path) -> None:
+    tried: list[str] = []
+    refused = {"float-whole": 1, "int8_static-whole": 1, "int8_dynamic-whole": 9}
+
+    def evaluate(candidate: Candidate, *_: object) -> CheckedModel:
+        tried.append(candidate.format)
+        if tried.count(candidate.format) <= refused[candidate.name]:
+            raise BUSY
+        return checked(candidate.name, 1.0, **candidate.settings())
+
+    int8 = ["int8_dynamic", "int8_static"]
+    settings = AutoSettings.model_validate({"space": {"formats": int8}})
+    state = state_of(tmp_path, evaluate=evaluate, settings=settings)
+    state.check_whole(math.inf)
+    assert tried == ["float", "float", *int8] and {*state.checked} == {"float-whole"}
+    state.check_postponed(OVER, is_last=True)
+    assert len(tried) == 4 and [what[:24] for what in state.not_searched] == [
+        "int8_dynamic-whole: this",
+        "int8_static-whole: this ",
+    ]
+    state.check_postponed(math.inf)
+    assert {*state.checked} == {"float-whole", "int8_static-whole"} and not state.failed
+    state.check_postponed(math.inf, is_last=True)
+    state.check_postponed(math.inf, is_last=True)
+    assert tried == ["float", "float", *int8, *int8, "int8_dynamic"]
+    assert state.failed == {Candidate("int8_dynamic"): str(BUSY)}
+
+
+def test_a_format_whose_kernels_a_busy_machine_cannot_measure_comes_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = Context(root=tmp_path)
+    formats = ["float", "int8_static", "int8_dynamic"]
+    settings = AutoSettings.model_validate({"space": {"formats": formats, "float_layers": 0}})
+    state = state_of(tmp_path, context=context, settings=settings, measure_latency_ms=None)
+    for format in formats:
+        state.checked[f"{format}-whole"] = checked(f"{format}-whole", 1.0, format=format)
+    tried: list[str] = []
+
+    def build(format: Any, *_: object, **__: object) -> list[FormatModel]:
+        tried.append(format)
+        if format == "int8_dynamic":
+            raise StageFailed("exports at other widths have other operators")
+        if format == "float" and tried.count(format) == 1:
+            raise BUSY
+        return [FormatModel(format, InteractionSum(2.0, {}), InteractionSum(1.0, {}))]
+
+    monkeypatch.setattr(search_state, "build_format_models", build)
+    space: Any = SimpleNamespace(grid={"0": (32, 16)})
+    state.measure_kernels(BlockVariant((), None, space), time.monotonic() + 60)
+    assert tried == [*formats, "float"]
+    assert {format for format, *_ in state.models} == {"float", "int8_static"}
+    assert state.not_searched == [
+        "int8_dynamic is not cut: exports at other widths have other operators"
+    ]

@@ -18,18 +18,20 @@ from compress.data.splits import Splits
 from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline
 from compress.pipelines.commands.init import (
-    Family,
     Goal,
     InitOptions,
-    ModelTraits,
     Target,
     draft,
-    family_of,
     initial_content,
-    inspect_model,
     prompt_for_missing,
     render_and_plan,
     write_draft,
+)
+from compress.pipelines.commands.model_traits import (
+    Family,
+    ModelTraits,
+    family_of,
+    inspect_model,
 )
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -293,6 +295,10 @@ def test_what_a_layer_counts_for(user: Path) -> None:
     assert family_of(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))) == "convolutional"
     assert family_of(nn.TransformerEncoderLayer(8, 2)) == "linear"
     assert family_of(nn.ReLU()) == "other"
+    steps = [nn.Linear(4, 4) for _ in range(3)]
+    for step in steps[1:]:
+        step.weight = steps[0].weight
+    assert family_of(nn.Sequential(nn.Conv2d(1, 1, 1), *steps)) == "convolutional"
 
 
 @pytest.mark.parametrize(
@@ -306,6 +312,16 @@ def test_answers_of_an_unknown_kind_are_compared_as_numbers(
     found = inspect_model(nn.Linear(4, 3), Splits(data), trained=True)
     (judged,) = found.quality_gates
     assert (judged.pop("gate"), judged.keys()) == (gate, limits)
+
+
+@pytest.mark.parametrize("samples", [128, 20])
+def test_answers_of_many_numbers_are_compared_whatever_their_scale(samples: int) -> None:
+    data = {"train": [torch.randn(4) for _ in range(20)], "val": [torch.randn(4)] * samples}
+    for scale in (1.0, 300.0):
+        boxes = nn.Sequential(nn.Linear(4, 21 * 20), nn.Unflatten(1, (21, 20)))
+        boxes[0].weight.data *= scale
+        found = inspect_model(boxes, Splits(data), trained=True)
+        assert found.quality_gates == ({"gate": "min_cosine", "minimum": 0.99},)
 
 
 def test_samples_without_labels_are_judged_by_the_first_models(user: Path) -> None:

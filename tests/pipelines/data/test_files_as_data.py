@@ -21,7 +21,8 @@ from compress.pipelines.data import records, samples
 from compress.pipelines.data.describe import describe_files
 from compress.pipelines.data.records import Records, divide
 from compress.pipelines.data.samples import targets_of
-from compress.pipelines.runner.inputs import import_source, load_data
+from compress.pipelines.runner.inputs import load_data
+from compress.pipelines.runner.source_model import import_source
 from compress.serve.packaging.request_forms import ImageInput, forms_of
 from compress.serve.packaging.val_preparation import image_body
 from tests.serve.served_here import serving

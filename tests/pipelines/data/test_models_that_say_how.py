@@ -15,7 +15,8 @@ from compress.artifacts.carried_files import IMAGES
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.data.describe import describe_files
-from compress.pipelines.runner.inputs import import_source, resolve_inputs
+from compress.pipelines.runner.inputs import resolve_inputs
+from compress.pipelines.runner.source_model import import_source
 from compress.serve.packaging.request_forms import forms_of
 from compress.serve.packaging.val_preparation import compare_preparation
 from tests.serve.test_carried_files import LONGEST, TEXTS, WORDS, tokenizer

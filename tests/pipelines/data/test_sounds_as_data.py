@@ -19,7 +19,8 @@ from compress.pipelines.api import Pipeline
 from compress.pipelines.commands.init import InitOptions, draft
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.data.describe import describe_files
-from compress.pipelines.runner.inputs import import_source, resolve_inputs
+from compress.pipelines.runner.inputs import resolve_inputs
+from compress.pipelines.runner.source_model import import_source
 from compress.serve.packaging.request_forms import AudioInput, form_settings, forms_of
 from compress.serve.packaging.val_preparation import compare_preparation
 from compress.serve.torchserve.stage import PackageTorchServe

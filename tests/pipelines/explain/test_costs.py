@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from compress import cli
+from compress.artifacts.artifact import Artifact
+from compress.core.context import Context
 from compress.pipelines.results.explanation import Explanation, Explanations
 from compress.pipelines.results.schema import Report
+from compress.profiling.benchmark import Comparison
 
 NETS = """
 import torch
@@ -95,11 +99,20 @@ def test_a_table_left_in_float_is_named_and_mended(folder: Path, capfd) -> None:
 @pytest.mark.slow
 def test_time_is_given_by_module(folder: Path, capfd, monkeypatch) -> None:
     monkeypatch.setattr("compress.pipelines.explain.explain.LONGER_SECONDS", 0.001)
-    text = FILE.replace("max_size, ratio: 0.6, against: source", "max_latency, p95_ms: 0.000001")
+    text = FILE.replace("max_size, ratio: 0.6,", "max_latency, p50_ms: 0.000001,")
     (folder / "net.yaml").write_text(text)
     out = folder / "out"
     assert compress("run", folder / "net.yaml", "--out", out) == 3
+    beside: list[str] = []
+    compare_latency = Context.compare_latency
+
+    def recorded(self: Context, before: Artifact, *others: Any) -> Comparison:
+        beside.append(before.kind)
+        return compare_latency(self, before, *others)
+
+    monkeypatch.setattr(Context, "compare_latency", recorded)
     compress("explain", out)  # what the time of so small a network is due to is not asserted
+    assert {*beside} == {"eager"}, "as in the run, beside what the gate names"
     found = explanation(out)
     assert found.unit == "ms" and {cost.module for cost in found.costs} == {
         "table",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
@@ -228,3 +229,32 @@ def test_weights_in_a_file_beside_it_are_mapped_and_the_graph_lives_without_them
     rebuilt = build(pack(graph))  # sizes that the graph computes with are in it
     rebuilt.load_state_dict(before)
     torch.testing.assert_close(rebuilt.eval()(x)["y"], expected)
+
+
+@pytest.mark.parametrize("kind", ["padded", "recurrent", "split"])
+def test_a_copy_answers_by_its_own_layers(kind: str, tmp_path: Path) -> None:
+    """A closure would go on with the layers of the module that was copied."""
+    nodes = {
+        "padded": [helper.make_node("Conv", ["x", "w"], ["y"], pads=[0, 0, 1, 1], name="a")],
+        "recurrent": [
+            helper.make_node("Squeeze", ["x", "axis"], ["steps"]),
+            helper.make_node("RNN", ["steps", "wi", "wh"], ["y"], hidden_size=5, name="a"),
+        ],
+        "split": [helper.make_node("Split", ["x", "sizes"], ["z", "y"], axis=1, name="a")],
+    }
+    weights = [_weight("w", 4, 3, 2, 2), _weight("wi", 1, 5, 6), _weight("wh", 1, 5, 5)]
+    lists = {"axis": [0], "sizes": [1, 2]}
+    weights += [numpy_helper.from_array(np.array(v, np.int64), n) for n, v in lists.items()]
+    module = load(_write(tmp_path / "net.onnx", nodes[kind], weights))
+    twin, x = copy.deepcopy(module), torch.randn(1, 3, 5, 6)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+        for part in twin.modules():
+            if hasattr(part, "sizes"):
+                part.sizes = [2, 1]
+        before, after = module(x)["y"], twin(x)["y"]
+    if kind == "split":
+        assert (before.shape[1], after.shape[1]) == (2, 1)
+    else:
+        assert before.any() and not after.any()

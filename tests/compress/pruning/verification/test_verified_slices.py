@@ -19,7 +19,8 @@ from compress.data.splits import Splits
 from compress.pruning.dependency import channel_groups as graph
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.prune_channels import PruneChannels
-from compress.pruning.verification.masked_equivalence import MaskedEquivalence
+from compress.pruning.verification import masked_equivalence
+from compress.pruning.verification.masked_equivalence import MaskedEquivalence, VerificationInputs
 from tests.compress.pruning.planning import plan_slices
 from tests.compress.pruning.zoo.registry import CASES
 
@@ -346,3 +347,26 @@ def test_a_branch_that_only_real_samples_reach_is_verified(tmp_path: Path) -> No
         stage = PruneChannels(ratio=0.5, calibration_samples=samples)
         with pytest.raises(StageFailed, match="answers otherwise than its masked twin"):
             stage(model, Context(root=tmp_path / f"slim{samples}", data=data))
+
+
+def test_the_masked_twin_is_not_run_where_the_smaller_model_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes longest, and of many groups that cannot be cut most fail by a size."""
+    masked: list[object] = []
+    zero_masked = masked_equivalence.zero_masked
+
+    def counted(module: nn.Module, kept: graph.Kept, *replacements: object) -> nn.Module:
+        masked.extend([kept] if kept else ())
+        return zero_masked(module, kept, *replacements)
+
+    monkeypatch.setattr(masked_equivalence, "zero_masked", counted)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    equivalence = MaskedEquivalence(net, VerificationInputs((torch.randn(2, 4),)))
+    kept: graph.Kept = {"0.weight": {0: (0, 1)}, "0.bias": {0: (0, 1)}}
+    plan = SlicePlan(kept=kept, attributes={}, groups=(), pinned={})
+    reason = equivalence.find_mismatch(plan)
+    assert reason is not None and reason.startswith("the smaller model fails: RuntimeError: mat1")
+    assert not masked
+    whole = SlicePlan(kept=kept | {"2.weight": {1: (0, 1)}}, attributes={}, groups=(), pinned={})
+    assert equivalence.find_mismatch(whole) is None and masked
