@@ -110,17 +110,20 @@ class GraphModel(Artifact):
         """Count multiply-accumulates for one sample."""
         return self._counts(tuple((sizes or {}).items()))[1]
 
-    def _counts(self, sizes: tuple[tuple[str, int], ...]) -> tuple[int, int]:
-        """Count weights and multiply-accumulates of a program, which is read once."""
+    def count(self, program: torch.export.ExportedProgram, sizes: Mapping[str, int]) -> None:
+        """Count weights and multiply-accumulates of the program, which need not be read for it."""
         from compress.graph.flops import count_graph_weights, count_macs
         from compress.graph.torch_export import reshape_views_
 
+        module = program.module()
+        reshape_views_(module)
+        inputs = self.signature.example(batch=1, sizes=dict(sizes))
+        macs = count_macs(module, inputs)
+        self._counted[tuple(sizes.items())] = count_graph_weights(program), macs
+
+    def _counts(self, sizes: tuple[tuple[str, int], ...]) -> tuple[int, int]:
         if sizes not in self._counted:
-            program = self.program()
-            module = program.module()
-            reshape_views_(module)
-            inputs = self.signature.example(batch=1, sizes=dict(sizes))
-            self._counted[sizes] = count_graph_weights(program), count_macs(module, inputs)
+            self.count(self.program(), dict(sizes))
         return self._counted[sizes]
 
     @cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -151,7 +152,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
             for state in (program.state_dict, module.state_dict())
         )
         stay = f"{100 * left / max(1, total):.0f} % of the weights stay in float32"
-        return GraphModel.create(
+        saved = GraphModel.create(
             context.root,
             program,
             model.signature,
@@ -159,6 +160,10 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
             facts=self.recorded(quantized, facts, fidelity, stay),
             carried=model.carried_files(),
         )
+        if not context.is_quick:  # the export and the report ask for it
+            with suppress(Exception):  # which then tell what is wrong
+                saved.count(program, context.typical_sizes(model.signature))
+        return saved
 
     def recorded(
         self, quantized: Mapping[str, int], facts: Mapping[str, Any], fidelity: Fidelity, *said: str

@@ -47,6 +47,18 @@ def test_float_weights_do_not_stay_in_memory(tmp_path: Path) -> None:
     assert not graphs_with_weights() - kept
 
 
+def test_a_new_graph_is_not_read_to_be_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
+    quantized = dynamic(model, tmp_path)
+    read = GraphModel.from_directory(quantized.path)
+    expected = read.macs(), read.parameters()
+    monkeypatch.delattr(GraphModel, "program")
+    assert (quantized.macs(), quantized.parameters()) == expected
+    assert expected[0] > 0
+
+
 def graphs_with_weights() -> set[int]:
     gc.collect()
     # By type: an object of torch warns where it is asked for its class.
