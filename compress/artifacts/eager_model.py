@@ -237,6 +237,10 @@ class EagerModel(Artifact):
 
     def parameters(self) -> int:
         """Count the weights, tied ones once."""
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> int:
         module = self.skeleton() if self.is_streamed else None
         return sum(p.numel() for p in (module or self.load()).parameters())
 

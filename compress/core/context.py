@@ -508,12 +508,17 @@ class Context:
                 measured = benchmark.compare_latencies(
                     openers, batches, threads=self.threads, mixed=mixed, **limit
                 )
-            for before in new:
-                compared = measured.comparison([*models].index(before.digest), 0)
-                key = (before.digest, after.digest, *conditions)
-                found[key] = compared, recorded
+            places = {digest: place for place, digest in enumerate(models)}
+            pairs = [(before.digest, after.digest) for before in new]
+            # What one takes alone was measured, too, for whoever asks for it later.
+            own = [a for a in models.values() if not mixed and a.runs_on(self.device) == device]
+            for first, second in (*pairs, *((a.digest, a.digest) for a in own)):
+                compared = measured.comparison(places[first], places[second])
+                key = (first, second, *conditions)
+                if (first, second) in pairs:
+                    found[key] = compared, recorded
                 if not compared.unreliable_reason:  # else the machine may have less to do next time
-                    self.caches.comparisons[key] = found[key]
+                    self.caches.comparisons.setdefault(key, (compared, recorded))
         for _, recorded in found.values():
             add_to_recordings(recorded)
         return [found[key][0] for key in keys]

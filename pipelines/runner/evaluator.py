@@ -256,11 +256,11 @@ class ArtifactEvaluator(MeasurementCache):
         state.emit("gate_judged", name, line, fields, level, is_announced=False)
         return verdict
 
-    def measure(self, while_loaded: Callable[[], object] = bool) -> Measurements:
+    def measure(self, while_loaded: Callable[[], object] = bool, untimed: str = "") -> Measurements:
         """Measure metric, size, latency and memory, compared with the run's baseline.
 
-        Latency and memory of what only simulates its export are not. `while_loaded` is called once
-        the metric is known, while what answers is open.
+        Latency and memory are not with a reason why they are `untimed`, nor of what only simulates
+        its export. `while_loaded` is called once the metric is known, while what answers is open.
         """
         state, artifact = self.state, self.artifact
         baseline = state.artifacts[state.plan.baseline]
@@ -273,7 +273,7 @@ class ArtifactEvaluator(MeasurementCache):
         context, conditions = self.context, state.measurement_conditions()
         # The number goes up where other things are measured: stored values are then taken again.
         key: dict[str, Any] = {"measurements": 4, "against": baseline.digest}
-        if untimed := _why_untimed(state, self.name):
+        if untimed := untimed or _why_untimed(state, self.name):
             key["untimed"] = untimed
         with name_stage_in_errors(self.name, state.out), artifact.keep_loaded():
             measurements = self.get_or_measure(

@@ -17,11 +17,12 @@ from compress.core.context import ExportCache
 from compress.core.diagnosis.cause import is_explained
 from compress.core.gates.runtime import BASELINES, BaselineArtifact
 from compress.core.stage import refusal
+from compress.export.exporter import Exporter
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.executors.task import StageTask
 from compress.pipelines.planning.loss_and_metric import fitting_loss, metric_takes_first
-from compress.pipelines.results.measurements import Measurements
+from compress.pipelines.results.measurements import NOT_MEASURED, Measurements
 from compress.pipelines.results.schema import FIDELITY, TestReport
 from compress.pipelines.runner import evaluator
 from compress.pipelines.runner.cache_keys import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from compress.pipelines.executors.engines import Engine
     from compress.pipelines.planning.plan import PlannedStage
 
+NOT_TIMED = f"{NOT_MEASURED}the run ended before it was timed"
 RERUN_REQUESTED = "asked to run again"  # why a stage runs that `--from` or `--force` names
 # Of a ResNet-18 PyTorch takes 30 ms a row and ONNX Runtime 16. Fewer than these PyTorch computes in
 # less than a second, and then the model itself can as well answer.
@@ -56,6 +58,8 @@ class PipelineExecutor:
     state: RunState
     ahead: dict[str, CacheLookup | CompressError] = field(default_factory=dict)
     """Exports that ran before the stage that they read was evaluated, or why they failed."""
+    times_baseline_last: bool = False
+    """Whether the imported model is timed in turn with exports of the run, which comes later."""
 
     def import_model(self) -> None:
         """Import the model that the pipeline starts from, and publish it."""
@@ -98,7 +102,10 @@ class PipelineExecutor:
             else:
                 with state.profiler.section(SOURCE, "evaluation"):
                     self._answer_by_file(cache, fit_early)
-                    state.baseline = cache.measure(fit)
+                    exports = any(isinstance(p.stage, Exporter) for p in plan.stages)
+                    self.times_baseline_last = exports and not state.is_quick
+                    untimed = NOT_TIMED if self.times_baseline_last else ""
+                    state.baseline = cache.measure(fit, untimed)
         self._emit_finished(lookup, cache.seconds, state.baseline)
         if line := fit():
             state.emit("task_known", None, line)
@@ -192,6 +199,13 @@ class PipelineExecutor:
         # The store's exports stay here: another process may run the stage, and compares no speed.
         context = replace(context, history=history, served_latency=served, exports=ExportCache())
         return StageTask(planned.name, planned.stage, planned.input, context)
+
+    def time_baseline(self) -> None:
+        """Measure how long the imported model takes, unless that was measured beside an export."""
+        state = self.state
+        if self.times_baseline_last and state.baseline is not None:
+            with state.profiler.section(SOURCE, "evaluation"):
+                state.baseline = evaluator.ArtifactEvaluator(state, SOURCE).measure()
 
     def find_or_run(self, planned: PlannedStage) -> CacheLookup:
         """Take a stage's artifact from the store, else run the stage in this process."""
@@ -344,6 +358,8 @@ def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
                         executor.evaluate(planned, lookup)
         else:
             ParallelScheduler(executor, engine, list(state.plan.stages)).run()
+        with outcome.record_failures(SOURCE):
+            executor.time_baseline()
     finally:
         if engine is not None:
             engine.close()

@@ -289,7 +289,11 @@ def test_a_reliable_comparison_is_measured_once(mlp, context, monkeypatch) -> No
     before, after = Recording(mlp.signature, digest="a"), Recording(mlp.signature, digest="b")
     reliable = SimpleNamespace(unreliable_reason="")
     found = [SimpleNamespace(unreliable_reason="noise"), reliable]
-    measured = SimpleNamespace(comparison=lambda *_: found.pop(0))
+
+    def compare(first: int, second: int) -> SimpleNamespace:
+        return found.pop(0) if first != second else reliable
+
+    measured = SimpleNamespace(comparison=compare)
     monkeypatch.setattr(benchmark, "compare_latencies", lambda *_, **__: measured)
     assert context.compare_latency(before, after, 1).unreliable_reason == "noise"
     assert [context.compare_latency(before, after, 1) for _ in range(2)] == [reliable, reliable]

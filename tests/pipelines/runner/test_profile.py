@@ -11,6 +11,7 @@ import torch
 
 from compress.common import atomic_files
 from compress.common.counts import counted
+from compress.common.errors import GateRefused
 from compress.common.forward import count_forwards
 from compress.pipelines import Pipeline
 from compress.pipelines.results import measurements
@@ -21,7 +22,7 @@ from compress.profiling.benchmark import InterleavedLatencies, Latency, compare_
 from tests.pipelines.conftest import FILE, NETS, RUNTIME_OF, Project
 
 ONE = Latency(batch=1, p50=1, p95=1, p50_interval=(1, 1), p95_interval=(1, 1), outliers=0)
-THREE = InterleavedLatencies((ONE,) * 3, ((1.0,),) * 3)
+THREE = InterleavedLatencies((ONE,) * 3, ((1.0,) * 8,) * 3)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,13 @@ def test_a_large_file_is_traced_and_hashed_once_and_read_a_few_times(tmp_path, m
     (tmp_path / "wide.py").write_text(WIDE)
     (tmp_path / "p.yaml").write_text(EXPORT)
     monkeypatch.setattr(atomic_files, "RACY_SECONDS", -1.0)
-    monkeypatch.setattr(benchmark, "compare_latencies", lambda *_, **__: THREE)
+    timed = []
+
+    def compare(models, *_, **__):
+        timed.append(len(models))
+        return THREE
+
+    monkeypatch.setattr(benchmark, "compare_latencies", compare)
     monkeypatch.setattr(measurements, "runtime_of", RUNTIME_OF)
     report = Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "out", profile=True)
     assert report.profile
@@ -83,6 +90,27 @@ def test_a_large_file_is_traced_and_hashed_once_and_read_a_few_times(tmp_path, m
     assert total["read.bytes"] <= 12.5 * size
     same = report.stages[-1].measurements.same_runtime
     assert same.speedup == 1
+    # The imported model has its own figures from the comparison with it.
+    assert timed == [2]
+    assert report.baseline.latency_ms.p50 == 1
+
+
+PRUNED = """version: 1
+name: wide
+model: {factory: "wide:wide", inputs: [{name: x, shape: [batch, 1024]}]}
+stages:
+  - {stage: prune_channels, ratio: 0.5, gates: [{gate: max_file_size, mebibytes: 1}]}
+  - {stage: export_onnx}
+"""
+
+
+def test_a_model_is_timed_where_no_export_of_it_was(tmp_path, monkeypatch) -> None:
+    (tmp_path / "wide.py").write_text(WIDE)
+    (tmp_path / "p.yaml").write_text(PRUNED)
+    monkeypatch.setattr(benchmark, "compare_latencies", lambda *_, **__: THREE)
+    with pytest.raises(GateRefused):
+        Pipeline.from_yaml(tmp_path / "p.yaml").run(tmp_path / "out")
+    assert Report.read(tmp_path / "out").baseline.latency_ms.p50 == 1
 
 
 def test_the_profile_is_in_the_report_and_in_words(profiled: Report) -> None:
