@@ -345,6 +345,9 @@ class Artifact(ShownInNotebooks):
         """
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
 
+    def make_ready(self) -> None:
+        """Do once what opening needs and does not count, such as an export; by default nothing."""
+
     def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
         """Load the model once more, though :meth:`keep_loaded` may keep one."""
         kept, self.kept_models = self.kept_models, None

@@ -494,7 +494,8 @@ class Context:
         """Compare an artifact with each of some others; those not measured yet are so in turn."""
         conditions = (batch, seconds, id(self.data), self.device, self.threads, self.seed)
         keys = [(before.digest, after.digest, *conditions) for before in befores]
-        found = {k: v for k, v in self.caches.comparisons.items() if k in keys}
+        cache = self.caches.comparisons
+        found = {k: cache[k] for k in keys if k in cache}
         new = [b for k, b in zip(keys, befores, strict=True) if k not in found]
         if new:
             models = {a.digest: a for a in (after, *new)}
@@ -505,6 +506,8 @@ class Context:
             openers = [partial(a.open_anew, device, self.threads) for a in models.values()]
             limit = {} if seconds is None else {"seconds": seconds}
             with recording() as recorded:
+                for model in models.values():
+                    model.make_ready()
                 measured = benchmark.compare_latencies(
                     openers, batches, threads=self.threads, mixed=mixed, **limit
                 )
@@ -518,7 +521,7 @@ class Context:
                 if (first, second) in pairs:
                     found[key] = compared, recorded
                 if not compared.unreliable_reason:  # else the machine may have less to do next time
-                    self.caches.comparisons.setdefault(key, (compared, recorded))
+                    cache.setdefault(key, (compared, recorded))
         for _, recorded in found.values():
             add_to_recordings(recorded)
         return [found[key][0] for key in keys]

@@ -63,17 +63,18 @@ class MeasurementCache:
         self,
         key: dict[str, Any],
         measure: Callable[[], T],
-        load: Callable[[Any], T] = lambda stored: stored,
+        load: Callable[[Any], T | None] = lambda stored: stored,
         dump: Callable[[T], Any] = lambda value: value,
     ) -> T:
         """Return a stored measurement, or take and store it.
 
         `key` has what is measured, and everything that it depends on. `load` makes a measurement of
-        what `dump` returned; of None nothing is stored, so that the next run measures again.
+        what `dump` returned, or None where it is to be taken again; where `dump` returns None
+        nothing is stored, so that the next run measures again.
         """
         stored = self.entry.lookup(key, self.artifact)
-        if stored is not None:
-            return load(stored.value)
+        if stored is not None and (known := load(stored.value)) is not None:
+            return known
         began = time.monotonic()
         try:
             with recording() as recorded:
@@ -242,13 +243,17 @@ class ArtifactEvaluator(MeasurementCache):
             if gate.compares and state.artifacts.get(compared) is before:
                 ArtifactEvaluator(state, compared).batch_dependence(context)
             conditions = self._conditions(*((before,) if gate.compares else ()))
+
+        def unless_busy(verdict: Verdict) -> Verdict | None:
+            # A refusal by time or memory may be that of a busy moment: the next run measures again.
+            return verdict if verdict.passed or not gate.may_vary else None
+
         verdict = self.get_or_measure(
             # The limit is no part of the key: a changed limit is held against the stored value.
             {**key, "against": before.digest, **conditions},
             measure=lambda: gate.evaluate(before, after, context),
-            load=gate.stored_verdict,
-            # A refusal by time or memory may be that of a busy moment: the next run measures again.
-            dump=lambda verdict: verdict.measured if verdict.passed or not gate.may_vary else None,
+            load=lambda stored: unless_busy(gate.stored_verdict(stored)),
+            dump=lambda verdict: verdict.measured if unless_busy(verdict) else None,
         )
         verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
         words, level = ("passed", "info") if verdict.passed else ("refused", "error")
@@ -269,7 +274,8 @@ class ArtifactEvaluator(MeasurementCache):
             dependence = self.batch_dependence()
             if state.data and "val" in state.data.datasets and state.plan.metric.is_measured:
                 self.score("val")
-            while_loaded()
+            if while_loaded is not None:
+                while_loaded()
         context, conditions = self.context, state.measurement_conditions()
         # The number goes up where other things are measured: stored values are then taken again.
         key: dict[str, Any] = {"measurements": 4, "against": baseline.digest}

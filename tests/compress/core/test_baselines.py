@@ -16,6 +16,7 @@ from compress.core.gates import MaxSize, MinSpeedup
 from compress.core.gates.runtime import BASELINES, baseline_for
 from compress.core.stage import Stage, evaluate_gates
 from compress.export.onnx.stage import ExportOnnx
+from compress.profiling import benchmark
 from compress.pruning.prune_channels import PruneChannels
 
 
@@ -110,6 +111,40 @@ def test_a_model_that_the_runtime_does_not_take_fails_the_gate(mlp, tmp_path, mo
     verdict = speedup(None).evaluate(baseline, file, context)
     assert not verdict.passed
     assert verdict.reason == "aten.nonsense is not supported"
+
+
+def test_a_wrong_file_of_the_uncompressed_model_is_refused(
+    mlp, blobs, tmp_path, monkeypatch
+) -> None:
+    context = Context(root=tmp_path / "onnx", artifacts={"source": mlp}, data=blobs)
+    file = ExportOnnx(optimize="basic").run_checked(mlp, context)
+    small = PruneChannels(ratio=0.5, round_to=1).run(mlp, context.with_root(tmp_path / "small"))
+    write, written = ExportOnnx.write, []
+
+    def write_other(stage, model, path, own):
+        written.append(model.digest)
+        return write(stage, small, path, own)
+
+    monkeypatch.setattr(ExportOnnx, "write", write_other)
+    with pytest.raises(StageFailed, match="answers differ"):
+        context.compare_latency(baseline_for(speedup(None), mlp, file, context), file, 1)
+    assert written == [mlp.digest]
+
+
+def test_the_uncompressed_model_is_exported_before_anything_is_timed(
+    mlp, tmp_path, monkeypatch
+) -> None:
+    def time(*_: object, **__: object) -> None:
+        assert written
+        raise Unavailable("here")
+
+    context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
+    file = ExportOnnx(optimize="basic").run_checked(mlp, context)
+    write, written = ExportOnnx.write, []
+    monkeypatch.setattr(ExportOnnx, "write", lambda *a: (written.append(a), write(*a))[1])
+    monkeypatch.setattr(benchmark, "compare_latencies", time)
+    with pytest.raises(Unavailable, match="here"):
+        context.compare_latency(baseline_for(speedup(None), mlp, file, context), file, 1)
 
 
 def test_a_stage_takes_precedence_over_a_runtime_of_its_name(graph, mlp, context) -> None:

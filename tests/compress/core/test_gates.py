@@ -34,6 +34,7 @@ from compress.core.stage import Stage
 from compress.core.verdict import Uncertainty, explain
 from compress.data.splits import Splits
 from compress.profiling import benchmark
+from compress.profiling.benchmark import InterleavedLatencies, Latency
 from compress.profiling.quantiles import Interval
 
 
@@ -267,6 +268,8 @@ class Recording:
     def runs_on(self, device: str) -> str:
         return self.only_device or device
 
+    def make_ready(self) -> None: ...
+
     @contextmanager
     def open_anew(self, device: str, threads: int) -> Iterator[Predictor]:
         self.devices.append(self.runs_on(device))
@@ -300,6 +303,34 @@ def test_a_reliable_comparison_is_measured_once(mlp, context, monkeypatch) -> No
     found.append(SimpleNamespace(unreliable_reason=""))
     assert context.compare_latency(before, after, 2) is not reliable
     assert not found
+
+
+def test_each_comparison_of_several_is_with_its_own_model(mlp, context, monkeypatch) -> None:
+    """Those that are measured already are not again, and each has its own figures for later."""
+    names = "abc"
+    first, second, after = (Recording(mlp.signature, digest=name) for name in names)
+    milliseconds, timed = dict(zip(names, (8.0, 4.0, 2.0), strict=True)), []
+
+    def compare(openers, *_, **__):
+        digests = [opener.func.__self__.digest for opener in openers]
+        timed.append("".join(sorted(digests)))
+        times = [milliseconds[digest] for digest in digests]
+        latencies = [
+            Latency(batch=1, p50=x, p95=x, p50_interval=(x, x), p95_interval=(x, x), outliers=0)
+            for x in times
+        ]
+        return InterleavedLatencies(tuple(latencies), tuple((x,) * 8 for x in times))
+
+    monkeypatch.setattr(benchmark, "compare_latencies", compare)
+    compared = context.compare_latencies([first, second, first], after, 1)
+    assert [one.speedup for one in compared] == [4, 2, 4]
+    assert [one.before.p50 for one in compared] == [8, 4, 8]
+    assert {one.after.p50 for one in compared} == {2}
+    assert context.compare_latency(second, after, 1).speedup == 2
+    assert context.compare_latency(first, first, 1).after.p50 == 8
+    assert timed == ["abc"]
+    assert context.compare_latency(first, second, 1).speedup == 2
+    assert timed == ["abc", "ab"]
 
 
 @pytest.mark.parametrize("batch", [1, 8])

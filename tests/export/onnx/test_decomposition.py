@@ -112,7 +112,9 @@ def test_a_graph_is_traced_anew_only_where_it_must(
     expected, _ = exported(compute, monkeypatch, as_torch=True)
     caplog.clear()
     found, traced = exported(compute, monkeypatch, as_torch=False)
-    assert sorted(found, key=str) == sorted(expected, key=str)
+    if compute is moved:  # a size is read where it is needed, and not first
+        found, expected = sorted(found, key=str), sorted(expected, key=str)
+    assert found == expected
     assert not caplog.records, "users would wonder what torch's notes mean"
     assert traced == (compute in OTHERS)
 
