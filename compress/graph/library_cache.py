@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 import typing
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ PLAIN = (
     *("to.dtype", "to.device", "to.dtype_layout", "dropout.default", "batch_norm.default"),
 )
 """Composite operators whose decomposition has no composite operator that a graph may keep."""
+_kept_ops: dict[int, set[Any]] = {}  # by thread: others may decompose another program meanwhile
 
 
 @contextmanager
@@ -75,7 +77,8 @@ def cached_composite_ops() -> Iterator[None]:
         yield
 
 
-def kept_composite_ops_of(program: ExportedProgram) -> AbstractContextManager[None]:
+@contextmanager
+def kept_composite_ops_of(program: ExportedProgram) -> Iterator[None]:
     """Let torch override only those composite operators that a program keeps in a block.
 
     In which it is decomposed by an empty table. Where its other operators may lead to more, all
@@ -97,8 +100,21 @@ def kept_composite_ops_of(program: ExportedProgram) -> AbstractContextManager[No
     }
     kept = {target for target in composite if keeps and keeps(target)}
     if has_subgraphs or any(str(op).removeprefix("aten.") not in PLAIN for op in composite - kept):
-        return nullcontext()
-    return patched_attribute(exported_program, "_collect_all_valid_cia_ops", lambda: {*kept})
+        yield
+        return
+    name, thread = "_collect_all_valid_cia_ops", threading.get_ident()
+    collect: Any = getattr(exported_program, name, None)
+
+    def collect_kept() -> set[Any]:
+        own = _kept_ops.get(threading.get_ident())
+        return {*(collect() if own is None else own)}
+
+    _kept_ops[thread] = kept
+    try:
+        with patched_attribute(exported_program, name, collect_kept):
+            yield
+    finally:
+        del _kept_ops[thread]
 
 
 @contextmanager

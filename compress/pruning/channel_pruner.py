@@ -211,6 +211,8 @@ class ChannelPruner:
         for one in plan.groups:
             size, modules = len(one.group.channels), one.group.producers
             new = {"modules": list(modules), "before": size}
+            if one.group.name != modules[0]:  # another group has channels of the same modules
+                new["name"] = one.group.name
             fact = self._groups.setdefault(one.group.name, new)
             fact["after"] = one.after
 

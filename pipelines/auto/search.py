@@ -360,6 +360,7 @@ class BlockVariants:
                 except StageFailed as error:
                     count = len(removed_blocks)
                     self.state.leave_out(f"widths without {count} of the blocks: {error}")
+                    return None  # in other formats it is the same model
         return None
 
 

@@ -170,6 +170,7 @@ class SearchState:
         One that a busy machine cannot measure is postponed, or failed where this is its last try.
         """
         name = candidate.name
+        self.postponed.pop(candidate, None)
         if name in self.checked or candidate in self.failed:
             return
         fields = {"candidate": name, **candidate.settings(), "predicted_ms": predicted_ms}

@@ -213,9 +213,9 @@ class CutChannels(PruningDiagnosis):
     def widths(self) -> dict[str, tuple[int, int]]:
         """Group → channels before, and those that the stage has left."""
         recorded: Any = self.after.manifest.facts["families"]
-        left = {tuple(family["modules"]): family["after"] for family in recorded}
+        left = {x.get("name", x["modules"][0]): x["after"] for x in recorded}
         return {
-            one.group.name: (len(one.scores), left.get(one.group.producers, len(one.scores)))
+            one.group.name: (len(one.scores), left.get(one.group.name, len(one.scores)))
             for one in self._ranking("l2", 0, False).ranked
         }
 

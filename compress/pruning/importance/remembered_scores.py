@@ -67,7 +67,7 @@ def _key(
     """Hash what scores depend on: the model's structure and weights, the groups and the samples."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     tensors |= {
-        f"{i}.{n}": tensor
+        f"sample {i}.{n}": tensor
         for i, batch in enumerate(samples.batches)
         for n, tensor in enumerate(batch.tensors())
     }

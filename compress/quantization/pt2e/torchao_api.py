@@ -52,7 +52,8 @@ def _forget_devices() -> None:
     # and so keep its float weights until the process ends.
     for module in (utils, torch_utils):
         for name in ("_assert_and_get_unique_device", "assert_and_get_unique_device"):
-            getattr(getattr(module, name, None), "cache_clear", bool)()
+            if cached := getattr(module, name, None):
+                cached.cache_clear()
 
 
 def convert_pt2e(prepared: GraphModule) -> GraphModule:
