@@ -50,10 +50,13 @@ def prepare_pt2e(graph: GraphModule, quantizer: Quantizer) -> GraphModule:
 def _forget_devices() -> None:
     # torchao (0.18) and torch (2.13) cache the device of each module that they prepare or convert,
     # and so keep its float weights until the process ends.
-    for module in (utils, torch_utils):
-        for name in ("_assert_and_get_unique_device", "assert_and_get_unique_device"):
-            if cached := getattr(module, name, None):
-                cached.cache_clear()
+    cached: tuple[Any, ...] = (
+        getattr(utils, "_assert_and_get_unique_device", None),
+        getattr(torch_utils, "assert_and_get_unique_device", None),
+    )
+    for function in cached:
+        if hasattr(function, "cache_clear"):  # another release may not cache it
+            function.cache_clear()
 
 
 def convert_pt2e(prepared: GraphModule) -> GraphModule:
