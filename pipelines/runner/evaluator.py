@@ -244,16 +244,17 @@ class ArtifactEvaluator(MeasurementCache):
                 ArtifactEvaluator(state, compared).batch_dependence(context)
             conditions = self._conditions(*((before,) if gate.compares else ()))
 
-        def unless_busy(verdict: Verdict) -> Verdict | None:
-            # A refusal by time or memory may be that of a busy moment: the next run measures again.
-            return verdict if verdict.passed or not gate.may_vary else None
+        def unless_refused_by_time(stored: Any) -> Verdict | None:
+            # Time and memory may be those of a busy moment: they are measured again then.
+            found = gate.stored_verdict(stored)
+            return None if gate.may_vary and not found.passed else found
 
         verdict = self.get_or_measure(
             # The limit is no part of the key: a changed limit is held against the stored value.
             {**key, "against": before.digest, **conditions},
             measure=lambda: gate.evaluate(before, after, context),
-            load=lambda stored: unless_busy(gate.stored_verdict(stored)),
-            dump=lambda verdict: verdict.measured if unless_busy(verdict) else None,
+            load=unless_refused_by_time,
+            dump=lambda verdict: verdict.measured,
         )
         verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
         words, level = ("passed", "info") if verdict.passed else ("refused", "error")
