@@ -237,10 +237,10 @@ class EagerModel(Artifact):
 
     def parameters(self) -> int:
         """Count the weights, tied ones once."""
-        return self._parameters
+        return self._parameter_count
 
     @cached_property
-    def _parameters(self) -> int:
+    def _parameter_count(self) -> int:
         module = self.skeleton() if self.is_streamed else None
         return sum(p.numel() for p in (module or self.load()).parameters())
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
-from functools import reduce, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias
 
 from compress.common.counts import count
@@ -223,9 +223,11 @@ def answer_one_row(
     """
     axis, rows = signature.batch_axis, list[torch.Tensor]()
     for x, spec in zip(inputs, signature.inputs, strict=True):
-        # The state of a recurrent layer has its rows along the second axis.
-        places = [place for place, name in enumerate(spec.shape) if axis and name == axis]
-        rows.append(reduce(lambda part, place: part.narrow(place, 0, 1), places, x))
+        for place, name in enumerate(spec.shape):
+            # The state of a recurrent layer has its rows along the second axis.
+            if axis is not None and name == axis:
+                x = x.narrow(place, 0, 1)
+        rows.append(x)
     try:
         return run_in_eval(module, rows)
     except Exception as error:

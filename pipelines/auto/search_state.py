@@ -186,10 +186,11 @@ class SearchState:
             return
         except StageFailed as error:
             if isinstance(error, NotMeasurable) and not is_last:
-                self.warn(f"{name}: {error}; it is tried again later")
                 if candidate == Candidate("float"):
+                    self.warn(f"{name}: {error}; it is tried again")
                     self.check(candidate, is_last=True)
                 else:
+                    self.warn(f"{name}: {error}; it is tried again later")
                     self.postponed[candidate] = predicted_ms
                 return
             if candidate == Candidate("float"):

@@ -235,9 +235,8 @@ class _Builder:
 
     def add_layer(self, node: Node, layer: nn.Module, sources: Mapping[str, _Source]) -> None:
         """Add a layer under the name of its first weight, or of its node."""
-        stem, key = "", ""
-        for source in list(sources.values())[:1]:
-            stem, _, key = source.initializer.rpartition(".")
+        first = next((source.initializer for source in sources.values()), "")
+        stem, _, key = first.rpartition(".")
         names = stem if stem and key == "weight" else node.name
         path = self._free_name(names or node.outputs[0])
         owner, _, key = path.rpartition(".")
