@@ -186,8 +186,14 @@ def _hash(tensors: Tensors, structure: str = "") -> bytes:
     digest = hashlib.blake2b(structure.encode(), digest_size=16)
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensor))
     return digest.digest()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's numbers as bytes, without a copy where they lie in order on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
+from compress.data.fingerprint import bytes_of
 from compress.pruning.channel_settings import FROM_DATA
 from compress.pruning.importance.scores import ScoringSamples, score_groups
 
@@ -76,6 +75,5 @@ def _key(
     digest = hashlib.sha256(repr((criterion, settings, channels, module)).encode())
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        digest.update(values)
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()

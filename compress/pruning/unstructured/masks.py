@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from compress.data.batch import Batch
+from compress.data.fingerprint import bytes_of
 from compress.graph.layer_gram import LAZY_INPUTS, compensate, inverse_hessian_factor
 from compress.pruning.allocation.ranking import names_matching
 from compress.pruning.depth.block_search import all_blocks
@@ -182,8 +183,7 @@ def deflated_bytes(module: nn.Module) -> int:
         if tensor.data_ptr() in seen and tensor.numel():
             continue  # tied weights are stored once
         seen.add(tensor.data_ptr())
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        size += len(packer.compress(flat.numpy().data))
+        size += len(packer.compress(bytes_of(tensor)))
     return size + len(packer.flush())
 
 
