@@ -51,15 +51,20 @@ and Robbins, "On the Asymptotic Theory of Fixed-Width Sequential Confidence Inte
 """
 SECOND_TRY = 4  # how many times longer models are measured once more where an interval is too wide
 FEWEST_BLOCKS = 8  # their smallest and largest values enclose the median with 99 %
-DEAR_SECONDS = 0.1
-"""Of a call, from which on :data:`FEWEST_DEAR_BLOCKS` may be enough: it spans so many slices of the
-scheduler and so many operators that its time is a mean already, whose noise is nearly normal."""
-FEWEST_DEAR_BLOCKS = 4
-"""Each model is first in half of them. Student's factor for their mean is 1.6 standard deviations;
-for three it would be 2.5, so that the fourth call pays for itself."""
 TURN_SECONDS = 0.01
 """Of one model's calls, before another one's: so that a small model's weights are in the
 processor's caches, as they are where it is served alone."""
+FEWEST_LONG_BLOCKS = 4
+"""Where a call takes longer than a turn, and all have one shape: it spans so many slices of the
+scheduler and so many operators that its time is a mean already, whose noise is nearly normal.
+
+Each model is first in half of them. Student's factor for their mean is 1.6 standard deviations;
+for three it would be 2.5, so that the fourth call pays for itself. Six blocks of three models
+(ResNet-18, calls of 10 to 56 ms beside other load) held the ratio of 300 blocks more often than the
+usual number, as their interval is wider.
+"""
+DEAR_SECONDS = 0.1
+"""Of a call, from which on a block has one round, and batches of the median size alone."""
 OPENING_SECONDS = MEASURED_SECONDS
 """For which a model is opened anew and warmed up at most, as long as it is called.
 
@@ -335,8 +340,9 @@ def compare_latencies(
     interval holds that, too.
 
     Each model is measured for so many ``seconds``, and for longer where an interval is too wide, or
-    the blocks are too few. Calls that take long are fewer, see :data:`FEWEST_DEAR_BLOCKS`, and all
-    have the median size of the batches, as each size is called twice before it is measured.
+    the blocks are too few. Calls that take long are fewer, see :data:`FEWEST_LONG_BLOCKS`, and from
+    :data:`DEAR_SECONDS` on all have the median size of the batches, as each size is called twice
+    before it is measured.
 
     Where samples take a model longer than others (`mixed`), each call of a turn has other ones, the
     same for every model, and means are compared: a median would leave out the calls that take
@@ -456,15 +462,17 @@ class _Blocks:
                 self.warm_up_calls += 1
                 self._predictors[i](*typical)
                 shortest = min(shortest, time.perf_counter() - began)
-                if shortest > DEAR_SECONDS or time.perf_counter() > start + self.seconds / 4:
+                if shortest > TURN_SECONDS or time.perf_counter() > start + self.seconds / 4:
                     break
             self._calls.append(max(1, round(turn / max(shortest, 1e-6))))
             longest = max(longest, shortest)
+        shapes = [x.shape for x in typical]
+        alike = [batch for batch in self.batches if [x.shape for x in batch] == shapes]
         if longest > DEAR_SECONDS:
-            self._rounds = 1
-            count, shapes = len(self.models), [x.shape for x in typical]
-            self._fewest = -(-FEWEST_DEAR_BLOCKS // count) * count
-            self.batches = [b for b in self.batches if [x.shape for x in b] == shapes]
+            self._rounds, self.batches = 1, alike
+        if longest > TURN_SECONDS and len(alike) == len(self.batches):
+            count = len(self.models)
+            self._fewest = -(-FEWEST_LONG_BLOCKS // count) * count
 
     @counting_paused()
     def _measure_block(self, order: Sequence[int], turns: Sequence[Batches]) -> None:
