@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import fx
+from torch._export import utils
+from torch._prims_common import is_contiguous_or_false
 
+from compress.graph.decomposition import FORMS, call, decompose_, is_composite
 from compress.graph.library_cache import cached_composite_ops, kept_composite_ops_of
 from compress.graph.torch_export import (
     FlatOutputs,
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
     Values = dict[Node, Any]
 
+aten = torch.ops.aten
 # `nn_module_stack` names classes by module and qualified name.
 FLAT_OUTPUTS = f"{FlatOutputs.__module__}.{FlatOutputs.__qualname__}"
 INPUT_NAME = "name in the signature"
@@ -103,18 +107,57 @@ def capture(module: torch.nn.Module, signature: Signature) -> GraphModule:
 
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
-    """Return an equal program that writes into no tensor, with ``reshape`` for every ``view``."""
+    """Return an equal program that writes into no tensor, with ``reshape`` for every ``view``.
+
+    The given one may be changed.
+    """
     # Dequantizing a quantized tensor makes a copy: a write into a view of it would not reach the
     # other readers of the original.
-    with (
-        _without_treespec_warnings(),
-        cached_composite_ops(),
-        kept_composite_ops_of(program),
-        any_sequence_length(),
-    ):
-        decomposed: ExportedProgram = program.run_decompositions({})
-    reshape_views_(decomposed.graph_module)
-    return decomposed
+    if decompose_(program, FUNCTIONAL_FORMS, _is_functional):
+        program.graph.eliminate_dead_code()
+    else:
+        with (
+            _without_treespec_warnings(),
+            cached_composite_ops(),
+            kept_composite_ops_of(program),
+            any_sequence_length(),
+        ):
+            program = program.run_decompositions({})
+    reshape_views_(program.graph_module)
+    return program
+
+
+def _is_functional(node: Node) -> bool:
+    """Whether `run_decompositions` leaves what a node calls as it is."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OperatorBase):
+        return True  # Python's own, of sizes
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    keeps: Any = getattr(utils, "_is_preservable_cia_op", lambda operator: False)
+    return not is_composite(target) or target is aten.reshape.default or keeps(target)
+
+
+def _dropout(graph: fx.Graph, node: Node) -> Node | None:
+    x, _, training = node.args
+    return None if training else call(graph, aten.clone.default, (x,), node)
+
+
+def _contiguous(graph: fx.Graph, node: Node) -> Node | None:
+    x: Any = node.args[0]
+    if len(node.args) > 1 or node.kwargs:
+        return None
+    if is_contiguous_or_false(x.meta["val"]):
+        return x  # type: ignore[no-any-return]
+    layout = torch.contiguous_format
+    return call(graph, aten.clone.default, (x,), node, memory_format=layout)
+
+
+FUNCTIONAL_FORMS = {
+    **FORMS,
+    aten.dropout.default: _dropout,
+    aten.contiguous.default: _contiguous,
+}
 
 
 def copy_graph(graph: GraphModule, shared: Iterable[torch.Tensor] = ()) -> GraphModule:

@@ -47,6 +47,15 @@ def moved(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return net.norm(x).to("cpu") * 2, mask.expand_as(x) * x, x.mean((2, 3), True).expand_as(x) + x
 
 
+def reshaped(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = net.conv(x)
+    return y.flatten(2), y.flatten(1, 2), y.unflatten(1, (1, -1)), y.unflatten(-1, (4, 4))
+
+
+def merged_with_rows(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return net.conv(x).flatten(0, 1)
+
+
 def written_and_read(net: Any, x: torch.Tensor) -> torch.Tensor:
     y = net.conv(x)
     before = y * 2
@@ -78,8 +87,15 @@ def written_list(net: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-PLAIN = [residual, outputs, moved]
-OTHERS = [written_and_read, written_view, written_buffer, wider_write, without_weights]
+PLAIN = [residual, outputs, moved, reshaped]
+OTHERS = [
+    merged_with_rows,
+    written_and_read,
+    written_view,
+    written_buffer,
+    wider_write,
+    without_weights,
+]
 
 
 def exported(compute: Any, monkeypatch: pytest.MonkeyPatch, *, as_torch: bool) -> tuple[Any, int]:
