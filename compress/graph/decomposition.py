@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
@@ -140,14 +141,30 @@ def _unflatten(graph: Graph, node: Node) -> Node | None:
 
 def _sizes(graph: Graph, tensor: Any, axes: Iterable[int]) -> list[Any]:
     """Return sizes of a tensor: numbers, and nodes that read what varies."""
-    sizes: list[Any] = []
-    for axis in axes:
-        size: Any = tensor.meta["val"].shape[axis]
-        if not isinstance(size, int):
-            node = graph.call_function(aten.sym_size.int, (tensor, axis))
-            node.meta["val"], size = size, node
-        sizes.append(size)
-    return sizes
+    shape = tensor.meta["val"].shape
+    return [n if isinstance(n := shape[axis], int) else _size(graph, tensor, axis) for axis in axes]
+
+
+def _size(graph: Graph, tensor: Node, axis: int) -> Node:
+    """Return a node that reads a size, as in a trace from an input, where one has it."""
+    # A reader more of the tensor itself would keep its operator from being fused with the next.
+    size = tensor.meta["val"].shape[axis]
+    inputs = graph.find_nodes(op="placeholder")
+    places = [
+        (given, i)
+        for given in inputs
+        for i, other in enumerate(getattr(given.meta.get("val"), "shape", ()))
+        if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr
+    ]
+    source = places[0] if places else (tensor, axis)
+    for reader in source[0].users:
+        if places and reader.target is aten.sym_size.int and reader.args == source:
+            inputs[-1].append(reader)  # moved before all that may read it
+            return reader
+    with graph.inserting_after(inputs[-1]) if places else nullcontext():
+        node = graph.call_function(aten.sym_size.int, source)
+    node.meta["val"] = size
+    return node
 
 
 FORMS: dict[Any, Form] = {

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 LONGEST_SECONDS = 600  # how long a model may take to be opened and to answer: the fork may hang
 IMPORT_ROUNDS = 3
 """Measurements of one request at most, each after importing what the one before imported."""
-MEASURED_SECONDS = 1.0
+MEASURED_SECONDS = 0.5
 """For which a model is called, and on until a call takes no more memory than those before: what it
 takes may depend on the values of its inputs."""
 STEADY = 1.01

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from compress.common.errors import StageFailed, first_line
-from compress.graph.torch_export import export_program
+from compress.graph.lifting import program_of_graph
 from compress.quantization.pt2e.graph_capture import (
     NodeTap,
     capture,
@@ -218,7 +218,7 @@ def convert_precision(
             samples += len(batch)
             report(samples)
     remove_unread_tensors_(graph)
-    return export_program(graph, signature)
+    return program_of_graph(graph, signature)
 
 
 def compute_in_half_(

@@ -18,6 +18,7 @@ from torch._prims_common import is_contiguous_or_false
 
 from compress.graph.decomposition import FORMS, call, decompose_, is_composite
 from compress.graph.library_cache import cached_composite_ops, kept_composite_ops_of
+from compress.graph.lifting import graph_of_program
 from compress.graph.torch_export import (
     FlatOutputs,
     any_sequence_length,
@@ -100,8 +101,7 @@ def describe_tensor(node: Node) -> str:
 
 def capture(module: torch.nn.Module, signature: Signature) -> GraphModule:
     """Export a module in eval mode as a graph without in-place writes; it is not changed."""
-    program = functionalize(export_program(module, signature))
-    graph: GraphModule = program.module(check_guards=False)
+    graph = graph_of_program(functionalize(export_program(module, signature)))
     name_layers_(graph)
     return graph
 

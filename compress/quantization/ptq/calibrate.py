@@ -17,7 +17,7 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_token and 
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, run_in_eval
-from compress.graph.torch_export import export_program
+from compress.graph.lifting import program_of_graph
 from compress.quantization.algorithms.input_scaling import smooth_
 from compress.quantization.algorithms.layer_corrections import (
     RELU,
@@ -502,7 +502,7 @@ def quantize_dynamic(
     integers = convert(prepared)
     if quantizer.by_row:
         scale_rows_(integers, quantizer.scheme.activations)
-    return export_program(integers, signature)
+    return program_of_graph(integers, signature)
 
 
 def scale_rows_(graph: GraphModule, activations: IntegerFormat) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
-from compress.graph.torch_export import export_program
+from compress.graph.lifting import program_of_graph
 from compress.quantization.config.dtype_scheme import scheme_for
 from compress.quantization.pt2e.graph_capture import capture, copy_graph
 from compress.quantization.pt2e.observer_ranges import fit_ranges_
@@ -101,7 +101,7 @@ class PreparedModel:
         """Return the integer graph of a trained model, and freeze the model as it is."""
         graph = copy_graph(self.graph)
         module.transfer_to_(graph, self.model.signature)
-        return export_program(convert(graph), self.model.signature)
+        return program_of_graph(convert(graph), self.model.signature)
 
     def _fake_quantized(self, graph: GraphModule, *, calibrated: bool) -> FakeQuantizedModel:
         return FakeQuantizedModel(

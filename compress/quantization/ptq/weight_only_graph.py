@@ -12,7 +12,7 @@ from torch import fx
 
 from compress.artifacts.streaming.packed_model import round_activations
 from compress.common.errors import StageFailed
-from compress.graph.torch_export import export_program
+from compress.graph.lifting import program_of_graph
 from compress.quantization.algorithms.input_scaling import awq_, bypass_copies_
 from compress.quantization.algorithms.weight_rounding import (
     QuantizedWeight,
@@ -216,7 +216,7 @@ def quantize_weights(
     quantizer.quantize_(graph, moments)
     quantizer.require_quantized()
     remove_unread_tensors_(graph)
-    return export_program(graph, signature)
+    return program_of_graph(graph, signature)
 
 
 @torch.inference_mode()

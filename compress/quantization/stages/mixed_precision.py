@@ -104,7 +104,7 @@ class QuantizeMixed(CalibratedStage):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, search, and save the graph that keeps the metric."""
-        from compress.graph.torch_export import export_program
+        from compress.graph.lifting import program_of_graph
         from compress.quantization.mixed_precision.bit_search import (
             BitSearch,
             CandidateBuilder,
@@ -148,7 +148,7 @@ class QuantizeMixed(CalibratedStage):
                 prepared, quantizer, correction = static.calibrated(
                     copy_graph(graph), model, calibration, report
                 )
-                program = export_program(convert(prepared), model.signature)
+                program = program_of_graph(convert(prepared), model.signature)
                 corrected = program.module(check_guards=False)
                 drop = meter.metric_drop(corrected)
                 tried[name] = reported(drop)
@@ -164,5 +164,5 @@ class QuantizeMixed(CalibratedStage):
             "mixed": found | {"corrections": tried},
             "vanishing_ranges": candidates.vanishing,
         }
-        program = export_program(chosen, model.signature)
+        program = program_of_graph(chosen, model.signature)
         return self.save_integers(model, program, quantizer, facts, context)

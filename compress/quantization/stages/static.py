@@ -102,11 +102,11 @@ class QuantizeStatic(CalibratedStage):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, convert, and save the integer graph."""
-        from compress.graph.torch_export import export_program
+        from compress.graph.lifting import program_of_graph
         from compress.quantization.ptq.calibrate import convert
 
         prepared, quantizer, corrections = self.prepare(model, context)
-        program = export_program(convert(prepared), model.signature)
+        program = program_of_graph(convert(prepared), model.signature)
         return self.save_integers(model, program, quantizer, {}, context, corrections)
 
     def prepare(
