@@ -352,6 +352,24 @@ def test_models_that_a_busy_machine_cannot_measure_are_tried_again_later(tmp_pat
     assert state.failed == {Candidate("int8_dynamic"): str(BUSY)}
 
 
+def test_layers_stay_in_float_though_a_busy_machine_cannot_measure_their_onnx_file(
+    tmp_path: Path,
+) -> None:
+    def evaluate(candidate: Candidate, *_: object) -> CheckedModel:
+        raise StageFailed("it cannot be quantized") if candidate.format == "weights_8" else BUSY
+
+    def layer_sensitivity(whole: CheckedModel, deadline: float) -> str:
+        return f"sensitivity of {whole.format}"
+
+    state = state_of(tmp_path, evaluate=evaluate, layer_sensitivity=layer_sensitivity)
+    served = checked("a", 1.0, format="int8_static", runtime="openvino")
+    assert state._layer_sensitivity(served, math.inf) == "sensitivity of int8_static"
+    assert [*state.postponed] == [Candidate("int8_static")] and not state.not_searched
+    served = checked("b", 1.0, format="weights_8", runtime="openvino")
+    assert state._layer_sensitivity(served, math.inf) is None
+    assert "weights_8 is left in float: its ONNX file was not made" in state.not_searched[0]
+
+
 def test_a_format_whose_kernels_a_busy_machine_cannot_measure_comes_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
