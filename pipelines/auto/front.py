@@ -89,7 +89,8 @@ class Front(ShownInNotebooks, Result):
     refused: dict[str, str] = {}
     """Name of a model whose run as a point did not pass, though it met the limits → why."""
     points: tuple[str, ...]
-    """Names of the models that no other one beats in latency, drop and size, the fastest first."""
+    """Names of the models that no other one beats in latency, drop and size, the fastest first.
+    Then of those that are beaten and were run: what was refused, and the best."""
     folders: dict[str, str] = {}
     """Name of a point → its folder below that of the results, with the pipeline that makes it."""
     is_infeasible: bool = False

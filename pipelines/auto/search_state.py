@@ -444,19 +444,17 @@ class SearchState:
 
     def front(self, best: str | None = None) -> Front:
         """Return the front of what was checked so far, with a model that was chosen on it."""
-        points = Front.pareto(self.offered())
-        # One that was refused keeps its folder, too, to be run again.
-        others = {*self.refused, *([] if best is None else [best])} - {p.name for p in points}
-        points = sorted(
-            [*points, *(self.checked[name] for name in others)], key=lambda model: model.latency_ms
-        )
+        points = [model.name for model in Front.pareto(self.offered())]
+        # One that was refused keeps its folder, too, to be run again; and its number, by which that
+        # is named, though a faster one is chosen after it.
+        points = [*dict.fromkeys([*points, *self.refused, *([] if best is None else [best])])]
         evaluator = self.evaluator
         return Front(
             limits=self.settings.limits,
             checked=tuple(self.checked.values()),
             failed={candidate.name: why for candidate, why in self.failed.items()},
             refused=self.refused,
-            points=tuple(model.name for model in points),
+            points=tuple(points),
             conditions=evaluator.conditions,
             base_ms=evaluator.base_ms,
             predicted_for=evaluator.tables.where if evaluator.tables else None,

@@ -13,7 +13,7 @@ from compress import cli
 from compress.common.errors import GateRefused, StageFailed
 from compress.core.gates.cost import MaxLatency
 from compress.pipelines.api import Pipeline
-from compress.pipelines.auto.front import lines_below, run_point, write_point
+from compress.pipelines.auto.front import folder_of, lines_below, run_point, write_point
 from compress.pipelines.auto.search_state import SearchState
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
@@ -96,6 +96,21 @@ def test_a_refused_point_keeps_its_folder(tmp_path: Path) -> None:
     assert state.front().points == ("b",)
     state.refused["a"] = "busy"
     assert state.front().points == ("b", "a") and state.front("c").points == ("b", "a", "c")
+
+
+def test_a_refused_point_keeps_its_number_where_a_faster_one_is_chosen_after_it(
+    tmp_path: Path,
+) -> None:
+    evaluator = evaluator_of(tmp_path, [])
+    evaluator.conditions, evaluator.decided_on = "", SimpleNamespace(samples=30)
+    state = SearchState(evaluator)
+    latencies = {"beaten": 3.0, "faster": 2.0, "fastest": 1.0}
+    state.checked = {name: checked(name, ms) for name, ms in latencies.items()}
+    assert folder_of(state.front("beaten"), "beaten") == "points/2"
+    state.refused["beaten"] = "busy"
+    assert state.front("faster").points == ("fastest", "beaten", "faster")
+    state.refused["fastest"] = "busy"
+    assert folder_of(state.front("faster"), "beaten") == "points/2"
 
 
 @pytest.mark.parametrize("outcome", [DROP, StageFailed("no such file")])
