@@ -435,7 +435,11 @@ def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) 
 def _may_pass_later(report: Report) -> bool:
     """Whether gates refused that measure time or memory alone, which differ from run to run."""
     verdicts = [verdict for stage in report.stages for verdict in stage.verdicts]
-    return all(verdict.passed or gate_class(verdict.gate).may_vary for verdict in verdicts)
+    return all(
+        verdict.passed
+        or (gate_class(verdict.gate).may_vary and (verdict.value is not None or verdict.was_busy))
+        for verdict in verdicts
+    )
 
 
 def _content(evaluator: CandidateEvaluator, model: CheckedModel) -> dict[str, Any]:

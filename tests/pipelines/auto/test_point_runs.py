@@ -17,6 +17,7 @@ from compress.pipelines.auto.front import folder_of, lines_below, run_point, wri
 from compress.pipelines.auto.search_state import SearchState
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
+from compress.profiling.benchmark import NotMeasurable
 from tests.pipelines.auto.test_auto import FILE, NETS
 from tests.pipelines.auto.test_limits import checked, front_of
 
@@ -111,6 +112,26 @@ def test_a_refused_point_keeps_its_number_where_a_faster_one_is_chosen_after_it(
     assert state.front("faster").points == ("fastest", "beaten", "faster")
     state.refused["fastest"] = "busy"
     assert folder_of(state.front("faster"), "beaten") == "points/2"
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [(NotMeasurable("not measurable now"), True), (StageFailed("it takes no such batch"), False)],
+)
+def test_a_latency_that_cannot_be_measured_may_pass_later_if_the_machine_was_busy(
+    error: StageFailed, may_pass: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> float:
+        raise error
+
+    monkeypatch.setattr(MaxLatency, "measure", measure)
+    verdict = LATENCY.evaluate(*[SimpleNamespace()] * 3)  # type: ignore[arg-type]
+    assert (verdict.reason, verdict.was_busy) == (str(error), may_pass)
+    evaluator, model = evaluator_of(tmp_path, [], latency="1ms"), checked("a", 0.9)
+    front = front_of(model, limits={"latency": "1ms"}, points=["a"])
+    refuse_runs(monkeypatch, verdict, verdict)
+    refusal = run_point(front, evaluator, model)
+    assert refusal is not None and ("less to do" in refusal) == may_pass
 
 
 @pytest.mark.parametrize("outcome", [DROP, StageFailed("no such file")])
