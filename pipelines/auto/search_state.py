@@ -25,7 +25,7 @@ from compress.pipelines.auto.cost_models import (
     build_format_models,
 )
 from compress.pipelines.auto.deadline import OutOfTime, progress_until
-from compress.pipelines.auto.front import Front, missed_limits
+from compress.pipelines.auto.front import Front, Refusal, missed_limits
 from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
 from compress.pipelines.system.jsonl_log import EventEmitter
 from compress.pipelines.system.machine_info import machine
@@ -135,7 +135,7 @@ class SearchState:
     """Whether even the smallest models miss limits."""
     not_searched: list[str] = field(default_factory=list)
     """What is left out, and why."""
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, Refusal] = field(default_factory=dict)
     """Name of a model whose run as a point did not pass → why."""
     spent: dict[str, float] = field(default_factory=dict)
     """Part of the search → the seconds that it took so far."""
@@ -453,7 +453,8 @@ class SearchState:
             limits=self.settings.limits,
             checked=tuple(self.checked.values()),
             failed={candidate.name: why for candidate, why in self.failed.items()},
-            refused=self.refused,
+            refused={name: refusal.reason for name, refusal in self.refused.items()},
+            may_pass=tuple(name for name, refusal in self.refused.items() if refusal.may_pass),
             points=tuple(points),
             conditions=evaluator.conditions,
             base_ms=evaluator.base_ms,

@@ -18,7 +18,13 @@ from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.cost_models import FormatModel
 from compress.pipelines.auto.deadline import OutOfTime, progress_until
-from compress.pipelines.auto.front import front_page, lines_below, nothing_found, write_points
+from compress.pipelines.auto.front import (
+    Refusal,
+    front_page,
+    lines_below,
+    nothing_found,
+    write_points,
+)
 from compress.pipelines.auto.search_state import BlockVariant, SearchState, Solution
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
@@ -228,19 +234,21 @@ def test_after_the_time_one_model_is_run_as_a_point_and_its_refusal_is_told(
     monkeypatch.setattr(state, "check_whole", lambda deadline: None)
     runs: list[str] = []
 
-    def run_point(front: object, evaluator: object, model: Any) -> str:
+    reason = "min_speedup: the speedup is not measurable on this machine now"
+
+    def run_point(front: object, evaluator: object, model: Any) -> Refusal:
         runs.append(model.name)
-        return "min_speedup: the speedup is not measurable on this machine now"
+        return Refusal(reason, may_pass=True)
 
     monkeypatch.setattr(search, "run_point", run_point)
     monkeypatch.setattr(search, "write_point", lambda *_: None)
     monkeypatch.setattr(search, "write_points", lambda front, *_: front)
     front = search.run_search(state, time.monotonic() - 60)
-    assert runs == ["a"] and front.refused == {"a": run_point(None, None, models[0])}
+    assert runs == ["a"] and (front.refused, front.may_pass) == ({"a": reason}, ("a",))
     assert any("further models within all limits" in what for what in front.not_searched)
     message = nothing_found(front)
     assert "was found whose run passed; the nearest is float: 1 ms" in message
-    assert message.endswith("the speedup is not measurable on this machine now")
+    assert message.endswith(reason)
     assert "no model that was checked meets all limits and passed its run" in lines_below(
         front, tmp_path
     )
@@ -251,19 +259,21 @@ def test_after_the_time_one_model_is_run_as_a_point_and_its_refusal_is_told(
 def test_a_point_whose_run_did_not_pass_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = [checked("a", 1.0), checked("b", 2.0)]
-    front = front_of(*models, limits={}, points=["a", "b"], refused={"a": "busy"})
+    models = [checked(name, 1.0) for name in "abc"]
+    before = {"refused": {"a": "busy"}, "may_pass": ["a"]}
+    front = front_of(*models, limits={}, points=["a", "b", "c"], **before)
     runs: list[str] = []
 
-    def run_point(front: object, evaluator: object, model: Any) -> str:
+    def run_point(front: object, evaluator: object, model: Any) -> Refusal:
         runs.append(model.name)
-        return "gate"
+        return Refusal(f"gate of {model.name}", may_pass=model.name == "c")
 
     monkeypatch.setattr("compress.pipelines.auto.front.run_point", run_point)
     monkeypatch.setattr("compress.pipelines.auto.front.write_point", lambda *_: None)
     evaluator: Any = SimpleNamespace(out=tmp_path, settings=AutoSettings())
-    assert write_points(front, evaluator, None, math.inf).refused == {"a": "busy", "b": "gate"}
-    assert runs == ["b"]
+    found = write_points(front, evaluator, None, math.inf)
+    assert found.refused == {"a": "busy", "b": "gate of b", "c": "gate of c"}
+    assert found.may_pass == ("a", "c") and runs == ["b", "c"]
 
 
 @pytest.mark.slow
