@@ -31,6 +31,7 @@ from compress.pipelines.config.pipeline import relocated
 from compress.pipelines.reporting.notebook import NotebookView, view_of
 from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
 from compress.pipelines.system import yaml_core
+from compress.pipelines.system.error_context import raise_unless_of_the_model
 from compress.pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
@@ -431,6 +432,7 @@ def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) 
         try:
             pipeline.run(folder, quiet)
         except CompressError as error:
+            raise_unless_of_the_model(error)
             reason, is_refused = str(error), isinstance(error, GateRefused)
             if not (may_pass := is_refused and _may_pass_later(reports[-1])):
                 break

@@ -27,6 +27,7 @@ from compress.pipelines.auto.cost_models import (
 from compress.pipelines.auto.deadline import OutOfTime, progress_until
 from compress.pipelines.auto.front import Front, Refusal, missed_limits
 from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
+from compress.pipelines.system.error_context import raise_unless_of_the_model
 from compress.pipelines.system.jsonl_log import EventEmitter
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import NotMeasurable
@@ -185,6 +186,7 @@ class SearchState:
             self.leave_out(f"{name}: {error}")
             return
         except StageFailed as error:
+            raise_unless_of_the_model(error)
             if isinstance(error, NotMeasurable) and not is_last:
                 if candidate == Candidate("float"):
                     self.warn(f"{name}: {error}; it is tried again")
@@ -381,6 +383,7 @@ class SearchState:
                         whole_models=fitted,
                     )
             except StageFailed as error:  # the other formats may do
+                raise_unless_of_the_model(error)
                 if isinstance(error, NotMeasurable) and format not in again:
                     again.add(format)
                     left.append(format)
@@ -414,6 +417,7 @@ class SearchState:
                 raise StageFailed("its ONNX file was not made and measured")
             return self.evaluator.layer_sensitivity(whole, deadline)
         except StageFailed as error:
+            raise_unless_of_the_model(error)
             self.leave_out(f"no layer of {whole.format} is left in float: {error}")
             return None
 

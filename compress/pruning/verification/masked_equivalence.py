@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.artifacts.edits.removal import keep_indices_
-from compress.common.errors import StageFailed, first_line
+from compress.common.errors import StageFailed, first_line, raise_if_resources_ran_out
 from compress.common.forward import (
     copy_module,
     flatten_outputs,
@@ -211,6 +211,7 @@ class MaskedEquivalence:
         try:
             export_graph(sliced_copy(self._module, plan), self._inputs)
         except StageFailed as error:
+            raise_if_resources_ran_out(error)
             return str(error)
         return None
 
@@ -255,6 +256,7 @@ class MaskedEquivalence:
                     last = variant
                 found: Outputs | Exception = _outputs(smaller, inputs)
             except Exception as error:  # noqa: BLE001 - a forward may fail in any way
+                raise_if_resources_ran_out(error)
                 found = error
             # The twin's answers take longest, and the first do not matter where the smaller fails.
             if number or not isinstance(found, Exception):
@@ -405,6 +407,7 @@ def shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> lis
         with torch.random.fork_rng(devices=[]), torch.no_grad():  # a copy: training changes buffers
             return [x.shape for x in flatten_outputs(copy_module(module).train()(*inputs))]
     except Exception as error:  # noqa: BLE001 - a forward may fail in any way
+        raise_if_resources_ran_out(error)
         return f"{type(error).__name__}: {first_line(error)}"
 
 

@@ -1,5 +1,6 @@
 """The end of a search's time: what is stopped there, what is not begun, and what is said of it."""
 
+import errno
 import math
 import time
 from dataclasses import replace
@@ -90,6 +91,39 @@ def test_a_format_that_cannot_be_measured_ends_no_search(tmp_path: Path) -> None
     space: Any = SimpleNamespace(grid={"0": (32, 16)}, whole={"0": 32})
     variants = search.BlockVariants(state, BlockVariant((), None, space))
     assert variants.are_feasible(time.monotonic() + 60)
+
+
+def test_a_full_disk_ends_a_search_and_a_model_that_fails_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "weights")
+    causes = [full, ValueError("a width of 3")]
+
+    def fail(*_: object, **__: object) -> Any:
+        raise StageFailed(f"prune_channels: {causes[0]}") from causes[0]
+
+    members: dict[str, Any] = {"context": Context(root=tmp_path), "model": None}
+    state = state_of(tmp_path, evaluate=fail, measure_latency_ms=None, **members)
+    state.checked["a"] = checked("a", 1.0, format="int8_static")
+    monkeypatch.setattr(BlockVariant, "from_model", fail)
+    monkeypatch.setattr(search_state, "build_format_models", fail)
+    monkeypatch.setattr(state, "_layer_sensitivity", lambda *_: "some")
+    space: Any = SimpleNamespace(grid={"0": (32, 16)})
+    steps = {
+        "int8_static": lambda: state.check(Candidate("int8_static")),
+        "widths": lambda: search._search_variants(state, OVER),
+        "int8_static is not cut": lambda: state.measure_kernels(BlockVariant((), None, space)),
+    }
+    for step in steps.values():
+        with pytest.raises(StageFailed, match="No space left on device"):
+            step()
+    assert not (state.failed or state.not_searched)
+    del causes[0]
+    for step in steps.values():
+        step()
+    assert {*state.failed.values()} == {"prune_channels: a width of 3"}
+    shown = "".join(state.not_searched)
+    assert "widths: prune_channels: a width" in shown and "int8_static is not cut: prune" in shown
 
 
 def test_the_float_model_is_made_however_long_it_takes(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs of a search's points: what their gates limit, and refusals on a machine that is busy."""
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,17 @@ def test_a_point_that_answers_worse_or_fails_is_run_once(
     refusal = run_point(front, evaluator, model)
     assert refusal is not None and "less to do" not in refusal.reason
     assert next(left) == "not reached"
+
+
+def test_a_full_disk_while_a_point_is_run_ends_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, model = evaluator_of(tmp_path, [], latency="1ms"), checked("a", 0.9)
+    full = StageFailed("weights: No space left on device; make room")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device", "weights")
+    refuse_runs(monkeypatch, full)
+    with pytest.raises(StageFailed, match="make room"):
+        run_point(front_of(model, limits={}, points=["a"]), evaluator, model)
 
 
 def test_a_refusal_by_time_is_not_remembered(
