@@ -491,7 +491,21 @@ class Context:
     def compare_latencies(
         self, befores: Sequence[Artifact], after: Artifact, batch: int, seconds: float | None = None
     ) -> list[Comparison]:
-        """Compare an artifact with each of some others; those not measured yet are so in turn."""
+        """Compare an artifact with each of some others; those not measured yet are so in turn.
+
+        All at once; in pairs where a GPU has no room for more.
+        """
+        try:
+            return self._compared_at_once(befores, after, batch, seconds)
+        except torch.OutOfMemoryError:
+            if len(befores) < 2:
+                raise
+        # Not above, where the error would keep the models that were opened.
+        return [self._compared_at_once([b], after, batch, seconds)[0] for b in befores]
+
+    def _compared_at_once(
+        self, befores: Sequence[Artifact], after: Artifact, batch: int, seconds: float | None
+    ) -> list[Comparison]:
         conditions = (batch, seconds, id(self.data), self.device, self.threads, self.seed)
         keys = [(before.digest, after.digest, *conditions) for before in befores]
         cache = self.caches.comparisons
