@@ -1,4 +1,4 @@
-"""Calling a model: in eval mode, on some threads, with any batch size; naming its outputs."""
+"""Calling a model: in eval mode, on some threads, with any batch size; outputs, named or as bytes."""
 
 # torch is imported inside the functions, because reading a pipeline file imports this module.
 
@@ -279,6 +279,12 @@ def flatten_outputs(output: Any) -> Tensors:
     ArtifactInvalid where there is anything else, or no tensor.
     """
     return tuple(tensor for _, tensor in _named_tensors(output))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's numbers as bytes, without a copy where they lie in order on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
 
 
 def outputs_by_name(output: Any) -> dict[str, torch.Tensor]:
