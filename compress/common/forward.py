@@ -1,4 +1,4 @@
-"""Calling a model: in eval mode, on some threads, with any batch size; outputs, named or as bytes."""
+"""Calling a model: in eval mode, on some threads, with any batch size; naming its outputs."""
 
 # torch is imported inside the functions, because reading a pipeline file imports this module.
 
