@@ -341,9 +341,10 @@ class SearchState:
         key = f"{evaluator.conditions} {evaluator.base_ms!r}"
         fitted = None if removed_blocks else WholeModels.read(self.out / "whole_models.json", key)
         # The fastest format first: there may be no time for all. Those that a busy machine could
-        # not measure come once more after the others.
+        # not measure come once more after the others; until one format can be searched, as long as
+        # there is time: kernels that were measured are not measured again.
         whole_models = sorted(self.whole_models(removed_blocks), key=lambda m: m.latency_ms)
-        left, again = [*dict.fromkeys(m.format for m in whole_models)], set[Format]()
+        left, busy = [*dict.fromkeys(m.format for m in whole_models)], dict[Format, str]()
         for format in left:
             same = [m for m in whole_models if m.format == format]
             # ONNX Runtime first, whose file those with layers in float are made from.
@@ -352,7 +353,8 @@ class SearchState:
             # Once one format can be searched, others leave it time for that.
             stop = now + (end - now) / 2 if self.models else end
             if now >= stop:
-                self.leave_out(f"{format} is not cut: there was no more time; allow more --time")
+                why = busy.get(format, "there was no more time; allow more --time")
+                self.leave_out(f"{format} is not cut: {why}")
                 continue
             bounded = replace(context, progress=progress_until(stop, context.progress))
             until = now + FLOAT_LAYERS_SHARE * self.settings.time
@@ -384,10 +386,12 @@ class SearchState:
                     )
             except StageFailed as error:  # the other formats may do
                 raise_unless_of_the_model(error)
-                if isinstance(error, NotMeasurable) and format not in again:
-                    again.add(format)
+                is_first, may_go_on = format not in busy, not self.models and end < math.inf
+                if isinstance(error, NotMeasurable) and (is_first or may_go_on):
+                    if is_first:
+                        self.warn(f"{format}: {error}; it is tried again after other formats")
                     left.append(format)
-                    self.warn(f"{format}: {error}; it is tried once more after other formats")
+                    busy[format] = str(error)
                     continue
                 self.leave_out(f"{format} is not cut: {error}")
                 continue

@@ -441,3 +441,41 @@ def test_a_format_whose_kernels_a_busy_machine_cannot_measure_comes_once_more(
     assert state.not_searched == [
         "int8_dynamic is not cut: exports at other widths have other operators"
     ]
+
+
+def test_formats_are_measured_until_a_busy_machine_lets_one_be_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = ["float", "int8_static"]
+    settings = AutoSettings.model_validate({"space": {"formats": formats, "float_layers": 0}})
+    members = {"context": Context(root=tmp_path), "settings": settings, "measure_latency_ms": None}
+    tried: list[str] = []
+
+    def build(format: Any, *_: object, **__: object) -> list[FormatModel]:
+        tried.append(format)
+        if len(tried) < enough:
+            raise BUSY
+        return [FormatModel(format, InteractionSum(2.0, {}), InteractionSum(1.0, {}))]
+
+    monkeypatch.setattr(search_state, "build_format_models", build)
+    space: Any = SimpleNamespace(grid={"0": (32, 16)})
+    variant = BlockVariant((), None, space)
+
+    def measured(seconds: float | None) -> SearchState:
+        state = state_of(tmp_path, **members)
+        for format in formats:
+            state.checked[f"{format}-whole"] = checked(f"{format}-whole", 1.0, format=format)
+        state.measure_kernels(variant, None if seconds is None else time.monotonic() + seconds)
+        return state
+
+    enough = 5
+    state = measured(60)
+    assert tried == [*formats, *formats, "float", "int8_static"] and len(state.models) == 2
+    tried.clear()
+    enough = 10**9
+    state = measured(0.2)
+    assert not state.models and len(tried) > 4
+    assert sorted(state.not_searched) == [f"{format} is not cut: {BUSY}" for format in formats]
+    tried.clear()
+    state = measured(None)  # without an end of time, once more
+    assert tried == [*formats, *formats]
