@@ -35,7 +35,7 @@ import onnx  # noqa: E402
 import onnxruntime  # noqa: E402
 import torch  # noqa: E402
 from onnx_files.catalog import FILES, PRUNED, SILERO, OnnxFile, peers_file, prepare  # noqa: E402
-from page import write_part  # noqa: E402
+from page import tables_of, write_part  # noqa: E402
 from peer_tools.environments import PEERS, cost_of, tool_cost  # noqa: E402
 from real import (  # noqa: E402
     FLOAT,
@@ -53,6 +53,7 @@ from real_models.fetch import cache_folder, fetch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 PARTS = ("round-trip", "int8", "prune")
+PAGE = ROOT / "docs" / "benchmarks.md"
 TITLE = "ONNX files that others trained"
 HEAD = """`python benchmarks/onnx_in.py --write` writes this part. The files are PaddleOCR's of
 `rapidocr-onnxruntime`, Google's `magika` and `silero-vad`, as their packages have them: no training
@@ -72,6 +73,7 @@ STATEFUL = {
     "openvino_16k": "",
 }
 """Forms of silero-vad → their inputs, where the file's own axes allow too little."""
+ROUND_TRIP_TITLE = "Read and written, without compression"
 ROUND_TRIP = """Difference: the largest of an output, over its norm, on 3 inputs. The recognizer's
 and the orientation file's sizes were declared as numbers, so that axes differ.
 """
@@ -98,17 +100,24 @@ def main() -> None:
             print(f"\n{text}", flush=True)
             (given.work / f"{name}.md").write_text(text)
     if given.write:
-        files = [given.work / f"{name}.md" for name in ("round-trip", *FILES, "prune")]
-        tables = [file.read_text() for file in files if file.exists()]
-        write_part(
-            TITLE, "\n\n".join([HEAD + machine() + ".", *tables]), ROOT / "docs/benchmarks.md"
-        )
+        write_part(TITLE, "\n\n".join([HEAD + machine() + ".", *tables(given.work, PAGE)]), PAGE)
+
+
+def tables(work: Path, page: Path) -> list[str]:
+    """Return the tables that were made in a folder, and the others of a page as they are."""
+    texts = tables_of(TITLE, page)
+    for file in (work / f"{name}.md" for name in ("round-trip", *FILES, "prune")):
+        if file.exists():
+            text = file.read_text()
+            texts[text.partition("\n")[0].removeprefix("## ")] = text
+    titles = [ROUND_TRIP_TITLE, *(known.title for known in FILES.values()), PRUNED.title]
+    return [texts[title] for title in titles if title in texts]
 
 
 def round_trips(packages: Path, given: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield a name and a table of the files as we and onnxsim read and write them."""
     lines = [
-        "## Read and written, without compression\n",
+        f"## {ROUND_TRIP_TITLE}\n",
         ROUND_TRIP,
         "| | difference | names | axes | metadata | time, 1 at once | time, several at once "
         "| CPU s | onnxsim: difference | time, 1 at once |",

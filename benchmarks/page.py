@@ -22,6 +22,14 @@ def write_part(title: str, text: str, page: Path = PAGE, before: str = "") -> No
     print(f"wrote `{title}` in {page.relative_to(ROOT)}")
 
 
+def tables_of(title: str, page: Path) -> dict[str, str]:
+    """Return the texts below the second headings of a page's part, with these, by heading."""
+    parts = re.split(r"^# ", page.read_text(), flags=re.MULTILINE)
+    part = next((part for part in parts if part.startswith(f"{title}\n")), "")
+    _, *texts = re.split(r"^## ", part, flags=re.MULTILINE)
+    return {text.partition("\n")[0]: f"## {text.strip()}" for text in texts}
+
+
 def write_table(page: Path, command: str, lines: Sequence[str]) -> None:
     """Replace the table between the two marks of a page that name the command that writes it."""
     begin, end = f"<!-- written by {command} -->", "<!-- end -->"

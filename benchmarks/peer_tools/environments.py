@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -98,16 +99,22 @@ def cost_of(command: list[Any], folder: Path) -> Cost | str:
     with tempfile.TemporaryDirectory() as results:
         result = Path(results) / "cost.json"
         command = [sys.executable, "-S", HERE / "cost.py", result, *command]
-        done = subprocess.run(
+        with subprocess.Popen(
             [str(part) for part in command],
             cwd=folder,
             env=variables,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=LONGEST_SECONDS,
-            check=False,
-        )
-        if done.returncode:
-            written = done.stderr.strip() or done.stdout.strip() or "no message"
-            return written.splitlines()[-1][:160]
+            process_group=0,
+        ) as process:
+            try:
+                output, errors = process.communicate(timeout=LONGEST_SECONDS)
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)  # the command, and what it started
+                if isinstance(error, subprocess.TimeoutExpired):
+                    return f"took longer than {LONGEST_SECONDS} s"
+                raise
+        if process.returncode:
+            return (errors.strip() or output.strip() or "no message").splitlines()[-1][:160]
         return Cost(*json.loads(result.read_text()))

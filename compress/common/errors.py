@@ -13,7 +13,9 @@ expected, how to fix it.
 
 from __future__ import annotations
 
+import errno
 import logging
+import re
 import signal
 import traceback
 from collections.abc import Iterator
@@ -22,6 +24,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from compress.common.printable import printable
+
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OUT_OF_MEMORY = re.compile("can't allocate memory|bad_alloc|[Ff]ailed to allocate memory")
+"""Messages of torch, the standard library of C++ and ONNX Runtime."""
 
 
 class CompressError(Exception):
@@ -102,6 +108,27 @@ def raised_as(kind: type[CompressError], what: str, advice: str = "") -> Iterato
         raise
     except Exception as error:
         raise kind(f"{what}: {type(error).__name__}: {first_line(error)}{advice}") from error
+
+
+def raise_if_resources_ran_out(error: Exception) -> None:
+    """Raise StageFailed where a full disk or a lack of memory has caused an error.
+
+    Whatever is tried in place of what failed would fail of that, too.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if (
+            isinstance(cause, MemoryError)
+            or number in (*DISK_FULL_ERRORS, errno.ENOMEM)
+            or type(cause).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+            or OUT_OF_MEMORY.search(str(cause))
+        ):
+            if isinstance(error, CompressError):
+                raise error
+            what = first_line(cause) or "memory ran out"
+            raise StageFailed(f"{type(cause).__name__}: {what}") from error
+        cause = cause.__cause__ or cause.__context__
 
 
 def describe_exit(error: BaseException) -> str:

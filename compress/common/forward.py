@@ -281,6 +281,12 @@ def flatten_outputs(output: Any) -> Tensors:
     return tuple(tensor for _, tensor in _named_tensors(output))
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's numbers as bytes, without a copy where they lie in order on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
 def outputs_by_name(output: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's output by key; those without a key get a generated name."""
     flat: dict[str, torch.Tensor] = {}

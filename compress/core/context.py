@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import remove, temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import CompressError, StageFailed
-from compress.common.forward import accept_any_batch
+from compress.common.forward import accept_any_batch, bytes_of
 from compress.common.lazy_modules import torch
 from compress.common.process import gc_frozen
 from compress.core.metrics import Metric, evaluate
@@ -165,7 +165,7 @@ class _Answers:
         batch = hashlib.sha256(b"".join(rows))
         batch.update("".join(f"{x.dtype}{tuple(x.shape)}" for x in inputs).encode())
         for x in () if rows else inputs:
-            batch.update(_as_bytes(x).numpy().data)
+            batch.update(bytes_of(x))
         key = batch.digest()
         if keep_errors and key in self.errors:
             raise self.errors[key]
@@ -209,7 +209,7 @@ class _Answers:
             offset, stored = self.bytes, []
             for t in contents:
                 stored.append((offset, t.dtype, tuple(t.shape)))
-                written = _as_bytes(t).numpy().data
+                written = bytes_of(t)
                 while written:
                     done = os.pwrite(self._file, written, offset)
                     written, offset = written[done:], offset + done
@@ -244,21 +244,18 @@ class _Answers:
 
 def _row_hashes(inputs: Tensors) -> list[bytes]:
     """Hash each row's values, types and shapes; none where the inputs have no rows in common."""
-    if len({len(x) if x.dim() else 0 for x in inputs}) != 1 or not inputs[0].numel():
+    rows = {len(x) if x.dim() else 0 for x in inputs}
+    if len(rows) != 1 or 0 in rows or not inputs[0].numel():
         return []
     form = "".join(f"{x.dtype}{tuple(x.shape[1:])}" for x in inputs).encode()
-    columns = [_as_bytes(x).reshape(len(x), x.nbytes // len(x)) for x in inputs]
+    columns = [(bytes_of(x), x.nbytes // len(x)) for x in inputs]
     hashes = []
-    for parts in zip(*columns, strict=True):
+    for row in range(len(inputs[0])):
         digest = hashlib.sha256(form)
-        for part in parts:
-            digest.update(part.numpy().data)
+        for column, size in columns:
+            digest.update(column[row * size : (row + 1) * size])
         hashes.append(digest.digest())
     return hashes
-
-
-def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -491,7 +488,21 @@ class Context:
     def compare_latencies(
         self, befores: Sequence[Artifact], after: Artifact, batch: int, seconds: float | None = None
     ) -> list[Comparison]:
-        """Compare an artifact with each of some others; those not measured yet are so in turn."""
+        """Compare an artifact with each of some others; those not measured yet are so in turn.
+
+        All at once; in pairs where a GPU has no room for more.
+        """
+        try:
+            return self._compared_at_once(befores, after, batch, seconds)
+        except torch.OutOfMemoryError:
+            if len(befores) < 2:
+                raise
+        # Not above, where the error would keep the models that were opened.
+        return [self._compared_at_once([b], after, batch, seconds)[0] for b in befores]
+
+    def _compared_at_once(
+        self, befores: Sequence[Artifact], after: Artifact, batch: int, seconds: float | None
+    ) -> list[Comparison]:
         conditions = (batch, seconds, id(self.data), self.device, self.threads, self.seed)
         keys = [(before.digest, after.digest, *conditions) for before in befores]
         cache = self.caches.comparisons

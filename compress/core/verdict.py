@@ -119,6 +119,8 @@ class Verdict(Settings):
     """The rule with its unit, such as ``size ratio <= 0.25``."""
     reason: str = ""
     """Why it could not be measured."""
+    was_busy: bool = False
+    """Whether that was only because the machine had too much else to do."""
     uncertainty: Uncertainty | None = None
     """Of a value that is measured on samples, in its unit; None for others, and in reports of older
     versions."""

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, get_worker_info
 from compress.common.counts import count
 from compress.common.dependency_recorder import Recording, digest_of, take_recorded
 from compress.common.errors import PipelineInvalid
+from compress.common.forward import bytes_of
 from compress.data.batch import IGNORED_LABEL, Batch, adapt
 from compress.data.own_generators import is_generator, is_user_code, reachable_objects, source_file
 from compress.data.targets import flatten
@@ -188,12 +189,6 @@ def _hash(tensors: Tensors, structure: str = "") -> bytes:
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(bytes_of(tensor))
     return digest.digest()
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's numbers as bytes, without a copy where they lie in order on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
 
 
 @dataclass(frozen=True)

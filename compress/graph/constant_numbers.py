@@ -38,11 +38,17 @@ class ConstantNumbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function; of tensors whose values are known, compute or read the values, too."""
         leaves = tree_leaves((args, kwargs := kwargs or {}))
-        values = {id(x): self._value(x) for x in leaves if isinstance(x, torch.Tensor)}
-        is_known = bool(values) and None not in values.values()
         name, value, changed = getattr(func, "__name__", ""), None, []
         if name in IN_PLACE or "out" in kwargs or re.search(r"[^_]_$", name):
             changed = [kwargs.get("out", args[0] if args else None)]
+        is_called = not (changed or name in READS)
+        result = func(*args, **kwargs) if is_called else None
+        made = tree_leaves(result)
+        if is_called and not any(isinstance(x, torch.Tensor) for x in made):
+            return result  # such as a stride, of which there are many: no value follows
+        values = {id(x): self._value(x) for x in leaves if isinstance(x, torch.Tensor)}
+        is_known = bool(values) and None not in values.values()
+        if changed:
             if values.get(id(changed[0])) is not None:  # and perhaps its views
                 self._own, self._values = {}, {k: (x, None) for k, (x, _) in self._values.items()}
         elif is_known and not any(isinstance(x, SYMBOLS) for x in leaves):
@@ -52,8 +58,9 @@ class ConstantNumbers(TorchFunctionMode):
             if name in READS and value is not None:
                 self.count += 1
                 return value
-        result = func(*args, **kwargs)
-        made, computed = tree_leaves(result), tree_leaves(value)
+        if not is_called:
+            made = tree_leaves(result := func(*args, **kwargs))
+        computed = tree_leaves(value)
         if len(made) != len(computed) or value is None:
             computed = [None] * len(made)
         for x, number in [*zip(made, computed, strict=True), *((x, None) for x in changed)]:
@@ -62,11 +69,11 @@ class ConstantNumbers(TorchFunctionMode):
         return result
 
     def _value(self, traced: torch.Tensor) -> torch.Tensor | None:
-        if id(traced) in self._values:
-            return self._values[id(traced)][1]
-        # While it is traced, the module has other tensors in place of its own.
-        names = (name for name, x in _tensors(self._module) if x is traced)
-        return self._own.get(next(names, ""))
+        if id(traced) not in self._values:
+            # While it is traced, the module has other tensors in place of its own.
+            for name, x in _tensors(self._module):
+                self._values.setdefault(id(x), (x, self._own.get(name)))
+        return self._values.get(id(traced), (traced, None))[1]
 
 
 def _tensors(module: nn.Module) -> chain[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Result
@@ -31,6 +31,7 @@ from compress.pipelines.config.pipeline import relocated
 from compress.pipelines.reporting.notebook import NotebookView, view_of
 from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
 from compress.pipelines.system import yaml_core
+from compress.pipelines.system.error_context import raise_unless_of_the_model
 from compress.pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ PIPELINE_FILE = "pipeline.yaml"
 FLOAT_EXPORT = "float_onnx"
 """Stage that writes the float ONNX file, with which a point is measured in turn."""
 MOST_RUNS = 2  # of a point that gates on time or memory refuse
-MAY_PASS = "it may pass once this machine has less to do"
-"""Ends the reason where gates on time or memory alone refused a point."""
 PREDICTED_WITHIN = 1.1
 """Measured over predicted latency, at most, where there is no limit of the median."""
 
@@ -78,6 +77,14 @@ def shares_of_limits(limits: AutoLimits, model: CheckedModel) -> dict[str, float
     return shares
 
 
+class Refusal(NamedTuple):
+    """That the run of a point did not pass."""
+
+    reason: str
+    may_pass: bool
+    """Whether it may pass later, as gates on time or memory alone refused."""
+
+
 class Front(ShownInNotebooks, Result):
     """All models that were checked, and the best of them."""
 
@@ -88,8 +95,11 @@ class Front(ShownInNotebooks, Result):
     """Name of a candidate that could not be built → why."""
     refused: dict[str, str] = {}
     """Name of a model whose run as a point did not pass, though it met the limits → why."""
+    may_pass: tuple[str, ...] = ()
+    """Those of them that may pass once this machine has less to do."""
     points: tuple[str, ...]
-    """Names of the models that no other one beats in latency, drop and size, the fastest first."""
+    """Names of the models that no other one beats in latency, drop and size, the fastest first.
+    Then of those that are beaten and were run: what was refused, and the best."""
     folders: dict[str, str] = {}
     """Name of a point → its folder below that of the results, with the pipeline that makes it."""
     is_infeasible: bool = False
@@ -210,8 +220,8 @@ def lines_below(front: Front, out: Path) -> Iterator[str]:
     else:
         passed = " and passed its run" if front.refused else ""
         yield f"no model that was checked meets all limits{passed}"
-    for name, reason in front.refused.items():
-        if reason.endswith(MAY_PASS) and name in front.folders:
+    for name in front.may_pass:
+        if name in front.folders:
             point = out / front.folders[name]
             command = ["compress", "run", str(point / PIPELINE_FILE), "--out", str(point)]
             yield f"run again, once this machine has less to do: {shlex.join(command)}"
@@ -364,7 +374,8 @@ def write_points(
 
     None is run any more after a deadline of :func:`time.monotonic`.
     """
-    known, left_out, refused = front.by_name, [*front.not_searched], {**front.refused}
+    known, left_out = front.by_name, [*front.not_searched]
+    refused, may_pass = {**front.refused}, [*front.may_pass]
     names = chosen_points(front, evaluator.settings.points)
     folders = {name: folder_of(front, name) for name in names}
     for folder in (evaluator.out / POINTS_FOLDER).glob("*"):
@@ -375,13 +386,14 @@ def write_points(
         if name == passed or name in refused or missed_limits(front.limits, known[name]):
             continue
         if time.monotonic() < deadline:
-            refusal = run_point(front, evaluator, known[name])
-            refused |= {name: refusal} if refusal else {}
+            if refusal := run_point(front, evaluator, known[name]):
+                refused[name] = refusal.reason
+                may_pass += [name] if refusal.may_pass else []
         else:
             file = evaluator.out / folders[name] / PIPELINE_FILE
             left_out.append(f"the run of a point, for want of time: compress run {file}")
-    changes = {"folders": folders, "not_searched": tuple(left_out), "refused": refused}
-    return front.model_copy(update=changes)
+    changes = {"folders": folders, "not_searched": tuple(left_out)}
+    return front.model_copy(update={**changes, "refused": refused, "may_pass": tuple(may_pass)})
 
 
 def write_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> None:
@@ -395,7 +407,7 @@ def write_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel
     write_atomically(file, text)
 
 
-def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> str | None:
+def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> Refusal | None:
     """Run a point's pipeline, except for what the search has made; return why it did not pass.
 
     Where gates on time or memory alone refuse, on a machine that is busy for a moment, it is run
@@ -420,21 +432,27 @@ def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) 
         try:
             pipeline.run(folder, quiet)
         except CompressError as error:
-            refusal = str(error)
-            if not (isinstance(error, GateRefused) and _may_pass_later(reports[-1])):
+            raise_unless_of_the_model(error)
+            reason, is_refused = str(error), isinstance(error, GateRefused)
+            if not (may_pass := is_refused and _may_pass_later(reports[-1])):
                 break
         else:
             return None
-    else:
-        refusal += f"; the search measured {model.latency}; {MAY_PASS}"
-    evaluator.options.announce(f"warning: {folder_of(front, model.name)}: {refusal}")
-    return refusal
+    if may_pass:
+        found = f"the search measured {model.latency}"
+        reason += f"; {found}; it may pass once this machine has less to do"
+    evaluator.options.announce(f"warning: {folder_of(front, model.name)}: {reason}")
+    return Refusal(reason, may_pass)
 
 
 def _may_pass_later(report: Report) -> bool:
     """Whether gates refused that measure time or memory alone, which differ from run to run."""
     verdicts = [verdict for stage in report.stages for verdict in stage.verdicts]
-    return all(verdict.passed or gate_class(verdict.gate).may_vary for verdict in verdicts)
+    return all(
+        verdict.passed
+        or (gate_class(verdict.gate).may_vary and (verdict.value is not None or verdict.was_busy))
+        for verdict in verdicts
+    )
 
 
 def _content(evaluator: CandidateEvaluator, model: CheckedModel) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from compress.pipelines.auto.front import (
 )
 from compress.pipelines.auto.search_state import BlockVariant, SearchState
 from compress.pipelines.system import jsonl_log
+from compress.pipelines.system.error_context import raise_unless_of_the_model
 from compress.pipelines.system.machine_info import machine, versions
 from compress.profiling.peak_memory import measurement_process
 from compress.pruning.depth import block_search
@@ -190,6 +191,7 @@ def _search_variants(state: SearchState, deadline: float) -> None:
             until = now + RANKING_SHARE * (deadline - now)
             whole = BlockVariant.from_model(evaluator, evaluator.model, (), until)
     except StageFailed as error:  # there was no time, or its channels cannot be followed
+        raise_unless_of_the_model(error)
         state.leave_out(f"widths: {error}")
         if evaluator.tables is not None:
             return  # which have no layers in float
@@ -358,6 +360,7 @@ class BlockVariants:
                 try:
                     return BlockVariant.from_model(evaluator, pruned, removed_blocks, deadline)
                 except StageFailed as error:
+                    raise_unless_of_the_model(error)
                     count = len(removed_blocks)
                     self.state.leave_out(f"widths without {count} of the blocks: {error}")
                     return None  # in other formats it is the same model

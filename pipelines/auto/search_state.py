@@ -25,8 +25,9 @@ from compress.pipelines.auto.cost_models import (
     build_format_models,
 )
 from compress.pipelines.auto.deadline import OutOfTime, progress_until
-from compress.pipelines.auto.front import Front, missed_limits
+from compress.pipelines.auto.front import Front, Refusal, missed_limits
 from compress.pipelines.config.auto_settings import Format, LatencyLimit, Runtime
+from compress.pipelines.system.error_context import raise_unless_of_the_model
 from compress.pipelines.system.jsonl_log import EventEmitter
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import NotMeasurable
@@ -135,7 +136,7 @@ class SearchState:
     """Whether even the smallest models miss limits."""
     not_searched: list[str] = field(default_factory=list)
     """What is left out, and why."""
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, Refusal] = field(default_factory=dict)
     """Name of a model whose run as a point did not pass → why."""
     spent: dict[str, float] = field(default_factory=dict)
     """Part of the search → the seconds that it took so far."""
@@ -185,6 +186,7 @@ class SearchState:
             self.leave_out(f"{name}: {error}")
             return
         except StageFailed as error:
+            raise_unless_of_the_model(error)
             if isinstance(error, NotMeasurable) and not is_last:
                 if candidate == Candidate("float"):
                     self.warn(f"{name}: {error}; it is tried again")
@@ -339,9 +341,10 @@ class SearchState:
         key = f"{evaluator.conditions} {evaluator.base_ms!r}"
         fitted = None if removed_blocks else WholeModels.read(self.out / "whole_models.json", key)
         # The fastest format first: there may be no time for all. Those that a busy machine could
-        # not measure come once more after the others.
+        # not measure come once more after the others; until one format can be searched, as long as
+        # there is time: kernels that were measured are not measured again.
         whole_models = sorted(self.whole_models(removed_blocks), key=lambda m: m.latency_ms)
-        left, again = [*dict.fromkeys(m.format for m in whole_models)], set[Format]()
+        left, busy = [*dict.fromkeys(m.format for m in whole_models)], dict[Format, str]()
         for format in left:
             same = [m for m in whole_models if m.format == format]
             # ONNX Runtime first, whose file those with layers in float are made from.
@@ -350,7 +353,8 @@ class SearchState:
             # Once one format can be searched, others leave it time for that.
             stop = now + (end - now) / 2 if self.models else end
             if now >= stop:
-                self.leave_out(f"{format} is not cut: there was no more time; allow more --time")
+                why = busy.get(format, "there was no more time; allow more --time")
+                self.leave_out(f"{format} is not cut: {why}")
                 continue
             bounded = replace(context, progress=progress_until(stop, context.progress))
             until = now + FLOAT_LAYERS_SHARE * self.settings.time
@@ -381,10 +385,13 @@ class SearchState:
                         whole_models=fitted,
                     )
             except StageFailed as error:  # the other formats may do
-                if isinstance(error, NotMeasurable) and format not in again:
-                    again.add(format)
+                raise_unless_of_the_model(error)
+                is_first, may_go_on = format not in busy, not self.models and end < math.inf
+                if isinstance(error, NotMeasurable) and (is_first or may_go_on):
+                    if is_first:
+                        self.warn(f"{format}: {error}; it is tried again after other formats")
                     left.append(format)
-                    self.warn(f"{format}: {error}; it is tried once more after other formats")
+                    busy[format] = str(error)
                     continue
                 self.leave_out(f"{format} is not cut: {error}")
                 continue
@@ -409,10 +416,12 @@ class SearchState:
             # The ONNX file, from which those with layers in float are made, is no point by itself.
             file = Candidate(whole.format)
             self.check(file)
-            if file.name not in self.checked:
+            # One that is postponed was made: its latency, which is not known yet, is not needed.
+            if file.name not in self.checked and file not in self.postponed:
                 raise StageFailed("its ONNX file was not made and measured")
             return self.evaluator.layer_sensitivity(whole, deadline)
         except StageFailed as error:
+            raise_unless_of_the_model(error)
             self.leave_out(f"no layer of {whole.format} is left in float: {error}")
             return None
 
@@ -443,19 +452,18 @@ class SearchState:
 
     def front(self, best: str | None = None) -> Front:
         """Return the front of what was checked so far, with a model that was chosen on it."""
-        points = Front.pareto(self.offered())
-        # One that was refused keeps its folder, too, to be run again.
-        others = {*self.refused, *([] if best is None else [best])} - {p.name for p in points}
-        points = sorted(
-            [*points, *(self.checked[name] for name in others)], key=lambda model: model.latency_ms
-        )
+        points = [model.name for model in Front.pareto(self.offered())]
+        # One that was refused keeps its folder, too, to be run again; and its number, by which that
+        # is named, though a faster one is chosen after it.
+        points = [*dict.fromkeys([*points, *self.refused, *([] if best is None else [best])])]
         evaluator = self.evaluator
         return Front(
             limits=self.settings.limits,
             checked=tuple(self.checked.values()),
             failed={candidate.name: why for candidate, why in self.failed.items()},
-            refused=self.refused,
-            points=tuple(model.name for model in points),
+            refused={name: refusal.reason for name, refusal in self.refused.items()},
+            may_pass=tuple(name for name, refusal in self.refused.items() if refusal.may_pass),
+            points=tuple(points),
             conditions=evaluator.conditions,
             base_ms=evaluator.base_ms,
             predicted_for=evaluator.tables.where if evaluator.tables else None,

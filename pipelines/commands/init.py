@@ -274,7 +274,7 @@ def _pipeline(file: Path, content: dict[str, Any]) -> PipelineConfig:
     try:
         pipeline = PipelineConfig.model_validate({"name": file.stem, **content})
     except ValidationError as error:
-        raise PipelineInvalid(f"{file}: {error.errors()[0]['msg']}") from None
+        raise PipelineInvalid(f"{file}: {first_problem(error)}") from None
     # Errors name the file, and paths are relative to it, although it is not written yet.
     pipeline._source = Source(file, content, {})
     return pipeline
@@ -372,19 +372,21 @@ def parse_arguments(text: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_inputs(text: Sequence[str]) -> list[dict[str, Any]]:
-    """Parse input tensors, each `name=batch,3,224,224` or `name=batch,length:int64`."""
+    """Parse input tensors, each as `name=batch,3,224,224`; a scalar has a type alone."""
     inputs = []
     for each in text:
         name, _, rest = each.partition("=")
         sizes, _, dtype = rest.partition(":")
-        shape = [int(s) if s.isdecimal() else s for s in sizes.replace(" ", "").split(",")]
+        # Without a type, sizes were forgotten.
+        written = sizes.replace(" ", "").split(",") if sizes or not dtype else []
+        shape = [int(s) if s.isdecimal() else s for s in written]
         content = {"name": name, "shape": shape, "dtype": dtype or "float32"}
         try:
             inputs.append(dump_input(TensorSpec.model_validate(content)))
         except ValidationError as error:
             raise PipelineInvalid(
-                f"--input {each!r}: {first_problem(error)}; expected name=batch,3,224,224 or "
-                "name=batch,length:int64"
+                f"--input {each!r}: {first_problem(error)}; expected name=batch,3,224,224, "
+                "name=batch,length:int64, or name=:int64 for a scalar"
             ) from None
     return inputs
 

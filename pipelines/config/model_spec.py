@@ -48,6 +48,11 @@ class ModelInterface(Settings):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.inputs is not None:
+            if not self.inputs[0].shape:
+                raise ValueError(
+                    f"inputs: the first axis of the first one is the batch, and "
+                    f"{self.inputs[0].name!r} is a scalar; list another one first"
+                )
             signature.refuse_other_axes(self.inputs, self.axes)
         signature.refuse_double_names(self.inputs or (), self.outputs or ())
         return self

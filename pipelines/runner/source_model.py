@@ -24,6 +24,7 @@ from compress.pipelines.config.model_spec import (
     ModelFile,
     TimmModel,
 )
+from compress.pipelines.system.signals import only_signals_interrupt
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 def import_model_code(pipeline: PipelineConfig) -> None:
     """Import what defines the model, ahead of its use, where an error is going to be raised."""
     spec = pipeline.model
-    with suppress(CompressError):
+    with suppress(CompressError), only_signals_interrupt():
         if isinstance(spec, HuggingFaceModel):
             hf_folder.import_classes(pipeline.folder / spec.huggingface)
         elif isinstance(spec, FactoryModel | TimmModel):

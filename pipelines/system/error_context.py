@@ -9,10 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
-from compress.pipelines.system.signals import only_signals_interrupt
+from compress.common.errors import (
+    DISK_FULL_ERRORS,
+    CompressError,
+    PipelineInvalid,
+    StageFailed,
+    first_line,
+    raise_if_resources_ran_out,
+)
+from compress.pipelines.system.signals import only_signals_interrupt, raise_if_stopped
 
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -40,6 +46,12 @@ def name_stage_in_errors(stage: str, out: Path) -> Iterator[None]:
         raise type(known)(f"{stage}: {known}") from error
     except Exception as error:
         raise StageFailed(f"{stage}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def raise_unless_of_the_model(error: CompressError) -> None:
+    """Raise an error again that says nothing of the model: after a signal, or of full resources."""
+    raise_if_stopped()
+    raise_if_resources_ran_out(error)
 
 
 def _explain(error: OSError, out: Path) -> CompressError:

@@ -16,6 +16,7 @@ from compress.common.errors import CompressError, PipelineInvalid, Unavailable, 
 from compress.common.requirements import Requirement, announced, unmet_in
 from compress.core.devices import OnDevice, device_named, devices
 from compress.core.verdict import Bound, Uncertainty, Verdict
+from compress.profiling.benchmark import NotMeasurable
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
@@ -182,7 +183,8 @@ class Gate(Settings):
             # What is not installed is no verdict on the model: the run ends with another exit code.
             raise
         except CompressError as error:
-            return self.verdict(None, str(error))
+            was_busy = isinstance(error, NotMeasurable)
+            return self.verdict(None, str(error), was_busy=was_busy)
         except Exception as error:  # noqa: BLE001 - a model or metric of the user's may raise any
             return self.verdict(None, f"{type(error).__name__}: {error}")
 

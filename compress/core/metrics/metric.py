@@ -245,7 +245,8 @@ class UnknownMetric(Metric):
 
 METRIC_ADVICE = (
     "name one with `metric:`, such as `fidelity`, the share of labels equal to the uncompressed "
-    "model's, which needs no targets; outputs that are no scores of classes need targets"
+    "model's, which needs no targets; outputs that are no scores of classes need data with targets "
+    "and a metric such as `r2`, `mae` or `mse`"
 )
 
 

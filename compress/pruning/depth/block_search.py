@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from compress.artifacts.edits.removal import alike_entries, keep_blocks_
-from compress.common.errors import StageFailed, first_line
+from compress.common.errors import StageFailed, first_line, raise_if_resources_ran_out
 from compress.common.forward import (
     Predictor,
     accept_any_batch,
@@ -338,9 +338,10 @@ def _error_without(
     try:
         keep_blocks_(trial, kept_without(module, removed))
         return meter.measure(trial)
-    except StageFailed as error:
-        return str(error)
     except Exception as error:  # noqa: BLE001 - a forward may fail in any way
+        raise_if_resources_ran_out(error)
+        if isinstance(error, StageFailed):
+            return str(error)
         return f"the model without it fails: {type(error).__name__}: {first_line(error)}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from compress.data.fingerprint import bytes_of
+from compress.common.forward import bytes_of
 from compress.pruning.channel_settings import FROM_DATA
 from compress.pruning.importance.scores import ScoringSamples, score_groups
 

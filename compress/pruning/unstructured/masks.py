@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import nn
 
+from compress.common.forward import bytes_of
 from compress.data.batch import Batch
-from compress.data.fingerprint import bytes_of
 from compress.graph.layer_gram import LAZY_INPUTS, compensate, inverse_hessian_factor
 from compress.pruning.allocation.ranking import names_matching
 from compress.pruning.depth.block_search import all_blocks

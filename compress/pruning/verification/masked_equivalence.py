@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.artifacts.edits.removal import keep_indices_
-from compress.common.errors import StageFailed, first_line
+from compress.common.errors import StageFailed, first_line, raise_if_resources_ran_out
 from compress.common.forward import (
     copy_module,
     flatten_outputs,
@@ -165,7 +165,7 @@ class MaskedEquivalence:
         self._across_norms = inputs.across_norms
         self._twins: dict[tuple[object, ...], KeptStatisticsTwin] = {}
         """Twins with statistics over kept channels, by the shapes of their inputs."""
-        self._expected: tuple[Kept | None, list[Outputs], dict[int, nn.Module]] | None = None
+        self._expected: tuple[Kept | None, list[Outputs]] | None = None
         try:
             self._prepare(module, inputs.seeded, torch.float64)
         except Exception:  # noqa: BLE001 - a forward that insists on float32 may fail in any way
@@ -211,6 +211,7 @@ class MaskedEquivalence:
         try:
             export_graph(sliced_copy(self._module, plan), self._inputs)
         except StageFailed as error:
+            raise_if_resources_ran_out(error)
             return str(error)
         return None
 
@@ -247,6 +248,7 @@ class MaskedEquivalence:
         if not self._comparisons:
             return "the model itself answers NaN to all inputs: nothing can be proven"
         smaller, last = self._module, -1
+        twins: dict[int, nn.Module] = {}
         for number, (variant, inputs) in enumerate(self._comparisons):
             try:
                 if variant != last:
@@ -255,10 +257,11 @@ class MaskedEquivalence:
                     last = variant
                 found: Outputs | Exception = _outputs(smaller, inputs)
             except Exception as error:  # noqa: BLE001 - a forward may fail in any way
+                raise_if_resources_ran_out(error)
                 found = error
             # The twin's answers take longest, and the first do not matter where the smaller fails.
             if number or not isinstance(found, Exception):
-                expected = self._expected_outputs(kept, number)
+                expected = self._expected_outputs(kept, number, twins)
                 # Other signs may give a model values that it was not made for, like the square root
                 # of a negative number. Infinities may be masked scores, which are compared.
                 if variant and _any_nan(expected):
@@ -276,11 +279,16 @@ class MaskedEquivalence:
                 return f"the smaller model answers otherwise than its masked twin (by {worst:.1e})"
         return None
 
-    def _expected_outputs(self, kept: Kept | None, number: int) -> Outputs:
-        """Return the masked twin's outputs of a comparison, cached for the last ``kept``."""
+    def _expected_outputs(
+        self, kept: Kept | None, number: int, twins: dict[int, nn.Module]
+    ) -> Outputs:
+        """Return the masked twin's outputs of a comparison, cached for the last ``kept``.
+
+        ``twins`` has at most one, which serves all inputs of its variant.
+        """
         if self._expected is None or self._expected[0] != kept:
-            self._expected = kept, [], {}
-        _, known, twins = self._expected  # one twin, which serves all inputs of its variant
+            self._expected = kept, []
+        _, known = self._expected
         for variant, inputs in self._comparisons[len(known) : number + 1]:
             if variant not in twins:
                 twins.clear()
@@ -289,8 +297,6 @@ class MaskedEquivalence:
                 known.append(self._twin(inputs).outputs(twins[variant], kept, inputs))
             else:
                 known.append(_outputs(twins[variant], inputs))
-        if len(known) == len(self._comparisons):
-            twins.clear()
         return known[number]
 
     def _twin(self, inputs: Sequence[torch.Tensor]) -> KeptStatisticsTwin:
@@ -405,6 +411,7 @@ def shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> lis
         with torch.random.fork_rng(devices=[]), torch.no_grad():  # a copy: training changes buffers
             return [x.shape for x in flatten_outputs(copy_module(module).train()(*inputs))]
     except Exception as error:  # noqa: BLE001 - a forward may fail in any way
+        raise_if_resources_ran_out(error)
         return f"{type(error).__name__}: {first_line(error)}"
 
 

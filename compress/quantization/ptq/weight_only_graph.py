@@ -55,6 +55,7 @@ class WeightQuantizer:
     after_weight: Callable[[], None] | None = None
     """Called after each weight, such as to return memory to the system."""
     quantized: dict[str, int] = field(default_factory=dict)
+    """Kind of layer → its weights that were quantized; one that several layers read counts once."""
     left_float: dict[str, str] = field(default_factory=dict)
     """Module whose weight stayed float → why."""
     rescaled: set[str] = field(default_factory=set)
@@ -63,6 +64,8 @@ class WeightQuantizer:
     """First module of layers that share an input → AWQ's exponent for it."""
     _dequantized: dict[Any, fx.Node] = field(default_factory=dict)
     """Weight → the node that dequantizes it, which all layers that share it read."""
+    _known: set[tuple[str, Any]] = field(default_factory=set)
+    """Kind and weight of those that were counted."""
     _rounded: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Activation → the same rounded, which all layers that share it read."""
 
@@ -77,7 +80,7 @@ class WeightQuantizer:
         GPTQ and AWQ need the second moments of the tensors that layers read, by name. AWQ leaves
         modules as they are whose weights are `shared` with a part that is not in the graph.
         """
-        self._dequantized, self._rounded = {}, {}
+        self._dequantized, self._rounded, self._known = {}, {}, set()
         if self.format.method == "awq":
             kept = (*self.exclude, *shared)
             options = {"symmetric": self.format.symmetric}
@@ -151,7 +154,7 @@ class WeightQuantizer:
                 with graph.graph.inserting_before(node):
                     self._rounded[features] = computed(graph, rounded, features)
             node.replace_input_with(features, self._rounded[features])
-        self.quantized["linear"] = self.quantized.get("linear", 0) + 1
+        self._count("linear", weight)
 
     def _quantize_embedding_(self, graph: fx.GraphModule, node: fx.Node) -> None:
         """Hold a table in few bits."""
@@ -172,7 +175,7 @@ class WeightQuantizer:
         sizes = (self.format.embedding_bits, group_size)
         quantized = in_parts(round_to_nearest, table_VD, *sizes, symmetric=self.format.symmetric)
         _look_up_(graph, node, f"{table.target}_rows", quantized, self.format.embedding_bits == 4)
-        self.quantized["embedding"] = self.quantized.get("embedding", 0) + 1
+        self._count("embedding", table)
 
     def _quantize_experts_(self, graph: fx.GraphModule, node: fx.Node) -> None:
         """Hold the matrices of a mixture's experts in few bits, of which each row looks some up.
@@ -200,7 +203,12 @@ class WeightQuantizer:
         )
         quantized = QuantizedWeight(integers, scale, zero, self.format.bits)
         _look_up_(graph, node, str(weight.target), quantized)
-        self.quantized["experts"] = self.quantized.get("experts", 0) + 1
+        self._count("experts", weight)
+
+    def _count(self, kind: str, weight: fx.Node) -> None:
+        if (kind, weight.target) not in self._known:
+            self._known.add((kind, weight.target))
+            self.quantized[kind] = self.quantized.get(kind, 0) + 1
 
 
 def quantize_weights(

@@ -149,3 +149,10 @@ def test_another_process_begins_without_answers(context: Context) -> None:
     assert isinstance(sent, KeptAnswers)
     with sent.predictor(model, "cpu", 1) as kept:
         assert rows_of(lambda: kept(torch.randn(3, 6))) == 3
+
+
+def test_a_scalar_has_no_rows_to_be_kept_apart() -> None:
+    module = model_of(nn.ReLU())
+    with KeptAnswers().predictor(module, "cpu", 1) as kept:
+        for value in (2.0, -2.0):
+            assert kept(torch.tensor(value))[0].item() == max(value, 0)

@@ -333,6 +333,30 @@ def test_each_comparison_of_several_is_with_its_own_model(mlp, context, monkeypa
     assert timed == ["abc", "ab"]
 
 
+def test_models_that_a_gpu_has_no_room_for_at_once_are_timed_in_pairs(
+    mlp, context, monkeypatch
+) -> None:
+    opened, room = [], 2
+
+    class Large(Recording):
+        @contextmanager
+        def open_anew(self, *_):
+            if len(opened) == room:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            opened.append(self.digest)
+            try:
+                yield lambda *inputs: inputs
+            finally:
+                opened.remove(self.digest)
+
+    first, second, after = (Large(mlp.signature, digest=name) for name in "abc")
+    compared = context.compare_latencies([first, second], after, 1)
+    assert len(compared) == 2 and not opened
+    room = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        context.compare_latency(first, second, 1)
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 def test_latency_is_measured_on_distinct_samples_of_val(mlp, context, blobs, batch) -> None:
     before, after = (Recording(mlp.signature, digest=name) for name in "ab")

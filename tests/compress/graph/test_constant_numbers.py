@@ -11,6 +11,7 @@ import compress
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.signature import Signature
+from compress.graph import constant_numbers
 from compress.graph.torch_export import export_program
 
 X = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
@@ -70,3 +71,18 @@ def test_numbers_of_the_data_are_not(steps) -> None:
         assert "ata-dependent" in str(error) or "item" in str(error) or "u0" in str(error)
     else:
         assert any("item.default" in str(node.target) for node in program.graph.nodes)
+
+
+def test_the_models_tensors_are_not_searched_for_each_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a hundred layers that took most of a minute."""
+    searches: list[nn.Module] = []
+    tensors = constant_numbers._tensors
+    found = lambda module: (searches.append(module), tensors(module))[1]  # noqa: E731
+    monkeypatch.setattr(constant_numbers, "_tensors", found)
+    model = Reads(lambda model, x: 6).eval()
+    model.linear = nn.Sequential(*(nn.Linear(12, 12) for _ in range(10)))
+    program = export_program(model, Signature.from_examples((X,)))
+    assert not any("item.default" in str(node.target) for node in program.graph.nodes)
+    assert len(searches) < 10

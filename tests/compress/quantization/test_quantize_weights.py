@@ -8,12 +8,13 @@ from torch.utils.data import TensorDataset
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.common.signature import OutputSpec, Signature
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.algorithms.weight_rounding import hqq, round_to_nearest
+from compress.quantization.ptq.weight_only_graph import WeightQuantizer, quantize_weights
 from compress.quantization.stages.weight_only import QuantizeWeights
 from tests.compress.quantization.builders import IMAGE, TOKENS, answer, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
@@ -189,6 +190,30 @@ def test_gptq_needs_data(tmp_path: Path) -> None:
         small = quantized(model, tmp_path / method, data, method=method, calibration_samples=256)
         errors[method] = float((answer(small, images) - expected).norm() / expected.norm())
     assert errors["gptq"] < 0.6 * errors["rtn"]
+
+
+class Unrolled(torch.nn.Module):
+    """A recurrent layer whose steps are layers of the graph, which all read the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.step = torch.nn.Embedding(10, 32), torch.nn.Linear(32, 32)
+
+    def forward(self, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(first) + self.embed(last)
+        for _ in range(4):
+            hidden = torch.tanh(self.step(hidden))
+        return hidden
+
+
+def test_a_weight_that_several_layers_read_counts_once() -> None:
+    ids = [TensorSpec(name=n, shape=("batch", 4), dtype="int64") for n in ("first", "last")]
+    signature = Signature(inputs=tuple(ids), outputs=(OutputSpec(name="y"),))
+    quantizer = WeightQuantizer(QuantizeWeights(bits=8, group_size=32))
+    program = quantize_weights(Unrolled(), signature, quantizer, ())
+    assert quantizer.quantized == {"embedding": 1, "linear": 1}
+    packed = [name for name in program.state_dict if name.endswith("_packed")]
+    assert packed == ["embed_weight_rows_packed", "step_weight_packed"]
 
 
 def test_weights_left_in_float_are_reported(tmp_path: Path) -> None:

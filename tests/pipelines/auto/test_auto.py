@@ -164,6 +164,7 @@ def test_data_are_needed(file: Path, capfd) -> None:
     assert auto(file) == 2
     error = capfd.readouterr().err
     assert "metric: none: `compress auto` decides by a metric; name one with `metric:`" in error
+    assert "data with targets and a metric such as `r2`, `mae` or `mse`; then: compress" in error
     assert "such as `fidelity`" in error and error.endswith(f"; then: compress auto {file}\n")
 
 

@@ -1,5 +1,6 @@
 """The end of a search's time: what is stopped there, what is not begun, and what is said of it."""
 
+import errno
 import math
 import time
 from dataclasses import replace
@@ -18,7 +19,13 @@ from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.cost_models import FormatModel
 from compress.pipelines.auto.deadline import OutOfTime, progress_until
-from compress.pipelines.auto.front import front_page, lines_below, nothing_found, write_points
+from compress.pipelines.auto.front import (
+    Refusal,
+    front_page,
+    lines_below,
+    nothing_found,
+    write_points,
+)
 from compress.pipelines.auto.search_state import BlockVariant, SearchState, Solution
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
@@ -84,6 +91,39 @@ def test_a_format_that_cannot_be_measured_ends_no_search(tmp_path: Path) -> None
     space: Any = SimpleNamespace(grid={"0": (32, 16)}, whole={"0": 32})
     variants = search.BlockVariants(state, BlockVariant((), None, space))
     assert variants.are_feasible(time.monotonic() + 60)
+
+
+def test_a_full_disk_ends_a_search_and_a_model_that_fails_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "weights")
+    causes = [full, ValueError("a width of 3")]
+
+    def fail(*_: object, **__: object) -> Any:
+        raise StageFailed(f"prune_channels: {causes[0]}") from causes[0]
+
+    members: dict[str, Any] = {"context": Context(root=tmp_path), "model": None}
+    state = state_of(tmp_path, evaluate=fail, measure_latency_ms=None, **members)
+    state.checked["a"] = checked("a", 1.0, format="int8_static")
+    monkeypatch.setattr(BlockVariant, "from_model", fail)
+    monkeypatch.setattr(search_state, "build_format_models", fail)
+    monkeypatch.setattr(state, "_layer_sensitivity", lambda *_: "some")
+    space: Any = SimpleNamespace(grid={"0": (32, 16)})
+    steps = {
+        "int8_static": lambda: state.check(Candidate("int8_static")),
+        "widths": lambda: search._search_variants(state, OVER),
+        "int8_static is not cut": lambda: state.measure_kernels(BlockVariant((), None, space)),
+    }
+    for step in steps.values():
+        with pytest.raises(StageFailed, match="No space left on device"):
+            step()
+    assert not (state.failed or state.not_searched)
+    del causes[0]
+    for step in steps.values():
+        step()
+    assert {*state.failed.values()} == {"prune_channels: a width of 3"}
+    shown = "".join(state.not_searched)
+    assert "widths: prune_channels: a width" in shown and "int8_static is not cut: prune" in shown
 
 
 def test_the_float_model_is_made_however_long_it_takes(tmp_path: Path) -> None:
@@ -228,19 +268,21 @@ def test_after_the_time_one_model_is_run_as_a_point_and_its_refusal_is_told(
     monkeypatch.setattr(state, "check_whole", lambda deadline: None)
     runs: list[str] = []
 
-    def run_point(front: object, evaluator: object, model: Any) -> str:
+    reason = "min_speedup: the speedup is not measurable on this machine now"
+
+    def run_point(front: object, evaluator: object, model: Any) -> Refusal:
         runs.append(model.name)
-        return "min_speedup: the speedup is not measurable on this machine now"
+        return Refusal(reason, may_pass=True)
 
     monkeypatch.setattr(search, "run_point", run_point)
     monkeypatch.setattr(search, "write_point", lambda *_: None)
     monkeypatch.setattr(search, "write_points", lambda front, *_: front)
     front = search.run_search(state, time.monotonic() - 60)
-    assert runs == ["a"] and front.refused == {"a": run_point(None, None, models[0])}
+    assert runs == ["a"] and (front.refused, front.may_pass) == ({"a": reason}, ("a",))
     assert any("further models within all limits" in what for what in front.not_searched)
     message = nothing_found(front)
     assert "was found whose run passed; the nearest is float: 1 ms" in message
-    assert message.endswith("the speedup is not measurable on this machine now")
+    assert message.endswith(reason)
     assert "no model that was checked meets all limits and passed its run" in lines_below(
         front, tmp_path
     )
@@ -251,19 +293,21 @@ def test_after_the_time_one_model_is_run_as_a_point_and_its_refusal_is_told(
 def test_a_point_whose_run_did_not_pass_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = [checked("a", 1.0), checked("b", 2.0)]
-    front = front_of(*models, limits={}, points=["a", "b"], refused={"a": "busy"})
+    models = [checked(name, 1.0) for name in "abc"]
+    before = {"refused": {"a": "busy"}, "may_pass": ["a"]}
+    front = front_of(*models, limits={}, points=["a", "b", "c"], **before)
     runs: list[str] = []
 
-    def run_point(front: object, evaluator: object, model: Any) -> str:
+    def run_point(front: object, evaluator: object, model: Any) -> Refusal:
         runs.append(model.name)
-        return "gate"
+        return Refusal(f"gate of {model.name}", may_pass=model.name == "c")
 
     monkeypatch.setattr("compress.pipelines.auto.front.run_point", run_point)
     monkeypatch.setattr("compress.pipelines.auto.front.write_point", lambda *_: None)
     evaluator: Any = SimpleNamespace(out=tmp_path, settings=AutoSettings())
-    assert write_points(front, evaluator, None, math.inf).refused == {"a": "busy", "b": "gate"}
-    assert runs == ["b"]
+    found = write_points(front, evaluator, None, math.inf)
+    assert found.refused == {"a": "busy", "b": "gate of b", "c": "gate of c"}
+    assert found.may_pass == ("a", "c") and runs == ["b", "c"]
 
 
 @pytest.mark.slow
@@ -352,6 +396,24 @@ def test_models_that_a_busy_machine_cannot_measure_are_tried_again_later(tmp_pat
     assert state.failed == {Candidate("int8_dynamic"): str(BUSY)}
 
 
+def test_layers_stay_in_float_though_a_busy_machine_cannot_measure_their_onnx_file(
+    tmp_path: Path,
+) -> None:
+    def evaluate(candidate: Candidate, *_: object) -> CheckedModel:
+        raise StageFailed("it cannot be quantized") if candidate.format == "weights_8" else BUSY
+
+    def layer_sensitivity(whole: CheckedModel, deadline: float) -> str:
+        return f"sensitivity of {whole.format}"
+
+    state = state_of(tmp_path, evaluate=evaluate, layer_sensitivity=layer_sensitivity)
+    served = checked("a", 1.0, format="int8_static", runtime="openvino")
+    assert state._layer_sensitivity(served, math.inf) == "sensitivity of int8_static"
+    assert [*state.postponed] == [Candidate("int8_static")] and not state.not_searched
+    served = checked("b", 1.0, format="weights_8", runtime="openvino")
+    assert state._layer_sensitivity(served, math.inf) is None
+    assert "weights_8 is left in float: its ONNX file was not made" in state.not_searched[0]
+
+
 def test_a_format_whose_kernels_a_busy_machine_cannot_measure_comes_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,3 +441,41 @@ def test_a_format_whose_kernels_a_busy_machine_cannot_measure_comes_once_more(
     assert state.not_searched == [
         "int8_dynamic is not cut: exports at other widths have other operators"
     ]
+
+
+def test_formats_are_measured_until_a_busy_machine_lets_one_be_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = ["float", "int8_static"]
+    settings = AutoSettings.model_validate({"space": {"formats": formats, "float_layers": 0}})
+    members = {"context": Context(root=tmp_path), "settings": settings, "measure_latency_ms": None}
+    tried: list[str] = []
+
+    def build(format: Any, *_: object, **__: object) -> list[FormatModel]:
+        tried.append(format)
+        if len(tried) < enough:
+            raise BUSY
+        return [FormatModel(format, InteractionSum(2.0, {}), InteractionSum(1.0, {}))]
+
+    monkeypatch.setattr(search_state, "build_format_models", build)
+    space: Any = SimpleNamespace(grid={"0": (32, 16)})
+    variant = BlockVariant((), None, space)
+
+    def measured(seconds: float | None) -> SearchState:
+        state = state_of(tmp_path, **members)
+        for format in formats:
+            state.checked[f"{format}-whole"] = checked(f"{format}-whole", 1.0, format=format)
+        state.measure_kernels(variant, None if seconds is None else time.monotonic() + seconds)
+        return state
+
+    enough = 5
+    state = measured(60)
+    assert tried == [*formats, *formats, "float", "int8_static"] and len(state.models) == 2
+    tried.clear()
+    enough = 10**9
+    state = measured(0.2)
+    assert not state.models and len(tried) > 4
+    assert sorted(state.not_searched) == [f"{format} is not cut: {BUSY}" for format in formats]
+    tried.clear()
+    state = measured(None)  # without an end of time, once more
+    assert tried == [*formats, *formats]

@@ -1,5 +1,6 @@
 """Runs of a search's points: what their gates limit, and refusals on a machine that is busy."""
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,11 @@ from compress import cli
 from compress.common.errors import GateRefused, StageFailed
 from compress.core.gates.cost import MaxLatency
 from compress.pipelines.api import Pipeline
-from compress.pipelines.auto.front import lines_below, run_point, write_point
+from compress.pipelines.auto.front import Refusal, folder_of, lines_below, run_point, write_point
 from compress.pipelines.auto.search_state import SearchState
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
+from compress.profiling.benchmark import NotMeasurable
 from tests.pipelines.auto.test_auto import FILE, NETS
 from tests.pipelines.auto.test_limits import checked, front_of
 
@@ -77,10 +79,13 @@ def test_a_point_that_was_slow_for_a_moment_is_run_once_more(
         "export_onnx: max_latency; the search measured 0.9 ms; it may pass once this machine has "
         "less to do"
     )
-    assert run_point(front, evaluator, model) == refusal
+    assert run_point(front, evaluator, model) == Refusal(refusal, may_pass=True)
     assert said == [f"warning: points/1: {refusal}"]
-    folders, refused = {"a": "points/1", "b": "points/2"}, {"a": refusal, "b": "a worse answer"}
-    shown = front.model_copy(update={"refused": refused, "folders": folders})
+    # What a stage says of itself is no state.
+    lasting = "a stage failed; it may pass once this machine has less to do"
+    folders, refused = {"a": "points/1", "b": "points/2"}, {"a": refusal, "b": lasting}
+    changes = {"refused": refused, "may_pass": ("a",), "folders": folders}
+    shown = front.model_copy(update=changes)
     assert [line for line in lines_below(shown, tmp_path) if "compress run" in line] == [
         "run again, once this machine has less to do: compress run "
         f"{tmp_path}/points/1/pipeline.yaml --out {tmp_path}/points/1"
@@ -94,8 +99,44 @@ def test_a_refused_point_keeps_its_folder(tmp_path: Path) -> None:
     state = SearchState(evaluator)
     state.checked = {name: checked(name, ms) for name, ms in {"a": 2.0, "b": 1.0, "c": 3.0}.items()}
     assert state.front().points == ("b",)
-    state.refused["a"] = "busy"
+    state.refused["a"] = Refusal("busy", may_pass=True)
     assert state.front().points == ("b", "a") and state.front("c").points == ("b", "a", "c")
+
+
+def test_a_refused_point_keeps_its_number_where_a_faster_one_is_chosen_after_it(
+    tmp_path: Path,
+) -> None:
+    evaluator = evaluator_of(tmp_path, [])
+    evaluator.conditions, evaluator.decided_on = "", SimpleNamespace(samples=30)
+    state = SearchState(evaluator)
+    latencies = {"beaten": 3.0, "faster": 2.0, "fastest": 1.0}
+    state.checked = {name: checked(name, ms) for name, ms in latencies.items()}
+    assert folder_of(state.front("beaten"), "beaten") == "points/2"
+    state.refused["beaten"] = Refusal("busy", may_pass=True)
+    assert state.front("faster").points == ("fastest", "beaten", "faster")
+    state.refused["fastest"] = Refusal("busy", may_pass=True)
+    assert folder_of(state.front("faster"), "beaten") == "points/2"
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [(NotMeasurable("not measurable now"), True), (StageFailed("it takes no such batch"), False)],
+)
+def test_a_latency_that_cannot_be_measured_may_pass_later_if_the_machine_was_busy(
+    error: StageFailed, may_pass: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> float:
+        raise error
+
+    monkeypatch.setattr(MaxLatency, "measure", measure)
+    verdict = LATENCY.evaluate(*[SimpleNamespace()] * 3)  # type: ignore[arg-type]
+    assert (verdict.reason, verdict.was_busy) == (str(error), may_pass)
+    evaluator, model = evaluator_of(tmp_path, [], latency="1ms"), checked("a", 0.9)
+    front = front_of(model, limits={"latency": "1ms"}, points=["a"])
+    refuse_runs(monkeypatch, verdict, verdict)
+    refusal = run_point(front, evaluator, model)
+    assert refusal is not None and refusal.may_pass == may_pass
+    assert ("less to do" in refusal.reason) == may_pass
 
 
 @pytest.mark.parametrize("outcome", [DROP, StageFailed("no such file")])
@@ -106,8 +147,19 @@ def test_a_point_that_answers_worse_or_fails_is_run_once(
     front = front_of(model, limits={}, points=["a"])
     left = refuse_runs(monkeypatch, outcome, "not reached")
     refusal = run_point(front, evaluator, model)
-    assert refusal is not None and "less to do" not in refusal
+    assert refusal is not None and "less to do" not in refusal.reason
     assert next(left) == "not reached"
+
+
+def test_a_full_disk_while_a_point_is_run_ends_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, model = evaluator_of(tmp_path, [], latency="1ms"), checked("a", 0.9)
+    full = StageFailed("weights: No space left on device; make room")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device", "weights")
+    refuse_runs(monkeypatch, full)
+    with pytest.raises(StageFailed, match="make room"):
+        run_point(front_of(model, limits={}, points=["a"]), evaluator, model)
 
 
 def test_a_refusal_by_time_is_not_remembered(

@@ -69,6 +69,13 @@ def blobs(count=60, labelled=True):
 
 def nothing():
     return 3
+
+def scaled():
+    class Scaled(nn.Linear):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    return Scaled(4, 3)
 """
 DATA = {
     "none": {},
@@ -253,6 +260,15 @@ def test_the_examples_get_stages_that_suit_them(
     found = write_draft(tmp_path / "pipeline.yaml", options)
     assert found.stages == stages
     assert check_pipeline(tmp_path / "pipeline.yaml", models=False).content["valid"]
+
+
+def test_an_input_with_a_type_and_no_sizes_is_a_scalar(user: Path) -> None:
+    options = InitOptions("nets:scaled", inputs=["x=batch,4", "scale=:float64"])
+    content = yaml.safe_load(draft(user / "pipeline.yaml", options).text)
+    scalar = {"name": "scale", "dtype": "float64"}
+    assert content["model"]["inputs"] == [{"name": "x", "shape": ["batch", 4]}, scalar]
+    inputs = Pipeline.model_validate({"name": "scaled", **content}).model.inputs or ()
+    assert [spec.shape for spec in inputs] == [("batch", 4), ()]
 
 
 def test_what_is_written_names_the_inputs_the_arguments_and_the_checkpoint(user: Path) -> None:
@@ -540,6 +556,11 @@ def test_the_task_follows_from_outputs_and_targets(shape, targets, task) -> None
             "--input 'x=batch,4:float': .*'float32'",
         ),
         (InitOptions("nets:mlp", inputs=["batch,4"]), "--input 'batch,4': .*expected name=batch"),
+        (InitOptions("nets:mlp", inputs=["x="]), "--input 'x=': a dimension .* for a scalar"),
+        (
+            InitOptions("nets:mlp", inputs=["x=:float32"]),
+            "pipeline.yaml: inputs: the first axis of the first one is the batch, and 'x' is a sca",
+        ),
         (
             InitOptions("nets:mlp", checkpoint="a.pt", inputs=["x=batch,4"]),
             r"--checkpoint: .*a\.pt",

@@ -1,6 +1,8 @@
 """The proof stands between every rule and the user: whatever a rule gets wrong is refused."""
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -370,3 +372,23 @@ def test_the_masked_twin_is_not_run_where_the_smaller_model_fails(
     assert not masked
     whole = SlicePlan(kept=kept | {"2.weight": {1: (0, 1)}}, attributes={}, groups=(), pinned={})
     assert equivalence.find_mismatch(whole) is None and masked
+
+
+def test_no_masked_twin_is_kept_after_a_mismatch() -> None:
+    """It is a copy of the model, with its weights in float64."""
+    masked: list[weakref.ref[nn.Module]] = []
+
+    class Watched(MaskedEquivalence):
+        def _variant(self, variant: int, kept: graph.Kept | None = None) -> nn.Module:
+            made = super()._variant(variant, kept)
+            masked.extend([weakref.ref(made)] if kept else ())
+            return made
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    equivalence = Watched(net, VerificationInputs((torch.randn(2, 4),)))
+    # Half of the inputs of the last layer are masked, and stay where they are.
+    kept: graph.Kept = {"2.weight": {1: (0, 1, 2, 3)}}
+    reason = equivalence.find_change_mismatch(lambda smaller: None, kept)
+    assert reason is not None and "answers otherwise than its masked twin" in reason
+    gc.collect()
+    assert masked and all(twin() is None for twin in masked)
