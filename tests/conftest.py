@@ -314,8 +314,10 @@ def forking_ranks() -> Callable[[], AbstractContextManager[None]]:
     Trainings start new processes, as some of `test_fit_processes.py` do: seconds for each rank.
     """
     trained = ("torch.distributed.optim", "compress.training.distributed.fsdp")
+    # This module, too, of which each rank calls a function: it imports pytest.
+    read = ("compress.data.splits", "filelock", __name__)
     multiprocessing.set_forkserver_preload(
-        ["torch._dynamo", "compress.training.launch.worker", *trained]
+        ["torch._dynamo", "compress.training.launch.worker", *trained, *read]
     )
     forkserver.ensure_running()
     multiprocessing.set_forkserver_preload([])

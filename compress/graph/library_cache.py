@@ -7,6 +7,7 @@ import threading
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,48 @@ def without_stack_traces() -> Iterator[None]:
 
 
 @contextmanager
+def cheap_shape_cache() -> Iterator[None]:
+    """Let torch remember the shapes of operators' results in a block without making each twice.
+
+    Where a size depends on data, it makes them twice all the same.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # torch 2.13 makes each result once more from what it remembers of it, to compare the dispatch
+    # keys, which are those of a scalar, too. With symbolic sizes: a fifth of a decoder's trace.
+    name = "_get_output_info_for_cache_entry"
+    remember: Any = getattr(FakeTensorMode, name, None)
+
+    def remember_by_scalar(mode: Any, *details: Any) -> Any:
+        depends_on_data = getattr(mode.shape_env, "unbacked_symint_counter", 0)
+        return remember(mode if depends_on_data else _Scalars(mode), *details)
+
+    with patched_attribute(FakeTensorMode, name, remember_by_scalar):
+        yield
+
+
+class _Scalars:
+    """Makes a scalar of the same kind where a mode would make the result of an operator."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mode, name)
+
+    def _output_from_cache_entry(self, state: Any, entry: Any, key: Any, *rest: Any) -> Any:
+        sizes = {"shape": (), "stride": (), "storage_offset": 0, "storage_bytes": None}
+        try:
+            (output,) = entry.output_infos
+            scalar = replace(output, metadata=replace(output.metadata, **sizes))
+            entry = replace(entry, output_infos=(scalar,))
+        except (AttributeError, TypeError, ValueError):  # another release's entries
+            return self._mode._output_from_cache_entry(state, entry, key, *rest)
+        # No operator: a view shares the memory of its input, which changes no key.
+        return self._mode._output_from_cache_entry(state, entry, key, None, ())
+
+
+@contextmanager
 def unchecked_serialization() -> Iterator[None]:
     """Let torch write a program without a check of its own in a block."""
     from torch._export.serde import serialize
@@ -70,6 +113,7 @@ def cached_composite_ops() -> Iterator[None]:
     )
     with (
         without_stack_traces(),
+        cheap_shape_cache(),
         patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None))),
         patched_attribute(exported_program, *autograd),
         patched_attribute(exported_program, *kernels),

@@ -44,7 +44,11 @@ from compress.common.forward import (
 )
 from compress.common.signature import EXAMPLE_LENGTH, TABLE_ROWS, Signature
 from compress.graph.constant_numbers import ConstantNumbers
-from compress.graph.library_cache import cached_deserialization, unchecked_serialization
+from compress.graph.library_cache import (
+    cached_deserialization,
+    cheap_shape_cache,
+    unchecked_serialization,
+)
 
 if TYPE_CHECKING:
     from torch.export import Dim, ExportedProgram
@@ -150,7 +154,7 @@ def _trace(
             prefer_deferred_runtime_asserts_over_guards=checks,
         )
 
-    with any_sequence_length():
+    with any_sequence_length(), cheap_shape_cache():
         try:
             return export(inputs, {})
         except torch._dynamo.exc.UserError as error:

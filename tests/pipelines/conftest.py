@@ -17,7 +17,7 @@ from compress.pipelines.results import measurements
 from compress.pipelines.results.measurements import SpeedupReport
 from compress.pipelines.results.schema import Report
 from compress.profiling import peak_memory, quantiles
-from compress.profiling.benchmark import compare_latencies
+from compress.profiling.benchmark import compare_latencies, compare_latency
 from compress.pruning import channel_pruner, sensitivity_analysis
 
 RUNTIME_OF = measurements.runtime_of
@@ -65,6 +65,7 @@ measurements.runtime_of = lambda *_: None
 CallTimer.doubt = ""  # a machine that is busy
 channel_pruner.MEASURED_SECONDS = 0.001
 benchmark.compare_latencies.__defaults__ = (0.001,)
+benchmark.compare_latency.__defaults__ = (0.02,)
 benchmark.OPENING_SECONDS = 0.0
 quantiles.WIDEST = math.inf
 peak_memory.peak_memory = lambda *_: 0.0
@@ -86,6 +87,8 @@ def measured_briefly(*, same_runtime: bool = False, memory: bool = False) -> Ite
         runtime_of = RUNTIME_OF if same_runtime else lambda *_: None
         patch.setattr(measurements, "runtime_of", runtime_of)
         patch.setattr(compare_latencies, "__defaults__", (0.001,))
+        # Searches choose by it: long enough for half of the channels to be faster.
+        patch.setattr(compare_latency, "__defaults__", (0.02,))
         for module in (channel_pruner, sensitivity_analysis):
             patch.setattr(module, "MEASURED_SECONDS", 0.001)
         patch.setattr("compress.export.latency.kernels.KERNEL_SECONDS", 0.001)

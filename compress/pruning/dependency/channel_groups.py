@@ -38,7 +38,7 @@ from compress.artifacts.edits.named_sizes import (
 from compress.common.counts import count
 from compress.common.errors import StageFailed, raised_as
 from compress.common.forward import batched_experts, plain_attention
-from compress.graph.library_cache import without_stack_traces
+from compress.graph.library_cache import cheap_shape_cache, without_stack_traces
 from compress.graph.torch_export import flat_outputs
 from compress.pruning.dependency.rules import elementwise
 from compress.pruning.dependency.rules.channel_labels import (
@@ -496,7 +496,12 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
         # torch 2.13 warns that recurrent layers keep a list of their weights.
         warnings.filterwarnings("ignore", "The tensor attributes? self", UserWarning)
         # Not strict: Python runs the module, so that more models can be traced than by Dynamo.
-        with raised_as(StageFailed, what), flat_outputs(module), without_stack_traces():
+        with (
+            raised_as(StageFailed, what),
+            flat_outputs(module),
+            without_stack_traces(),
+            cheap_shape_cache(),
+        ):
             count("traces")
             return torch.export.export(module, tuple(inputs), strict=False)
 

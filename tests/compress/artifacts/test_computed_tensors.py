@@ -82,6 +82,16 @@ def test_a_copy_computes_its_own_weights_and_trains(module: nn.Module) -> None:
     assert torch.equal(module.eval()(X), expected)
 
 
+def test_empty_containers_of_a_copy_are_its_own_and_shared_ones_stay_shared() -> None:
+    module = layers(lambda part: part)
+    module.seen, module[0].seen = (seen := {}), seen
+    twin = copy_module(module)
+    twin[0].register_forward_hook(lambda *_: None)
+    twin.seen["x"] = 1
+    assert not module[0]._forward_hooks and not module.seen
+    assert twin.seen is twin[0].seen
+
+
 def test_it_is_imported_exported_and_quantized(module: nn.Module, tmp_path: Path) -> None:
     keys = [*module.state_dict()]
     graph = compress.export_program(module, tmp_path / "model.pt2", example_inputs=X)

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch._export import utils
 from torch._export.serde import schema, serialize
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import exported_program
 from torch.export.pt2_archive._package import load_pt2
 from torch.fx import config as fx_config
@@ -18,6 +19,7 @@ from compress.common.foreign.patching import patched_attribute
 from compress.graph.library_cache import (
     cached_composite_ops,
     cached_deserialization,
+    cheap_shape_cache,
     kept_composite_ops_of,
 )
 from compress.graph.torch_export import load_program, save_program
@@ -70,6 +72,47 @@ def test_kernels_are_overridden_for_backends_of_tensors_here_alone(
     names = ("CPU", "CUDA", "Meta")
     assert here == {*names, *(f"Autograd{n}" for n in names), "CompositeImplicitAutograd"}
     assert decomposed()[1] == everywhere, "torch's own tables stay"
+
+
+class Sized(torch.nn.Module):
+    """Results of symbolic sizes: views, slices, several at once; and one that depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.norm(x + self.attention(x, x, x)[0])
+        largest, place = x.transpose(1, 2).max(-1)
+        return x.narrow(-1, 2, 4).flatten(), largest, place, x[x.sum((1, 2)) > 0] + 1
+
+
+def test_shapes_are_remembered_without_making_each_result_twice(monkeypatch) -> None:
+    made: list[str] = []
+    really = FakeTensorMode._output_from_cache_entry
+
+    def make(mode: FakeTensorMode, state, entry, key, operator, args) -> object:
+        if operator is not None:
+            made.append(operator.name())
+        return really(mode, state, entry, key, operator, args)
+
+    def traced() -> tuple[str, int, str]:
+        made.clear()
+        size = torch.export.Dim("batch"), torch.export.Dim("length")
+        example = (torch.rand(3, 4, 8),)
+        program = torch.export.export(
+            Sized().eval(), example, dynamic_shapes=({0: size[0], 1: size[1]},)
+        )
+        sizes = "".join(str(node.meta["val"]) for node in program.graph.nodes if node.users)
+        return program.graph_module.code + sizes, len(made), str(program.range_constraints)
+
+    monkeypatch.setattr(FakeTensorMode, "_output_from_cache_entry", make)
+    expected, in_torch, ranges = traced()
+    with cheap_shape_cache():
+        found, here, own_ranges = traced()
+    assert (found, own_ranges) == (expected, ranges)
+    assert 0 < here < in_torch / 3, "hits alone, and what follows the size that depends on data"
 
 
 class Plain(torch.nn.Module):
