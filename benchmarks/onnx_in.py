@@ -97,10 +97,12 @@ def main() -> None:
     print(machine(), flush=True)
     for part in given.parts or PARTS:
         for name, text in MAKE[part](packages, given):
+            heading, _, rest = text.partition("\n")
+            text = f"{heading}\n\n{machine()}.\n{rest}"
             print(f"\n{text}", flush=True)
             (given.work / f"{name}.md").write_text(text)
     if given.write:
-        write_part(TITLE, "\n\n".join([HEAD + machine() + ".", *tables(given.work, PAGE)]), PAGE)
+        write_part(TITLE, "\n\n".join([HEAD.strip(), *tables(given.work, PAGE)]), PAGE)
 
 
 def tables(work: Path, page: Path) -> list[str]:

@@ -128,7 +128,7 @@ def raise_if_resources_ran_out(error: Exception) -> None:
                 raise error
             what = first_line(cause) or "memory ran out"
             raise StageFailed(f"{type(cause).__name__}: {what}") from error
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def describe_exit(error: BaseException) -> str:

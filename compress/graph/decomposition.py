@@ -103,9 +103,13 @@ def _batch_norm(graph: Graph, node: Node) -> Node | None:
 def _cast(graph: Graph, node: Node) -> Node | None:
     x: Any = node.args[0]
     before, after = x.meta["val"], node.meta["val"]
-    if before.device != after.device:
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    named = {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)}
+    named |= node.kwargs
+    # A copy may be written to.
+    if named.get("copy") or named.get("memory_format") or before.device != after.device:
         return None
-    if before.dtype == after.dtype:  # another layout or a copy: the numbers stay
+    if before.dtype == after.dtype:
         return x  # type: ignore[no-any-return]
     return call(graph, aten._to_copy.default, (x,), node, dtype=after.dtype)
 

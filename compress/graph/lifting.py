@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter, getitem
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,30 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
 
 SIZES = (int, bool, torch.SymInt, torch.SymBool)
-RANGES = "sizes that axes may have"  # of an input's metadata
+TRACED = "trace that an input comes from"  # of a node's metadata
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a trace found of the sizes of a model's inputs."""
+
+    ranges: Any
+    """Of a program, its `range_constraints`."""
+    conditions: tuple[int, tuple[str, ...]]
+    """How many conditions on sizes are left to assert, and the sizes: numbers, or symbols.
+
+    Copies of a graph share the record of their symbols: what one of them asserts or fixes, the
+    others have too.
+    """
 
 
 def graph_of_program(program: ExportedProgram) -> GraphModule:
-    """Return a program as a graph, of which :func:`program_of_graph` makes one again."""
+    """Return a program as a graph that may be changed, for :func:`program_of_graph`."""
     graph: GraphModule = program.module(check_guards=False)
-    for node in graph.graph.find_nodes(op="placeholder"):
-        node.meta[RANGES] = program.range_constraints
+    inputs = graph.graph.find_nodes(op="placeholder")
+    traced = Traced(program.range_constraints, _conditions([node.meta["val"] for node in inputs]))
+    for node in inputs:
+        node.meta[TRACED] = traced
     return graph
 
 
@@ -48,27 +65,25 @@ def program_of_graph(graph: GraphModule, signature: Signature) -> ExportedProgra
     """
     inputs = graph.graph.find_nodes(op="placeholder")
     if not (
-        all(RANGES in node.meta for node in inputs)
+        all(TRACED in node.meta for node in inputs)
         and all(_is_of_programs(graph, node) for node in graph.graph.nodes)
     ):
         return export_program(graph, signature)
     graph.graph.eliminate_dead_code()
-    values = [node.meta["val"] for node in inputs]
+    traced, values = inputs[0].meta[TRACED], [node.meta["val"] for node in inputs]
     mode = torch._guards.detect_fake_mode(values)
-    before = _conditions(mode, values)
-    # Recurrent layers have no sizes of their results outside a trace.
-    with suppress(RuntimeError):
+    is_alike = False
+    # Where it raises, as recurrent layers do outside a trace, the trace says what is wrong.
+    with suppress(Exception), torch.no_grad():
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*values)
-        if _conditions(mode, values) == before:
-            return _lifted(graph, signature, mode)
-    return export_program(graph, signature)  # which tells what fixes a size
+        is_alike = _conditions(values) == traced.conditions
+    return _lifted(graph, signature, mode) if is_alike else export_program(graph, signature)
 
 
-def _conditions(mode: Any, inputs: list[torch.Tensor]) -> tuple[int, int]:
-    """Count what operators assert of sizes, and the sizes of inputs that are fixed."""
-    sizes: list[Any] = [size for value in inputs for size in value.shape]
-    fixed = sum(isinstance(n, int) or n.node.maybe_as_int() is not None for n in sizes)
-    return getattr(mode.shape_env, "num_deferred_runtime_asserts", 0), fixed
+def _conditions(inputs: list[torch.Tensor]) -> tuple[int, tuple[str, ...]]:
+    shapes: Any = torch._guards.detect_fake_mode(inputs).shape_env  # type: ignore[union-attr]
+    asserted = getattr(shapes, "num_deferred_runtime_asserts", 0)
+    return asserted, tuple(str(size) for value in inputs for size in value.shape)
 
 
 def _is_of_programs(graph: GraphModule, node: Node) -> bool:
@@ -101,6 +116,7 @@ def _lifted(graph: GraphModule, signature: Signature, mode: Any) -> ExportedProg
             value = attrgetter(name)(graph)
             (state if name in stored else constants)[name] = value
             tensor = lifted.placeholder(f"{kind.name[0].lower()}_{name.replace('.', '_')}")
+            tensor.target = tensor.name  # made unique, and what may be an argument's name
             tensor.meta["val"] = mode.from_tensor(value, static_shapes=True)
             copies |= dict.fromkeys(readers[name], tensor)
             is_kept = name in stored if kind is InputKind.BUFFER else None
@@ -108,6 +124,7 @@ def _lifted(graph: GraphModule, signature: Signature, mode: Any) -> ExportedProg
     given = graph.graph.find_nodes(op="placeholder")
     for node in given:
         copies[node] = lifted.node_copy(node)
+        copies[node].target = copies[node].name
     results = _pytree.tree_leaves(lifted.graph_copy(graph.graph, copies))
     lifted.output(tuple(results))
     inputs, outputs = (
@@ -130,7 +147,7 @@ def _lifted(graph: GraphModule, signature: Signature, mode: Any) -> ExportedProg
             specs, [OutputSpec(OutputKind.USER_OUTPUT, argument, None) for argument in outputs]
         ),
         state,
-        given[0].meta[RANGES],
+        given[0].meta[TRACED].ranges,
         [ModuleCallEntry("", call)],
         (signature.example(), {}),
         constants,

@@ -69,6 +69,12 @@ def written_view(net: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def written_copy(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x.to(torch.float32, copy=True)
+    y += 1
+    return x * y
+
+
 def written_buffer(net: Any, x: torch.Tensor) -> torch.Tensor:
     return x + net.calls.add_(1)
 
