@@ -51,7 +51,7 @@ class ModelInterface(Settings):
             if not self.inputs[0].shape:
                 raise ValueError(
                     f"inputs: the first axis of the first one is the batch, and "
-                    f"{self.inputs[0].name!r} is a scalar; list another one first"
+                    f"{self.inputs[0].name!r} has none; give its shape, or list another one first"
                 )
             signature.refuse_other_axes(self.inputs, self.axes)
         signature.refuse_double_names(self.inputs or (), self.outputs or ())

@@ -182,7 +182,8 @@ def pipeline(folder: Path, stages: str) -> Pipeline:
     (folder / "nets.py").write_text("def net(): ...\n")
     file = folder / "pipeline.yaml"
     file.write_text(
-        "version: 1\nmodel: {factory: 'nets:net', checkpoint: x.pt, inputs: [{name: x}]}\n"
+        "version: 1\n"
+        "model: {factory: 'nets:net', checkpoint: x.pt, inputs: [{name: x, shape: [n]}]}\n"
         f"stages: [{stages}]\n"
     )
     return Pipeline.from_yaml(file)

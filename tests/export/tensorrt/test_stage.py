@@ -71,7 +71,8 @@ def test_a_plan_is_refused_where_tensorrt_is_not(tmp_path: Path, through: str) -
     (tmp_path / "nets.py").write_text("def net(): ...\n")
     file = tmp_path / "pipeline.yaml"
     file.write_text(
-        "version: 1\nmodel: {factory: 'nets:net', checkpoint: x.pt, inputs: [{name: x}]}\n"
+        "version: 1\n"
+        "model: {factory: 'nets:net', checkpoint: x.pt, inputs: [{name: x, shape: [n]}]}\n"
         f"stages: [{{stage: export_tensorrt, through: {through}}}]\n"
     )
     with pytest.raises(Unavailable, match=r"needs (torch_)?tensorrt, .*\[tensorrt\]") as caught:

@@ -559,7 +559,7 @@ def test_the_task_follows_from_outputs_and_targets(shape, targets, task) -> None
         (InitOptions("nets:mlp", inputs=["x="]), "--input 'x=': a dimension .* for a scalar"),
         (
             InitOptions("nets:mlp", inputs=["x=:float32"]),
-            "pipeline.yaml: inputs: the first axis of the first one is the batch, and 'x' is a sca",
+            "pipeline.yaml: inputs: the first axis of the first one is the batch, and 'x' has none",
         ),
         (
             InitOptions("nets:mlp", checkpoint="a.pt", inputs=["x=batch,4"]),
