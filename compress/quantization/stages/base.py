@@ -142,8 +142,12 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
         The manifest records `facts` and the number of quantized operators by kind. Modules whose
         outputs have other scales, as after equalization, are not compared one by one.
         """
+        from compress.profiling.rss import release_memory
         from compress.quantization.numeric_debug.compare import compare
 
+        # A graph's parts refer to one another: the float weights of the one that was quantized
+        # would stay beside those that are loaded here.
+        release_memory()
         graph = program.module(check_guards=False)
         module = model.load()
         fidelity = compare(module, graph, model.signature, context, rescaled)

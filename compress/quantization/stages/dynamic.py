@@ -83,7 +83,6 @@ class QuantizeDynamic(IntegerStage):
             quantize_dynamic,
         )
 
-        module = self.load_float(model)
         quantizer = DynamicQuantizer(
             scheme_for(self.target, self.weight_bits),
             self.exclude,
@@ -92,7 +91,9 @@ class QuantizeDynamic(IntegerStage):
         )
         corrections = Corrections(self.smooth, float_between_layers=True)
         sample = self.calibration_data(model, context) if self.needs_data else ()
+        module = self.load_float(model)
         program = quantize_dynamic(module, model.signature, quantizer, sample, corrections)
+        del module  # its weights, as the model is loaded anew to be compared
         weight_only = WEIGHT_ONLY_KERNELS[self.target] & quantizer.quantized.keys()
         facts = {"weights_alone": sorted(weight_only)}
         return self.save_integers(model, program, quantizer, facts, context, corrections)

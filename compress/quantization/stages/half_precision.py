@@ -68,6 +68,7 @@ class ConvertPrecision(QuantizationStage):
             seeds = range(context.seed, context.seed + COMPARED_BATCHES)
             batches = [Batch(model.signature.example(seed=seed), None) for seed in seeds]
         program = convert_precision(module, model.signature, converter, batches, report)
+        del module  # its weights, as the model is loaded anew to be compared
         facts = {
             "dtype": self.dtype,
             "float32_operators": dict(sorted(converter.sensitive.items())),

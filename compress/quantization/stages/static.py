@@ -107,6 +107,7 @@ class QuantizeStatic(CalibratedStage):
 
         prepared, quantizer, corrections = self.prepare(model, context)
         program = program_of_graph(convert(prepared), model.signature)
+        del prepared  # the float weights, as the model is loaded anew to be compared
         return self.save_integers(model, program, quantizer, {}, context, corrections)
 
     def prepare(

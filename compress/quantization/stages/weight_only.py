@@ -64,6 +64,7 @@ class QuantizeWeights(WeightFormat, QuantizationStage):
             return self._run_streamed(model, quantizer, sample, context)
         module = self.load_float(model)
         program = quantize_weights(module, model.signature, quantizer, sample)
+        del module  # its weights, as the model is loaded anew to be compared
         counts, rescaled = quantizer.quantized, quantizer.rescaled
         return self.save_graph(model, program, counts, quantizer.facts(), context, rescaled)
 

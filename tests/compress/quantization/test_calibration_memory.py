@@ -1,8 +1,19 @@
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
+from compress.artifacts.eager_model import EagerModel
+from compress.core.context import Context
+from compress.core.stage import Stage
 from compress.quantization.pt2e.observers import OBSERVERS
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.half_precision import ConvertPrecision
+from compress.quantization.stages.static import QuantizeStatic
+from compress.quantization.stages.weight_only import QuantizeWeights
+from tests.compress.quantization.builders import build_model, labelled_images
 
 CALIBRATE = """
 import copy, resource
@@ -52,3 +63,31 @@ def test_memory_does_not_grow_with_samples(fresh_process: Callable[[str], str]) 
     ratios = dict(part.split("=") for part in fresh_process(CALIBRATE).split())
     assert ratios.keys() == OBSERVERS.keys()
     assert all(float(ratio) <= 1.1 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        QuantizeStatic(calibration_samples=32),
+        QuantizeDynamic(),
+        QuantizeWeights(),
+        ConvertPrecision(dtype="bfloat16"),
+    ],
+    ids=lambda stage: stage.title,
+)
+def test_a_model_is_compared_when_the_weights_it_was_quantized_from_are_gone(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, loaded, left = EagerModel.load, [], []
+
+    def watched(model: EagerModel) -> torch.nn.Module:
+        left.append(sum(weights() is not None for weights in loaded))
+        module = load(model)
+        # That of the linear layer; what a stage leaves in float is part of the graph.
+        loaded.append(weakref.ref(max(module.parameters(), key=torch.Tensor.numel)))
+        return module
+
+    model = build_model(tmp_path / "source", "networks:flattened")
+    monkeypatch.setattr(EagerModel, "load", watched)
+    stage(model, Context(root=tmp_path / "small", data=labelled_images()))
+    assert left == [0, 0]
