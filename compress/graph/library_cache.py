@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import threading
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.common.foreign.patching import patched_attribute
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
 
 BACKENDS = ("CPU", "CUDA", "Meta")
 """Those of tensors on the devices that the toolkit supports, and of tensors without numbers."""
@@ -23,12 +19,6 @@ OVERRIDDEN = {
     "_BACKEND_KEYS_TO_OVERRIDE": BACKENDS,
 }
 """Table of `torch.export.exported_program` → the names of the keys to leave in it."""
-PLAIN = (
-    *("flatten.using_ints", "unflatten.int", "reshape.default", "contiguous.default"),
-    *("to.dtype", "to.device", "to.dtype_layout", "dropout.default", "batch_norm.default"),
-)
-"""Composite operators whose decomposition has no composite operator that a graph may keep."""
-_kept_ops: dict[int, set[Any]] = {}  # by thread: others may decompose another program meanwhile
 
 
 @contextmanager
@@ -119,46 +109,6 @@ def cached_composite_ops() -> Iterator[None]:
         patched_attribute(exported_program, *kernels),
     ):
         yield
-
-
-@contextmanager
-def kept_composite_ops_of(program: ExportedProgram) -> Iterator[None]:
-    """Let torch override only those composite operators that a program keeps in a block.
-
-    In which it is decomposed by an empty table. Where its other operators may lead to more, all
-    of them are overridden.
-    """
-    import torch
-    from torch._export import utils
-    from torch.export import exported_program
-
-    # torch 2.13 overrides all 526, for each of some keys: two fifths of the time of a small graph.
-    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
-    has_subgraphs = any(isinstance(target, torch._ops.HigherOrderOperator) for target in targets)
-    keeps: Any = getattr(utils, "_is_preservable_cia_op", None)
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    composite = {
-        target
-        for target in targets
-        if isinstance(target, torch._ops.OpOverload) and target.has_kernel_for_dispatch_key(key)
-    }
-    kept = {target for target in composite if keeps and keeps(target)}
-    if has_subgraphs or any(str(op).removeprefix("aten.") not in PLAIN for op in composite - kept):
-        yield
-        return
-    name, thread = "_collect_all_valid_cia_ops", threading.get_ident()
-    collect: Any = getattr(exported_program, name, None)
-
-    def collect_kept() -> set[Any]:
-        own = _kept_ops.get(threading.get_ident())
-        return {*(collect() if own is None else own)}
-
-    _kept_ops[thread] = kept
-    try:
-        with patched_attribute(exported_program, name, collect_kept):
-            yield
-    finally:
-        del _kept_ops[thread]
 
 
 @contextmanager

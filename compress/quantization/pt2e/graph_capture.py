@@ -17,7 +17,7 @@ from torch._export import utils
 from torch._prims_common import is_contiguous_or_false
 
 from compress.graph.decomposition import FORMS, call, decompose_, is_composite
-from compress.graph.library_cache import cached_composite_ops, kept_composite_ops_of
+from compress.graph.library_cache import cached_composite_ops
 from compress.graph.lifting import graph_of_program
 from compress.graph.torch_export import (
     FlatOutputs,
@@ -119,7 +119,6 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
         with (
             _without_treespec_warnings(),
             cached_composite_ops(),
-            kept_composite_ops_of(program),
             any_sequence_length(),
         ):
             program = program.run_decompositions({})

@@ -11,7 +11,6 @@ import torch
 from torch._export import utils
 from torch._export.serde import schema, serialize
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import exported_program
 from torch.export.pt2_archive._package import load_pt2
 from torch.fx import config as fx_config
 
@@ -20,7 +19,6 @@ from compress.graph.library_cache import (
     cached_composite_ops,
     cached_deserialization,
     cheap_shape_cache,
-    kept_composite_ops_of,
 )
 from compress.graph.torch_export import load_program, save_program
 from compress.pruning.dependency.channel_groups import export_graph
@@ -113,46 +111,6 @@ def test_shapes_are_remembered_without_making_each_result_twice(monkeypatch) -> 
         found, here, own_ranges = traced()
     assert (found, own_ranges) == (expected, ranges)
     assert 0 < here < in_torch / 3, "hits alone, and what follows the size that depends on data"
-
-
-class Plain(torch.nn.Module):
-    """Operators of all kinds that a decomposition by an empty table meets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = torch.nn.Conv2d(1, 2, 3)
-        self.norm = torch.nn.BatchNorm2d(2)
-        self.layer = torch.nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.convolution(x)).relu_().permute(0, 2, 3, 1)
-        x = torch.nn.functional.dropout(x.contiguous().flatten(1), training=self.training)
-        return self.layer(x.reshape(-1, 8)).unflatten(1, (3, 1)).softmax(1)
-
-
-class Chunked(Plain):
-    """With an operator of which it is not said what it is decomposed into."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).chunk(3, 1)[0]
-
-
-@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")  # torch's own check
-@pytest.mark.parametrize(("kind", "is_plain"), [(Plain, True), (Chunked, False)])
-def test_composite_operators_that_a_graph_keeps_are_overridden_alone(
-    kind: type[Plain], is_plain: bool
-) -> None:
-    program = torch.export.export(kind().eval(), (torch.rand(3, 1, 4, 4),))
-    expected = program.run_decompositions({})
-    every = exported_program._collect_all_valid_cia_ops()
-    with kept_composite_ops_of(program):
-        overridden = exported_program._collect_all_valid_cia_ops()
-        found = program.run_decompositions({})
-    kept = {torch.ops.aten.conv2d.default, torch.ops.aten.linear.default}
-    assert overridden == ({*kept, torch.ops.aten.softmax.int} if is_plain else every)
-    assert found.graph_module.code == expected.graph_module.code
-    assert "batch_norm_legit" in found.graph_module.code
-    assert exported_program._collect_all_valid_cia_ops() == every
 
 
 def test_a_release_without_the_attribute_is_not_patched() -> None:
