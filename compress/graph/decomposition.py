@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
@@ -154,19 +153,25 @@ def _size(graph: Graph, tensor: Node, axis: int) -> Node:
     # A reader more of the tensor itself would keep its operator from being fused with the next.
     size = tensor.meta["val"].shape[axis]
     inputs = graph.find_nodes(op="placeholder")
-    places = [
-        (given, i)
-        for given in inputs
-        for i, other in enumerate(getattr(given.meta.get("val"), "shape", ()))
-        if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr
-    ]
-    source = places[0] if places else (tensor, axis)
-    for reader in source[0].users:
-        if places and reader.target is aten.sym_size.int and reader.args == source:
-            inputs[-1].append(reader)  # moved before all that may read it
-            return reader
-    with graph.inserting_after(inputs[-1]) if places else nullcontext():
-        node = graph.call_function(aten.sym_size.int, source)
+    place = next(
+        (
+            (given, i)
+            for given in inputs
+            for i, other in enumerate(getattr(given.meta.get("val"), "shape", ()))
+            if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr
+        ),
+        None,
+    )
+    if place is None:
+        node = graph.call_function(aten.sym_size.int, (tensor, axis))
+    else:
+        readers = (n for n in place[0].users if n.target is aten.sym_size.int and n.args == place)
+        known: Node | None = next(readers, None)
+        if known is not None:
+            inputs[-1].append(known)  # moved before all that may read it
+            return known
+        with graph.inserting_after(inputs[-1]):
+            node = graph.call_function(aten.sym_size.int, place)
     node.meta["val"] = size
     return node
 
