@@ -29,11 +29,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
 
-# Lint uses one core; beside it the other has time for the docs and for what all workers of the tests read
-# then, the tests' modules with rewritten assertions. --output-sync keeps their output apart.
+# Lint uses one core; beside it the other has time for the docs and for what the tests need then.
+# --output-sync keeps their output apart.
 test: .venv/dev
 	@rm -f $(TIMES)
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target timed-lint timed-docs collected
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target timed-lint timed-docs timed-prepared
 	@$(MAKE) --no-print-directory timed-tests
 	@cat $(TIMES)
 
@@ -41,12 +41,17 @@ timed-%:
 	@begin=$$(date +%s); $(MAKE) --no-print-directory $* || exit; \
 	echo "$*: $$(($$(date +%s) - begin)) s" | tee -a $(TIMES)
 
-collected: .venv/dev
+# Packages compiled once, as pip does, or the tests would take warnings of others' syntax for errors, and each
+# process that they start would compile what it imports where PYTHONDONTWRITEBYTECODE is set; what no test
+# imports, or few, is a third. Then what all workers read, the tests' modules with rewritten assertions.
+UNUSED := /(tests|pip|setuptools|mypy|mypyc|transformers/models|ray/(rllib|data|serve|tune)|torch/testing/_internal)/
+prepared: .venv/dev .venv/tensorrt-rtx .venv/triton
+	$(BIN)/python -m compileall -qq -j 2 -x '$(UNUSED)' .venv/lib || true
 	$(BIN)/pytest -q --collect-only -m 'not soak' > .venv/collected || { tail -n 40 .venv/collected; exit 1; }
 
 # Quick and slow tests in one run: the workers import and collect once. The commands that tests start
 # would compile what they import each time where PYTHONDONTWRITEBYTECODE is set.
-tests: .venv/dev
+tests: .venv/dev .venv/tensorrt-rtx .venv/triton
 	$(BIN)/python -m compileall -q cli.py compress export pipelines serve
 	$(BIN)/pytest -q $(WORKERS) -m 'not soak' --durations 50
 
@@ -119,20 +124,24 @@ mutation: .venv/mutation
 # pip brings torch, as it reads where to find its builds; uv the rest, which takes less time. Where uv does not
 # reach the index, as it does not read pip's configuration, pip brings all.
 .venv/dev: .venv/bin/pip pyproject.toml
-	$(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q --no-compile $(TORCH)
 	$(BIN)/pip install -q '$(UV)'
-	$(BIN)/uv pip install -q --python $(BIN)/python --compile-bytecode -e '.[dev]' \
-		|| $(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[dev]' || $(BIN)/pip install -q -e '.[dev]'
 	# Without torchvision, of which pip would bring the CUDA build.
 	$(BIN)/pip install -q --no-deps 'timm>=1.0.20,<2'
-	# For Linux on x86-64 alone, as the next.
-	$(BIN)/pip install -q -e '.[tensorrt-rtx]' || echo "no TensorRT for RTX for this machine: its tests are skipped"
-	$(MAKE) --no-print-directory .venv/triton || echo "no Triton for this machine: its tests are skipped"
 	touch $@ .venv/demo
 
+# For Linux on x86-64 alone, as the next.
+.venv/tensorrt-rtx: .venv/dev
+	$(BIN)/uv pip install -q --python $(BIN)/python -r pyproject.toml --extra tensorrt-rtx \
+		|| $(BIN)/pip install -q -e '.[tensorrt-rtx]' \
+		|| echo "no TensorRT for RTX for this machine: its tests are skipped"
+	touch $@
+
 # A Triton server for tests/serve/test_triton.py. In a folder: installed, it would bring numpy 1.
-.venv/triton:
-	$(BIN)/pip install -q --no-deps --target $@ nvidia-pytriton==0.7.0
+.venv/triton: .venv/dev
+	$(BIN)/pip install -q --no-deps --target $@ nvidia-pytriton==0.7.0 \
+		|| echo "no Triton for this machine: its tests are skipped"
 
 .venv/lock: .venv/dev
 	$(BIN)/pip install -q -e '.[lock]'
