@@ -16,9 +16,9 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0
 NEWEST ?= $(BIN)/python
 UV = $(shell grep -oE 'uv>=[^"]*' pyproject.toml)
-# One more than the cores that CI has: many tests wait for processes, servers and deadlines. The order
+# Two more than the cores that CI has: many tests wait for processes, servers and deadlines. The order
 # is that of tests/conftest.py: long tests first.
-WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= -n 4 --dist loadgroup --no-loadscope-reorder
 CHILDREN ?= 2
 TIMES := .venv/times
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
