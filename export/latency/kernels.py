@@ -20,7 +20,7 @@ from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype
 from compress.common.config import Settings
 from compress.common.errors import StageFailed, raised_as
 from compress.common.sealed_json import canonical_json, read_state, write_state
-from compress.export.onnx.session import exact_session, onnxruntime, session_options
+from compress.export.onnx.session import exact_session, onnxruntime, unoptimized_options
 from compress.profiling.benchmark import CallTimer, MeasuredShare, NotMeasurable, unmeasurable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def kernels_of(file: Path, inputs: Arrays, threads: int) -> list[Kernel]:
     complete.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     with raised_as(StageFailed, f"{file}: its kernels cannot be measured one by one"):
         session = onnxruntime.InferenceSession(
-            complete.SerializeToString(), _plain_options(), ["CPUExecutionProvider"]
+            complete.SerializeToString(), unoptimized_options(1), ["CPUExecutionProvider"]
         )
         outputs = session.run(names, dict(inputs))
     values = {**inputs, **dict(zip(names, outputs, strict=True))}
@@ -182,7 +182,7 @@ def _seconds_of_now(kernels: Sequence[Kernel], threads: int) -> list[float]:
 
 def _bound_call(kernel: Kernel, threads: int) -> Callable[[], None]:
     """Return what runs one kernel on inputs and outputs in onnxruntime's own memory."""
-    options = _plain_options(threads)
+    options = unoptimized_options(threads)
     content = kernel.to_model().SerializeToString()
     session = onnxruntime.InferenceSession(content, options, ["CPUExecutionProvider"])
     binding = session.io_binding()
@@ -191,13 +191,6 @@ def _bound_call(kernel: Kernel, threads: int) -> Callable[[], None]:
     for output in kernel.outputs:
         binding.bind_output(output.name)
     return partial(session.run_with_iobinding, binding)
-
-
-def _plain_options(threads: int = 1) -> Any:
-    """Return options with which a graph runs as it is."""
-    options = session_options(threads)
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return options
 
 
 def _value_info(name: str, array: np.ndarray[Any, Any]) -> onnx.ValueInfoProto:

@@ -57,9 +57,7 @@ def opened_session(file: Path, threads: int) -> AbstractContextManager[Predictor
 
 def unoptimized_predictor(file: Path, threads: int) -> Predictor:
     """Return a predictor that runs a file's operators as they are."""
-    options = session_options(threads)
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return _predictor(_session(file, options))
+    return _predictor(_session(file, unoptimized_options(threads)))
 
 
 def counted_predictor(
@@ -149,6 +147,13 @@ def session_options(threads: int, optimized: Path | None = None, *, profiled: bo
         options.add_session_config_entry(
             "session.optimized_model_external_initializers_file_name", f"{optimized.name}.data"
         )
+    return options
+
+
+def unoptimized_options(threads: int) -> Any:
+    """Return options with which a graph runs as it is."""
+    options = session_options(threads)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return options
 
 
