@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from compress.artifacts.graph_model import GraphModel, program_of
+from compress.common.atomic_files import write_atomically
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, raised_as
 from compress.common.forward import Predictor, accept_any_batch
 from compress.export.common.compiled_code import CUDA, in_parts
@@ -475,11 +475,9 @@ def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOpti
     if plan is None:
         raise StageFailed(f"TensorRT found no kernels for the model: {logger.last_line}")
     if timings:
-        # Written aside and renamed, as another build may be reading the file.
+        # Atomically, as another build may be reading the file.
         timings.parent.mkdir(parents=True, exist_ok=True)
-        partial = timings.with_name(f".{timings.name}.{os.getpid()}")
-        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
-        partial.replace(timings)
+        write_atomically(timings, bytes(config.get_timing_cache().serialize()))
     return BuiltEngine(bytes(plan), dict(sorted(counts.items())), integer)
 
 
