@@ -72,17 +72,16 @@ def web_page(
     batches: Mapping[int, Sequence[Batch]],
     *,
     seconds: float,
-    atol: float | None = None,
-    baseline: Mapping[int, float] | None = None,
-    facts: Mapping[str, str] | None = None,
+    baseline: Mapping[int, float],
+    facts: Mapping[str, str],
 ) -> str:
     """Return a page that holds an ONNX file, onnxruntime-web, inputs by rows and answers.
 
-    It needs no other file and asks nothing of the network. Answers are equal up to `atol`, by
-    default 1 % of the largest one, as runtimes round integers differently. The page measures calls
-    of each number of rows for some seconds, and shows them beside `baseline`, milliseconds of a
-    call here by rows, and `facts` of the model. Raise StageFailed where the model is too large, or
-    onnxruntime-web lacks a file.
+    It needs no other file and asks nothing of the network. Answers are equal up to 1 % of the
+    largest one, as runtimes round integers differently. The page measures calls of each number of
+    rows for some seconds, and shows them beside `baseline`, milliseconds of a call here by rows,
+    and `facts` of the model. Raise StageFailed where the model is too large, or onnxruntime-web
+    lacks a file.
     """
     folder = ONNXRUNTIME_WEB.need_folder() / "dist"
     model.verify_cached()
@@ -112,20 +111,17 @@ def web_page(
                 largest = max(largest, *map(largest_finite, outputs))
                 tensors = {"inputs": inputs, "outputs": outputs}
                 stored.append({key: [*map(_tensor, found)] for key, found in tensors.items()})
-            times = {"baseline_ms": (baseline or {}).get(rows)}
-            sizes.append({"rows": rows, "batches": stored, **times})
-    if atol is None:
-        atol = EQUAL_SHARE * largest
+            sizes.append({"rows": rows, "batches": stored, "baseline_ms": baseline.get(rows)})
     setup = {
         "files": files,
         "sizes": sizes,
-        "atol": atol,
+        "atol": EQUAL_SHARE * largest,
         "seconds": seconds,
         "facts": {
             "Model": f"{name}, {model.payload_bytes / 2**20:.2f} MiB",
             "Digest": model.digest,
             "Runtime": f"onnxruntime-web {ONNXRUNTIME_WEB.version()}",
-            **(facts or {}),
+            **facts,
         },
     }
     blocks = (
