@@ -35,7 +35,7 @@ from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.objectives.task import TASKS
-from compress.core.progress import silent
+from compress.core.progress import Progress, silent
 from compress.export.imported.exported_files import digest_of, signature_of
 from compress.pipelines.config.data_spec import FileData
 from compress.pipelines.config.model_spec import (
@@ -53,7 +53,6 @@ from compress.pipelines.system.temp_files import temporary_files
 from compress.serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
-    from compress.core.progress import Progress
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
@@ -450,16 +449,6 @@ class RememberedContents:
         return getattr(self.load(), name)
 
 
-@dataclass(frozen=True)
-class _Sized:
-    """Stands for a dataset until its samples are read."""
-
-    samples: int
-
-    def __len__(self) -> int:
-        return self.samples
-
-
 class _Datasets(UserDict[str, Any]):
     def __init__(self, splits: RememberedSplits) -> None:
         super().__init__(dict.fromkeys(splits.facts.lengths))
@@ -509,9 +498,9 @@ class RememberedSplits:
         return RememberedContents(parts, fingerprint, lambda: self.loaded.contents())
 
     def split(self, name: str) -> Any:
-        """Return a dataset of which the length is known."""
+        """Return a dataset, or a range of its length until samples are read."""
         known = "loaded" not in vars(self) and name in self.facts.lengths
-        return _Sized(self.facts.lengths[name]) if known else self.loaded.split(name)
+        return range(self.facts.lengths[name]) if known else self.loaded.split(name)
 
     def calibration_digest(self, samples: int, seed: int) -> None:
         """Return None: every sample is hashed."""
