@@ -30,14 +30,13 @@ from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtim
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.reporting.notebook import NotebookView, view_of
-from compress.pipelines.results.schema import REPORT_PAGE
+from compress.pipelines.results.schema import REPORT_PAGE, Report
 from compress.pipelines.system import yaml_core
 
 if TYPE_CHECKING:
     import torch
 
     from compress.data.splits import Splits
-    from compress.pipelines.results.schema import Report
 
 
 def in_memory(

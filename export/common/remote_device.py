@@ -11,7 +11,7 @@ import threading
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ from compress.core.devices import Device
 from compress.export.common.remote_session import pack, read_frame, unpack, write_frame
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
 

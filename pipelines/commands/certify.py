@@ -15,7 +15,7 @@ from compress.core.context import Context
 from compress.core.devices import device_named
 from compress.core.gates.runtime import baseline_name
 from compress.core.stage import evaluate_gates, refusal
-from compress.core.verdict import explain
+from compress.core.verdict import Verdict, explain
 from compress.pipelines.commands.verify import (
     VerifierInputs,
     check_anchors,
@@ -34,7 +34,6 @@ from compress.serve.attestation import Certificate
 
 if TYPE_CHECKING:
     from compress.core.gates.gate import Gate
-    from compress.core.verdict import Verdict
     from compress.data.splits import Splits
 
 

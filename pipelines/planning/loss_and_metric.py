@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import PipelineInvalid, located, raised_as
 from compress.common.forward import Predictor, image_advice, output_argument
-from compress.core.context import QUICK_SAMPLES
+from compress.core.context import QUICK_SAMPLES, Context
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric, default_metric
 from compress.core.metrics.builtin import are_shares
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.data.fingerprint import Contents, SplitFacts
     from compress.data.splits import Splits

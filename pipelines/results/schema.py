@@ -6,11 +6,11 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError
 
-from compress.artifacts.artifact import NOT_RUN
+from compress.artifacts.artifact import NOT_RUN, Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Result, Settings
 from compress.common.errors import ArtifactInvalid
@@ -21,9 +21,6 @@ from compress.pipelines.results.measurements import Measurements
 from compress.pipelines.system.run_profile import RunProfile
 from compress.pipelines.system.signals import INTERRUPTED
 from compress.profiling.operator_table import OperatorTable
-
-if TYPE_CHECKING:
-    from compress.artifacts.artifact import Artifact
 
 REPORT, REPORT_PAGE = "report.json", "report.html"
 Status = Literal["passed", "refused", "failed", "interrupted"]
