@@ -205,9 +205,7 @@ def ancestors(node: fx.Node) -> list[fx.Node]:
 def prefix(module: fx.GraphModule, ends: Sequence[fx.Node]) -> fx.GraphModule:
     """Return a module that takes the same inputs and returns the values of some nodes."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in module.graph.nodes:
-        if node.op != "output":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.graph_copy(module.graph, copies)
     graph.output(tuple(copies[n] for n in ends))
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph).eval()

@@ -315,9 +315,6 @@ def script(program: ExportedProgram) -> tuple[torch.jit.ScriptModule, dict[str, 
     with quiet():
         lower_quantized_(graph)
     kernels = count_kernels(graph)
-    graph.graph.eliminate_dead_code()
-    for node in [n for n in graph.graph.nodes if n.op == "get_attr" and not n.users]:
-        graph.graph.erase_node(node)
     read = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
     for name, _ in list(graph.named_buffers()):
         if name not in read:  # a weight that a kernel has packed
