@@ -570,8 +570,7 @@ class LatencyTables(Settings):
     def latency_ms(self, candidate: Candidate) -> float:
         """Return the predicted latency of a candidate, in milliseconds."""
         for model in self.format_models(candidate.format, [candidate.runtime]):
-            whole = {group: widths[0] for group, widths in self.grid.items()}
-            return model.latency_ms({**whole, **dict(candidate.widths)})
+            return model.latency_ms({**model.whole, **dict(candidate.widths)})
         return self.base_ms  # the float model itself, where no float ones are searched
 
     def refuse_other_settings(self, settings: AutoSettings, threads: int) -> None:
