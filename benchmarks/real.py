@@ -141,6 +141,7 @@ def main() -> None:
     if unknown := set(given.models) - set(MODELS):
         parser.error(f"no model {', '.join(unknown)}; choose from {', '.join(MODELS)}")
     torch.set_num_threads(1)
+    given.work = given.work.resolve()  # peers run in other folders
     packages = fetch(given.cache)
     print(machine(), flush=True)
     found = {}
