@@ -14,10 +14,11 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from compress.checkpoint.safetensors_io import memory_of, read_exactly
+from compress.checkpoint.safetensors_io import read_exactly
 from compress.checkpoint.state_dict import StoredTensor
 from compress.common.atomic_files import file_beside
 from compress.common.errors import ArtifactInvalid, located, raised_as
+from compress.common.forward import bytes_of
 
 METADATA = ".metadata"
 BYTES_AT_ONCE = 2**20
@@ -157,10 +158,10 @@ def _read_tensor_(stream: Any, region: torch.Tensor) -> None:
 
 def _fill_(region: torch.Tensor, stream: Any) -> None:
     if region.is_contiguous():
-        read_exactly(stream, memory_of(region))
+        read_exactly(stream, bytes_of(region))
     elif region.nbytes <= BYTES_AT_ONCE:
         buffer = torch.empty(region.shape, dtype=region.dtype)
-        read_exactly(stream, memory_of(buffer))
+        read_exactly(stream, bytes_of(buffer))
         region.copy_(buffer)
     elif len(region) == 1:
         _fill_(region[0], stream)

@@ -27,6 +27,7 @@ from compress.checkpoint.state_dict import StoredTensor, Weights, in_memory, sto
 from compress.common.atomic_files import file_beside, open_atomically, open_regular
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, located, raised_as
+from compress.common.forward import bytes_of
 from compress.common.sealed_json import load_strictly
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def write_safetensors(file: Path, state: Weights) -> None:
         stream.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             # No variable here: its tensor would stay in memory while the next one is read.
-            stream.write(memory_of(_load_announced(name, state[name])))
+            stream.write(bytes_of(_load_announced(name, state[name])))
 
 
 def _load_announced(name: str, stored: torch.Tensor | StoredTensor) -> torch.Tensor:
@@ -211,15 +212,10 @@ def _read_tensor(
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     stream.seek(start)
     try:
-        read_exactly(stream, memory_of(tensor))
+        read_exactly(stream, bytes_of(tensor))
     except EOFError as error:
         raise ArtifactInvalid(f"{stream.name}: truncated within {name}") from error
     return tensor
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
 
 
 def read_exactly(stream: io.RawIOBase | BufferedReader, buffer: memoryview) -> None:

@@ -313,14 +313,13 @@ def compare_latency(
     seconds: float = MEASURED_SECONDS,
     *,
     threads: int,
-    mixed: bool = False,
 ) -> Comparison:
     """Measure two models in turn on the batches, so that both see the same noise.
 
     One model with itself is measured once. See :func:`compare_latencies`.
     """
     models = [before] if before is after else [before, after]
-    measured = compare_latencies(models, batches, seconds, threads=threads, mixed=mixed)
+    measured = compare_latencies(models, batches, seconds, threads=threads)
     return measured.comparison(0, len(models) - 1)
 
 

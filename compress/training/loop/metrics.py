@@ -27,6 +27,7 @@ from compress.common.process import random_state_kept
 from compress.common.sealed_json import write_sealed
 from compress.graph.flops import count_macs
 from compress.profiling.operator_table import OPERATORS_FILE, OperatorTable
+from compress.profiling.rss import memory_kib
 from compress.training.checkpoint import Epoch, LossSum
 from compress.training.config.training import Callbacks, Profile, Trace
 
@@ -139,7 +140,7 @@ class StepMetrics:
     def __init__(self, job: Job, strategy: Strategy, profiler: Any = None) -> None:
         """Record the memory at the start; the profiler's ``step()`` is called after each step."""
         self.job, self.device, self.strategy, self.profiler = job, job.device, strategy, profiler
-        self.rss_at_start = 0.0 if job.device.startswith("cuda") else rss_mebibytes("VmRSS")
+        self.kib_at_start = 0 if job.device.startswith("cuda") else memory_kib("VmRSS")
 
     def timed(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
         """Yield an epoch's steps, and count their samples, tokens and seconds."""
@@ -186,7 +187,8 @@ class StepMetrics:
         if self.device.startswith("cuda"):
             peak = torch.cuda.max_memory_allocated(self.device) / 2**20
         else:
-            peak = rss_mebibytes("VmHWM") - self.rss_at_start
+            # Not getrusage: after a fork its ru_maxrss starts at the parent's peak.
+            peak = (memory_kib("VmHWM") - self.kib_at_start) / 2**10
         return EpochMetrics(
             **epoch.model_dump(),
             samples_per_second=self.samples * self.strategy.ranks / self.seconds,
@@ -307,13 +309,6 @@ def tokens_in(batch: Batch) -> int:
     tokens = batch.inputs[0]
     integers = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
     return tokens.numel() if integers and tokens.dim() == 2 else 0
-
-
-def rss_mebibytes(field: str) -> float:
-    """Read this process's resident set size in MiB: `VmRSS` now, `VmHWM` at its peak."""
-    # Not getrusage: after a fork its ru_maxrss starts at the parent's peak.
-    text = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(text.partition(f"{field}:")[2].split()[0]) / 2**10
 
 
 EXPERIMENT = "compress"

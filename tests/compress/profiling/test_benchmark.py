@@ -387,7 +387,7 @@ def test_rows_that_take_longer_count_with_their_share(clock: Clock) -> None:
         return (x,)
 
     models = clock.model(3), partial(nullcontext, predict)
-    found = compare(*models, batches, mixed=True)
+    found = compare_latencies(models, batches, threads=1, mixed=True).comparison(0, 1)
     mean = (7 * 1 + 5) / 8
     assert found.speedup == pytest.approx(3 / mean)
     assert found.after.mean == pytest.approx(1e3 * mean / 1024)
