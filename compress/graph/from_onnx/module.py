@@ -9,9 +9,11 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -34,17 +36,11 @@ from compress.graph.from_onnx.shape_tensor import (
     to_tensor,
 )
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 STANDARD = ("", "ai.onnx")
 
 
 def build(graph: str) -> OnnxModule:
     """Build the module of a graph that :func:`~.reading.pack` wrote; recipes name it."""
-    import onnx
-    import onnx_ir as ir
-
     proto = onnx.ModelProto.FromString(zlib.decompress(base64.b64decode(graph)))
     return OnnxModule(ir.from_proto(proto))
 

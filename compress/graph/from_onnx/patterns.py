@@ -1,7 +1,5 @@
 """Patterns of several ONNX operators that are one operator, or one layer, in PyTorch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -1,19 +1,16 @@
 """Proves that a module computes what ONNX Runtime computes of the file that it was read from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
 import torch
 
 from compress.common.errors import ArtifactInvalid, raised_as
 from compress.common.tensor_difference import relative_error
+from compress.graph.from_onnx.module import OnnxModule
 from compress.graph.from_onnx.shape_tensor import to_tensor
-
-if TYPE_CHECKING:
-    from compress.graph.from_onnx.module import OnnxModule
 
 LARGEST_ERROR = 1e-3
 """Of an output's norm: float32 sums in another order differ by 1e-7 to 1e-5 of it in networks of
@@ -82,8 +79,6 @@ def _first_difference(module: OnnxModule, file: Path, inputs: Sequence[torch.Ten
 
     None where every node agrees; nothing is said where they cannot all be outputs.
     """
-    import onnx
-
     try:
         proto = onnx.load(file)
         known = {value.name for value in proto.graph.output}

@@ -1,16 +1,18 @@
 """Reads an ONNX file: its graph with constants folded, and its weights."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
 import torch
+from onnx.inliner import inline_selected_functions
 from torch import nn
 
 from compress.common.atomic_files import file_below
@@ -18,9 +20,6 @@ from compress.common.errors import ArtifactInvalid, raised_as
 from compress.graph.from_onnx.module import STANDARD, OnnxModule, torch_dtype, weight_names
 from compress.graph.from_onnx.registry import OPERATORS
 from compress.graph.from_onnx.shape_tensor import LARGEST, from_numpy
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 MOVES = {"Concat", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 MOVED = 2**24  # elements of the largest constant that is moved when a file is read, not in each run
@@ -33,8 +32,6 @@ def read_graph(file: Path) -> ir.Model:
     Weights in a file beside it stay there. Raises ArtifactInvalid with all operators that have no
     equivalent, or where such a file is missing, too short or outside of the folder.
     """
-    import onnx_ir as ir
-
     model = ir.load(file)
     for value, tensor in find_weights_(model, file):
         with raised_as(ArtifactInvalid, f"{file}: weight {value.name!r} in a file beside it"):
@@ -49,8 +46,6 @@ def find_weights_(model: ir.Model, file: Path) -> list[tuple[ir.Value, ir.Extern
 
     Raises ArtifactInvalid where such a file is outside of the folder.
     """
-    import onnx_ir as ir
-
     ir.external_data.set_base_dir(model.graph, file.parent)  # of what nodes hold
     found: list[tuple[ir.Value, ir.ExternalTensor]] = []
     for value in (v for graph in model.graphs() for v in graph.initializers.values()):
@@ -68,7 +63,6 @@ def find_weights_(model: ir.Model, file: Path) -> list[tuple[ir.Value, ir.Extern
 
 def simplify(model: ir.Model, what: str) -> ir.Model:
     """Fold constants and expand operators that ONNX defines by others; raises ArtifactInvalid."""
-    import onnx_ir.passes.common as passes
     from onnxscript.optimizer import fold_constants, inline
 
     from compress.graph.from_onnx.patterns import fuse
@@ -118,10 +112,6 @@ def _listed(missing: dict[str, list[str]]) -> str:
 
 def _expand_functions(model: ir.Model) -> None:
     """Replace operators without an equivalent that ONNX itself defines by others, in place."""
-    import onnx_ir as ir
-    import onnx_ir.passes.common as passes
-    from onnx.inliner import inline_selected_functions
-
     tried = set[tuple[str, str]]()
     while True:
         nodes = (node for node in model.graph.all_nodes() if not is_known(node))
@@ -139,9 +129,6 @@ def _expand_functions(model: ir.Model) -> None:
 
 def pack(model: ir.Model) -> str:
     """Return a graph without its weights as text, from which `build` makes the module again."""
-    import onnx
-    import onnx_ir as ir
-
     proto = ir.to_proto(model)
     weights = weight_names(model.graph)
     for tensor in proto.graph.initializer:
@@ -168,8 +155,6 @@ def weights_of(module: OnnxModule, model: ir.Model) -> dict[str, torch.Tensor]:
 
 
 def _mapped(tensor: Any) -> torch.Tensor:
-    import onnx_ir as ir
-
     array = tensor.numpy()
     is_packed = array.nbytes != tensor.nbytes  # several numbers in a byte
     if not isinstance(tensor, ir.ExternalTensor) or is_packed or not tensor.nbytes:

@@ -1,7 +1,5 @@
 """The table of ONNX operators that have an equivalent in PyTorch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
