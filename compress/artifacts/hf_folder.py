@@ -24,7 +24,7 @@ from compress.common.atomic_files import (
 )
 from compress.common.errors import ArtifactInvalid, first_line, raised_as
 from compress.common.foreign.child_process import MEMORY, read_in_child, stored_bytes
-from compress.common.lazy_modules import torch
+from compress.common.lazy_modules import torch, transformers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,8 +90,6 @@ logger = logging.getLogger(__name__)
 
 def build(architecture: str, config: dict[str, Any]) -> nn.Module:
     """Build a transformers model, such as `BertModel`, with random weights; recipes name it."""
-    import transformers
-
     refuse_lookups(config, architecture)
     model_class = _model_class(architecture)
     if model_class is None:
@@ -167,7 +165,6 @@ def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
 
 def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, bytes]:
     import tokenizers
-    import transformers
 
     loaded: Any = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
     if not loaded.is_fast:
@@ -199,8 +196,6 @@ def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, bytes]:
 
 def _image_files(folder: Path, _config: dict[str, Any]) -> dict[str, bytes]:
     """Return preprocessor_config.json with every setting, also where the folder leaves one out."""
-    import transformers
-
     is_sound = "sampling_rate" in json.loads((folder / IMAGES).read_bytes())
     processors: Any = transformers.AutoImageProcessor
     processors = transformers.AutoFeatureExtractor if is_sound else processors
@@ -228,8 +223,6 @@ def import_classes(folder: Path) -> None:
 
 
 def _import_classes(content: dict[str, Any]) -> None:
-    import transformers
-
     for name in content.get("architectures") or ():
         getattr(transformers, str(name), None)
 
@@ -345,8 +338,6 @@ def folder_digest(folder: Path) -> str | None:
 
 
 def _class_of(folder: Path, task: Task | None, labels: Sequence[str]) -> tuple[Any, Any]:
-    import transformers
-
     config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     if labels:
         config.id2label = dict(enumerate(labels))
@@ -376,8 +367,6 @@ def _class_of(folder: Path, task: Task | None, labels: Sequence[str]) -> tuple[A
 
 
 def _model_class(name: str) -> Any:
-    import transformers
-
     found = getattr(transformers, name, None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model else None

@@ -6,15 +6,13 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.checkpoint.state_dict import StoredTensor, Weights, mismatches
 from compress.common.atomic_files import file_beside, refuse_irregular, sha256_while_unchanged
 from compress.common.errors import ArtifactInvalid, located
 from compress.common.foreign.child_process import read_in_child
-
-if TYPE_CHECKING:
-    import torch
+from compress.common.lazy_modules import torch
 
 INDEX = ".safetensors.index.json"
 PICKLE_INDEX = ".bin.index.json"
@@ -91,8 +89,6 @@ def read_state_dict(checkpoint: Path) -> Weights:
 
 
 def _read(entry: Path) -> dict[str, Any]:
-    import torch
-
     from compress.checkpoint.safetensors_io import weight_map
 
     read: Callable[[Path], Mapping[str, Any]]

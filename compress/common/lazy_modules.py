@@ -1,4 +1,4 @@
-"""`torch`, its functions `F`, and `np`: each is imported when a name of its is first read.
+"""`torch`, its functions `F`, `np` and `transformers`: imported when a name is first read.
 
 For modules that `--help`, reading a pipeline file, or a run of cached results import: none of these
 needs torch, whose import takes seconds.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["F", "np", "torch"]
+__all__ = ["F", "np", "torch", "transformers"]
 
 
 class _LazyModule:
@@ -31,5 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     import torch.nn.functional as F
+    import transformers
 else:
-    np, torch, F = map(_LazyModule, ("numpy", "torch", "torch.nn.functional"))
+    np, torch, F, transformers = map(
+        _LazyModule, ("numpy", "torch", "torch.nn.functional", "transformers")
+    )

@@ -12,8 +12,8 @@ from compress.common import lazy_modules
 def test_nothing_is_imported_before_a_name_is_read() -> None:
     code = (
         "import sys\n"
-        "from compress.common.lazy_modules import F, np, torch\n"
-        "assert not {'numpy', 'torch'} & sys.modules.keys()\n"
+        "from compress.common.lazy_modules import F, np, torch, transformers\n"
+        "assert not {'numpy', 'torch', 'transformers'} & sys.modules.keys()\n"
         "assert np.float32 is sys.modules['numpy'].float32\n"
         "assert 'torch' not in sys.modules"
     )
