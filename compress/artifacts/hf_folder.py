@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
 from compress.artifacts.recipe import Recipe
@@ -25,9 +25,6 @@ from compress.common.atomic_files import (
 from compress.common.errors import ArtifactInvalid, first_line, raised_as
 from compress.common.foreign.child_process import MEMORY, read_in_child, stored_bytes
 from compress.common.lazy_modules import torch, transformers
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Task = Literal[
     "audio-classification",
@@ -88,7 +85,7 @@ _reading: ContextVar[object] = ContextVar("_reading", default=None)
 logger = logging.getLogger(__name__)
 
 
-def build(architecture: str, config: dict[str, Any]) -> nn.Module:
+def build(architecture: str, config: dict[str, Any]) -> torch.nn.Module:
     """Build a transformers model, such as `BertModel`, with random weights; recipes name it."""
     refuse_lookups(config, architecture)
     model_class = _model_class(architecture)
@@ -97,7 +94,7 @@ def build(architecture: str, config: dict[str, Any]) -> nn.Module:
         raise ArtifactInvalid(f"transformers {version} has no model {architecture!r}")
     config_class: Any = model_class.config_class
     with offline(architecture):
-        module: nn.Module = model_class(config_class.from_dict(config))
+        module: torch.nn.Module = model_class(config_class.from_dict(config))
     return module
 
 

@@ -12,8 +12,6 @@ from compress.common.lazy_modules import torch
 from compress.data.targets import as_target, check_batch, describe, flatten, map_leaves, select
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
     from compress.data.targets import Targets
 
 LABELS = "labels"
@@ -86,7 +84,7 @@ class SampleWithTeacher:
         return self.sample[key]
 
 
-def stack_columns(columns: Mapping[Any, Any]) -> Dataset[Any]:
+def stack_columns(columns: Mapping[Any, Any]) -> torch.utils.data.Dataset[Any]:
     """Return columns of one length as a dataset of mappings; their keys may be any."""
     stacked: Any = torch.utils.data.StackDataset(*columns.values())
     stacked.datasets = dict(columns)  # as keywords, "self" and numbers would be refused

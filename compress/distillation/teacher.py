@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from compress.artifacts.artifact import Artifact  # noqa: TC001 - a dataclass field
 from compress.artifacts.eager_model import EagerModel
@@ -22,9 +22,6 @@ from compress.common.forward import (
     plain_attention,
 )
 from compress.common.lazy_modules import torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class OnnxFile(Settings):
@@ -52,7 +49,7 @@ LoadedTeacher: TypeAlias = "Callable[[tuple[torch.Tensor, ...]], tuple[torch.Ten
 class FeatureRecorder:
     """Forward hooks that keep the outputs of named modules in the last forward pass."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, module: torch.nn.Module, names: Sequence[str]) -> None:
         self.names = tuple(dict.fromkeys(names))
         self.features: dict[str, torch.Tensor] = {}
         for name in self.names:
@@ -71,7 +68,7 @@ class FeatureRecorder:
         """Return and clear the features by name, with the model's output under ""."""
         return dict(zip(self.names, self.take(), strict=True)) | {"": output}
 
-    def _record(self, name: str, module: nn.Module, inputs: object, output: Any) -> None:
+    def _record(self, name: str, module: torch.nn.Module, inputs: object, output: Any) -> None:
         self.features[name] = flatten_outputs(output)[0]
 
 

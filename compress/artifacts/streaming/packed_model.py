@@ -16,8 +16,6 @@ from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.lazy_modules import torch
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.recipe import Recipe
 
@@ -78,7 +76,7 @@ class PackedModel(GraphModel):
             raise ArtifactInvalid(f"{self.path}: the manifest needs a recipe of {FACTORY}")
         return recipe
 
-    def skeleton(self) -> nn.Module:
+    def skeleton(self) -> torch.nn.Module:
         """Return the float module with its parameters on the meta device."""
         return _skeleton_of(self.recipe)
 
@@ -95,7 +93,7 @@ class PackedModel(GraphModel):
         with torch_predictor(self.load(device), device, threads) as predict:
             yield predict
 
-    def load(self, device: str = "cpu") -> nn.Module:
+    def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a module that reads and dequantizes a layer's weights when it is called."""
         return packed_module(self.recipe, self.stored(), device, rounds=bool(self.fact(ROUNDS)))
 
@@ -110,7 +108,7 @@ class PackedModel(GraphModel):
         return count_macs(self.load(), self.signature.example(batch=1, sizes=sizes))
 
 
-def _skeleton_of(recipe: Recipe) -> nn.Module:
+def _skeleton_of(recipe: Recipe) -> torch.nn.Module:
     from compress.artifacts.meta_init import build_skeleton
 
     module = build_skeleton(recipe, None)
@@ -121,7 +119,7 @@ def _skeleton_of(recipe: Recipe) -> nn.Module:
 
 def packed_module(
     recipe: Recipe, stored: Mapping[str, StoredTensor], device: str = "cpu", *, rounds: bool
-) -> nn.Module:
+) -> torch.nn.Module:
     """Return a module that dequantizes layers when called; `rounds` activations to 8 bits."""
     from compress.artifacts.meta_init import stream_weights_
 
@@ -189,7 +187,7 @@ class PackedWeights(Mapping[tuple[str, bool], PackedWeight]):
         return bits, numbers // self._stored[stem + PARTS[1]].shape[-1]
 
 
-def packed_weights(module: nn.Module, stored: Mapping[str, StoredTensor]) -> PackedWeights:
+def packed_weights(module: torch.nn.Module, stored: Mapping[str, StoredTensor]) -> PackedWeights:
     """Return the packed weights of a file for a module's parameters; tied ones by all names."""
     stems: dict[tuple[str, bool], Any] = {}
     for names, parameter in shared_parameters(module):
@@ -201,26 +199,24 @@ def packed_weights(module: nn.Module, stored: Mapping[str, StoredTensor]) -> Pac
     return PackedWeights(stored, stems)
 
 
-def shared_parameters(module: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
+def shared_parameters(module: torch.nn.Module) -> list[tuple[list[str], torch.nn.Parameter]]:
     """Return each parameter once, with all its names: tied ones have several."""
-    shared: dict[int, tuple[list[str], nn.Parameter]] = {}
+    shared: dict[int, tuple[list[str], torch.nn.Parameter]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), ([], parameter))[0].append(name)
     return [*shared.values()]
 
 
 def _prepare_(
-    module: nn.Module, stored: Mapping[str, StoredTensor], device: str, *, rounds: bool
+    module: torch.nn.Module, stored: Mapping[str, StoredTensor], device: str, *, rounds: bool
 ) -> dict[str, StoredTensor]:
     """Let layers round or multiply their inputs, and return all weights as floats, on disk."""
-    from torch import nn
-
     floats, weights = dict(stored), packed_weights(module, stored)
     for names, parameter in shared_parameters(module):
         at = next((name for name in names if name in stored), names[0])
         for name in names:
             layer = module.get_submodule(name.rpartition(".")[0])
-            key = (name, isinstance(layer, nn.Embedding))
+            key = (name, isinstance(layer, torch.nn.Embedding))
             if key in weights:
                 read = partial(weights.dequantized, key)
                 floats[name] = StoredTensor(tuple(parameter.shape), torch.float32, read)

@@ -18,8 +18,6 @@ from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.data.batch import Batch
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.stage import Stage
@@ -263,7 +261,7 @@ class LayerDiagnosis(ABC):
         self.evaluations += 1
         return half.drop_points(accept_any_batch(predict, self.model.signature))
 
-    def evaluate_module(self, half: HalfOfVal, module: nn.Module) -> float:
+    def evaluate_module(self, half: HalfOfVal, module: torch.nn.Module) -> float:
         """Return the points that a module loses on some samples."""
         device = self.context.device
         with torch_predictor(module.to(device), device, self.context.threads) as predict:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.common.errors import PipelineInvalid, StageFailed, first_line
 from compress.common.forward import Predictor, first_output, output_argument
-from compress.common.lazy_modules import torch
+from compress.common.lazy_modules import np, torch
 from compress.common.requirements import announced, announcing_package
 from compress.core.metrics.score import Score, jackknifed, pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
@@ -23,7 +23,6 @@ from compress.core.progress import Progress, silent
 from compress.data.targets import concatenate, interleave, select
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from pydantic import JsonValue
 

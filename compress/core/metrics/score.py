@@ -12,13 +12,12 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
-from compress.common.lazy_modules import np
+from compress.common.lazy_modules import np, torch
 from compress.core.bounds import mean_bound, paired_bound, paired_statistic
 from compress.core.verdict import Bound, Uncertainty
 from compress.profiling.output_summary import OutputSummary
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import NDArray
     from pydantic import JsonValue
 
