@@ -75,7 +75,7 @@ test-newest: .venv/lock
 wheel: .venv/bin/pip pyproject.toml
 	$(BIN)/pip wheel -q --no-deps --wheel-dir dist .
 
-soak: .venv/dev
+soak: .venv/dev .venv/tensorrt-rtx .venv/triton
 	$(BIN)/pytest -q -m soak
 
 # Hypothesis draws new examples each time; CI tries the same 60 in `make test`.
