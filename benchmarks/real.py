@@ -66,10 +66,10 @@ same calibration rows. Ours is `compress run` from the checkpoint on with all it
 rows that judge, of which those that are scored here are none, and its CPU seconds are those of
 every process. The last column divides them by those of the plain export and the best peer, which
 judge nothing: the cheapest of those within a point of the best one. A blank time or cost was not
-measured: the run went without times, or was resumed. Our costs of EfficientNet-Lite0, -Lite1,
-Resemblyzer and ResNet-18 are of older versions, which were slower; those of -Lite1 and Resemblyzer
-also have the rows that are scored. ResNet-18 has seeded weights and stands here for its cost and
-size alone: the classes of an untrained network nearly tie.
+measured: the run went without times, or was resumed. Our costs of EfficientNet-Lite1 and
+Resemblyzer are of older versions, which were slower, and also have the rows that are scored.
+ResNet-18 has seeded weights and stands here for its cost and size alone: the classes of an
+untrained network nearly tie.
 
 TensorFlow's "same" padding, a `Pad` by zeros before a convolution, becomes part of the convolution
 in our file as it does in that of ONNX Runtime's tool. EfficientNet-Lite0 has 17. As operators of
