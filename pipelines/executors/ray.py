@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -27,6 +27,9 @@ from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.signals import raise_if_stopped
 from compress.training.config.parallel import Parallel, nodes_of
 from compress.training.launch.rank_group import RankGroup
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 RETRIES = 2
 """Times that a task is run again after its process died; a training resumes from its checkpoint."""
@@ -209,11 +212,8 @@ def _run_on_nodes(
     for tries_left in reversed(range(RETRIES + 1)):
         with suppress(ValueError):  # of a process of this function that died
             ray.util.remove_placement_group(ray.util.get_placement_group(label))
-        nodes = max(fewest, min(most, _nodes_with(threads)))
-        bundles = [{"CPU": threads}] * nodes
-        places = ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=label)
+        places, nodes = _reserve_nodes(label, fewest, most, threads)
         try:
-            ray.get(places.ready())
             start = ray.remote(_Node).options
             actors: list[Any] = [
                 start(
@@ -245,6 +245,24 @@ def _run_on_nodes(
         finally:
             ray.util.remove_placement_group(places)  # ends the actors
     raise AssertionError
+
+
+def _reserve_nodes(label: str, fewest: int, most: int, threads: int) -> tuple[PlacementGroup, int]:
+    """Reserve threads of as many nodes as there are, at least the fewest, once these are free.
+
+    Ray counts a lost node for some seconds after its actors have failed, so nodes are counted again
+    while a reservation waits: it would wait forever for a node that is not there.
+    """
+    while True:
+        nodes = max(fewest, min(most, _nodes_with(threads)))
+        bundles = [{"CPU": threads}] * nodes
+        places = ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=label)
+        while not places.wait(SECONDS_BETWEEN_LOOKS):
+            if nodes > max(fewest, _nodes_with(threads)):
+                break
+        else:
+            return places, nodes
+        ray.util.remove_placement_group(places)
 
 
 def _nodes_with(threads: int) -> int:

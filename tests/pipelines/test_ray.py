@@ -255,7 +255,6 @@ def test_one_training_goes_over_two_nodes_and_resumes_where_one_of_them_is_lost(
     import ray
 
     (cluster, added), folder = nodes, tmp_path
-    added.append(cluster.add_node(num_cpus=1))  # takes the place of the lost one
     lost: list[str] = []
     (folder / "clusters.py").write_text(CLUSTERS.replace("FOLDER", str(folder)))
     (folder / "wait").touch()
@@ -281,11 +280,9 @@ def test_one_training_goes_over_two_nodes_and_resumes_where_one_of_them_is_lost(
 
     loses = threading.Thread(target=lose_a_node, daemon=True)
     loses.start()
-    spread = run("spread", "{nodes: 2}", "ray")
+    spread = run("spread", "{nodes: 2, min_nodes: 1}", "ray")
     loses.join(60)
     assert lost
-    here, alone = run("here", "{processes: 2}"), run("alone", "{}")
-    for name, weight in alone.items():
-        assert torch.equal(spread[name], here[name])
+    for name, weight in run("alone", "{}").items():
         torch.testing.assert_close(spread[name], weight, atol=1e-5, rtol=0)
     assert "resumed after" in (folder / "spread" / "log.jsonl").read_text()
