@@ -56,7 +56,8 @@ def named_imports(tree: ast.Module) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and node.args
-        and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+        and (getattr(node.func, "attr", "") or getattr(node.func, "id", ""))
+        in ("import_module", "__import__")
     ]
     found = {text for call in calls for text in _texts(call.args[0], dict(constants))}
     return {text for text in found if text.partition(".")[0] == "compress"}
@@ -87,11 +88,13 @@ def stand_ins(trees: dict[str, ast.Module]) -> dict[tuple[str, str], str]:
         if isinstance(node, ast.ClassDef)
     ]
     members = {(module, node.name): _members(node) for module, node in classes}
+    of_name: dict[str, list[set[str]]] = {}
+    for (_, name), own in members.items():
+        of_name.setdefault(name, []).append(own)
     for module, node in classes:  # what the bases in the source declare, one level
         for base in map(ast.unparse, node.bases):
-            for (_, name), own in [*members.items()]:
-                if name == base.partition("[")[0]:
-                    members[module, node.name] |= own
+            for own in of_name.get(base.partition("[")[0], ()):
+                members[module, node.name] |= own
     protocols = {
         (module, node.name): _members(node)
         for module, node in classes
