@@ -297,8 +297,18 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("to_module", [False, True])
-@pytest.mark.parametrize("way", list(CACHES))
+@pytest.mark.parametrize(
+    ("way", "to_module"),
+    [
+        *((way, False) for way in CACHES),
+        ("snapshot", True),
+        # A file is read before it is made a module, and the ways are told apart in reading it.
+        *(
+            pytest.param(way, True, marks=pytest.mark.soak)
+            for way in ("hard links", "folder below")
+        ),
+    ],
+)
 def test_weights_of_an_onnx_file_lie_where_caches_put_them(tmp_path, way: str, to_module) -> None:
     blobs, given = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "1a2b" / "onnx"
     blobs.mkdir(parents=True)

@@ -208,7 +208,17 @@ def random_cnn(seed: int) -> nn.Module:
     return built(Random, seed)
 
 
-@pytest.mark.parametrize("seed", range(12))
+RANDOM_IN_CI = 6
+"""Random nets that CI tries; `make soak` tries twice as many, of the same parts."""
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.soak] * (seed >= RANDOM_IN_CI))
+        for seed in range(2 * RANDOM_IN_CI)
+    ],
+)
 def test_random_cnns_answer_as_their_masked_twins(seed: int) -> None:
     module = random_cnn(seed)
     cut = plan_slices(module, (torch.randn(2, 1, 8, 8),), ratio=0.4, round_to=2)
