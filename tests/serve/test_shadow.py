@@ -168,7 +168,8 @@ def compare(comparison: Comparison, *rows: list[float], row: int | None = None) 
     comparison.compare([([x], [x[:, :2]], row)], joins_rows=False)
 
 
-def test_the_drawn_row_is_compared_or_the_worst_and_failures_are_counted(nets) -> None:
+def test_the_drawn_row_is_compared_or_the_worst_and_failures_are_counted(nets, monkeypatch) -> None:
+    monkeypatch.setattr("compress.serve.shadow.comparison.LOCK_SECONDS", 0.2)
     with opened_for(*nets) as comparison:
         compare(comparison, ALIKE, OTHERWISE, row=0)
         assert comparison.state.other == 0
