@@ -38,6 +38,7 @@ SOURCES = {
     "hand": {"views": "by hand"},
     "one head": {"heads": 1},
     "deep": {"depth": 8},
+    "shallow": {"depth": 2},
 }
 # One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.
 SGD = {
@@ -72,6 +73,8 @@ ALONE = {
         for name in SOURCES
         if name in ("tied", "normed", "number", "both", "deep")
     },
+    "shallow-sgd": {**SGD, "source": "shallow"},
+    "shallow-adamw": {**ADAMW, "source": "shallow"},
 }
 QUICK = {
     "sgd tensor": {**SGD, "parallel": {"tensor": 2}},
@@ -102,10 +105,12 @@ MORE_OF_TWO = {
     "bf16 tensor": {**SGD, "precision": "bf16", "parallel": {"tensor": 2}},
 }
 FOUR = {
-    "sgd tensor pipeline": {**SGD, "parallel": {"tensor": 2, "pipeline": {}}},
-    "sgd pipeline ddp": {**SGD, "parallel": {"pipeline": {}}},
-    "adamw tensor fsdp": {**ADAMW, "parallel": {**FSDP, "tensor": 2}},
+    "shallow-sgd tensor pipeline": {"tensor": 2, "pipeline": {}},
+    "shallow-sgd pipeline ddp": {"pipeline": {}},
+    "shallow-adamw tensor fsdp": {**FSDP, "tensor": 2},
 }
+FOUR = {name: {**ALONE[name.split()[0]], "parallel": part} for name, part in FOUR.items()}
+"""Of two layers, one for each stage: a process takes most of its time for each operator."""
 MORE_OF_FOUR = {
     "f1 pipeline ddp": {**SGD, "metric": F1, "parallel": {"pipeline": {}}},
     "loss tensor ddp": {**SGD, "metric": "loss", "parallel": {"tensor": 2}},
