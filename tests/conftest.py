@@ -22,6 +22,8 @@ from typing import IO, TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The compiler spends a sixth of its time on the code around AOTInductor's kernels, for no test.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+# Else it compiles a program for each set of instructions, to see whether the processor's work.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 
