@@ -24,13 +24,10 @@ COMMON = {"clip_norm": 0.1, "activation_blocks": ["Block"], "data": "nets:even"}
 # A last batch of another size has all that is not trained compiled once more: once is enough.
 RAGGED = {"data": "nets:uneven"}
 FSDP = {"strategy": "fsdp", "wrap": ["Block"]}
-TRACE = {"backend": "aot_eager_decomp_partition"}
-"""Traces and divides graphs as the compiler does, and writes no kernels, for half the time."""
 ALONE = {
     "plain": {},
     "plain ragged": RAGGED,
-    "blocks": {"compile": "blocks"},
-    "blocks ragged": {**RAGGED, **TRACE, "compile": "blocks"},
+    "blocks ragged": {**RAGGED, "compile": "blocks"},
 }
 TOGETHER = {
     "ddp-whole": {"compile": "whole"},
@@ -39,7 +36,8 @@ TOGETHER = {
         "compile": "blocks", "activation_checkpointing": "selective", "parallel": FSDP
     },
 }  # fmt: skip
-TRACED = {"fsdp-traced": {**TOGETHER["fsdp-selective"], **TRACE}}
+TRACED = {"fsdp-traced": {**TOGETHER["fsdp-selective"], "backend": "aot_eager_decomp_partition"}}
+"""Whose ranks trace and divide graphs as the others', and write no kernels, for half the time."""
 
 
 def import_blocks(path):

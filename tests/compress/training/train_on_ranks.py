@@ -71,8 +71,7 @@ def main(root: Path, alone: dict[str, dict], trainings: dict[str, dict]) -> None
     first = os.environ["RANK"] == "0"
     if first:
         for name, settings in alone.items():
-            with compiled_by(settings.pop("backend", "inductor")):
-                train(job(root, name, 1, settings), Strategy(), silent)
+            train(job(root, name, 1, settings), Strategy(), silent)
     left_to_one = {name: trainings.pop(name) for name in [*trainings] if "alone/" in name}
     with process_group("cpu"):
         ranks = torch.distributed.get_world_size()
