@@ -199,6 +199,7 @@ MODELS = {
     "pnet": _detector("PNet", 64, ("boxes", "probabilities")),
     "rnet": _detector("RNet", 24, ("boxes", "probabilities")),
     "onet": _detector("ONet", 48, ("boxes", "landmarks", "probabilities")),
+    "mobilenet": _seeded_images("MobileNetV2, seeded weights", "models:mobilenet_v2", False),
     "resnet18": _seeded_images("ResNet-18, seeded weights", "models:resnet18", False),
     "resnet50": _seeded_images("ResNet-50, seeded weights", "models:resnet50", False),
     "vit": _seeded_images("ViT-S/16, seeded weights", "models:vit_small", True),

@@ -46,6 +46,14 @@ def vit_small() -> nn.Module:
     return timm.create_model("vit_small_patch16_224")
 
 
+def mobilenet_v2() -> nn.Module:
+    """Return a network of MobileNetV2's shape, whose BatchNorms are those of seeded weights."""
+    from shapes import mobilenet_v2
+
+    torch.manual_seed(0)
+    return mobilenet_v2()
+
+
 def resnet18() -> nn.Module:
     """Return a network of ResNet-18's shape, whose BatchNorms are those of seeded weights."""
     from shapes import resnet18
