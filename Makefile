@@ -139,7 +139,7 @@ mutation: .venv/mutation
 	touch $@
 
 # A Triton server for tests/serve/test_triton.py. In a folder: installed, it would bring numpy 1.
-.venv/triton: .venv/dev
+.venv/triton: | .venv/dev
 	$(BIN)/pip install -q --no-deps --target $@ nvidia-pytriton==0.7.0 \
 		|| echo "no Triton for this machine: its tests are skipped"
 

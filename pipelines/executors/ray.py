@@ -257,11 +257,9 @@ def _reserve_nodes(label: str, fewest: int, most: int, threads: int) -> tuple[Pl
         nodes = max(fewest, min(most, _nodes_with(threads)))
         bundles = [{"CPU": threads}] * nodes
         places = ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=label)
-        while not places.wait(SECONDS_BETWEEN_LOOKS):
-            if nodes > max(fewest, _nodes_with(threads)):
-                break
-        else:
-            return places, nodes
+        while nodes <= max(fewest, _nodes_with(threads)):
+            if places.wait(SECONDS_BETWEEN_LOOKS):
+                return places, nodes
         ray.util.remove_placement_group(places)
 
 

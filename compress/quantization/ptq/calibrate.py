@@ -104,7 +104,7 @@ ROWS = 32  # samples at most that ranges are found on, and as many more that noi
 LEAST_GAIN_DB = 0.25
 """A correction that gains less is left out: over so few rows it may as well be chance.
 
-A tenth of a dB gave EfficientNet-Lite0 another observer, which took a fifth of the run's time and
+A tenth of a dB gave EfficientNet-Lite0 another observer, which took a sixth of the run's time and
 left 94 % of the labels equal instead of 95 %.
 """
 MEAN_SAMPLES, MEAN_VALUES = 64, 2**22
