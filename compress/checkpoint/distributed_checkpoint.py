@@ -41,6 +41,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # How Python 3.11.2, Debian 12's, pickles a member of an enum; later ones name its class alone.
+    ("builtins", "getattr"): lambda _, name: dcp._MEM_FORMAT_ENCODING[name],
     # The path where the checkpoint was written: read as text, never opened.
     # Python 3.13 moved the classes to pathlib._local.
     **{(m, "PosixPath"): PurePosixPath for m in ("pathlib", "pathlib._local")},

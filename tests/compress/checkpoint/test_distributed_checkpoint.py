@@ -3,6 +3,7 @@ import os
 import pickle
 import shutil
 import weakref
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,22 @@ def test_what_two_fsdp_processes_saved_is_imported_equal(tmp_path, project, save
     assert len(list((saved / name).glob("*.distcp"))) == 2
     expected = torch.load(saved / "whole.pt", weights_only=True)
     assert _equal(_imported(tmp_path, project, saved / name), expected)
+
+
+class _PicklerOfPython3112(pickle.Pickler):
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+@pytest.mark.multiprocess
+def test_an_index_that_python_3_11_2_wrote_is_read(tmp_path, project, saved, sharded) -> None:
+    file = sharded / ".metadata"
+    content = pickle.loads(file.read_bytes())
+    with file.open("wb") as stream:
+        _PicklerOfPython3112(stream).dump(content)
+    assert b"getattr" in file.read_bytes()
+    expected = torch.load(saved / "whole.pt", weights_only=True)
+    assert _equal(_imported(tmp_path, project, sharded), expected)
 
 
 class _Planted:
