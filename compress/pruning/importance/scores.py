@@ -29,6 +29,7 @@ from compress.core.objectives.task import has_target
 from compress.core.progress import Progress, silent
 from compress.data.batch import Batch
 from compress.data.targets import select
+from compress.graph.layer_gram import add_products_, mirror_
 from compress.graph.positive_definite import solve_positive_definite
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
 from compress.pruning.importance.layer_calls import (
@@ -70,9 +71,6 @@ seven layers on photographs of `val`, and on the 256 crops that they were fitted
 MOST_FITTED = 0.75  # largest share of columns to independent positions that is reckoned with
 MIN_POSITIONS = 2**15  # positions that are used in any case, as they cost little
 MIN_SAMPLES = 128  # samples that are read in any case: the positions of one image are much alike
-GRAM_BLOCK = 128
-"""Columns whose products with all later columns are computed at once: the Gram matrix is symmetric,
-and half of it takes half of the time (measured: 512 columns at once take a tenth longer)."""
 Scores = list[torch.Tensor | str]
 """For each group the score of each channel, `(channels,)`, or why there is none."""
 
@@ -374,11 +372,7 @@ class Moments:
     @property
     def gram_gii(self) -> torch.Tensor:
         """Gram matrix of the columns."""
-        gram_gii: torch.Tensor = self._upper_gii
-        for start in range(0, gram_gii.shape[1], GRAM_BLOCK):
-            rows, later = slice(start, start + GRAM_BLOCK), slice(start + GRAM_BLOCK, None)
-            gram_gii[:, later, rows] = gram_gii[:, rows, later].mT
-        return gram_gii
+        return mirror_(self._upper_gii)
 
     def add_(self, columns_gpi: torch.Tensor, answers_gpo: torch.Tensor | None = None) -> None:
         """Add matrices of positions by columns and of positions by answers, in place."""
@@ -388,10 +382,7 @@ class Moments:
         self.columns_gi = self.columns_gi + columns_gpi.sum(1).double()
         if self._upper_gii is None:
             self._upper_gii = self.columns_gi.new_zeros(groups, width, width)
-        for start in range(0, width, GRAM_BLOCK):
-            rows_gip = columns_gpi[:, :, start : start + GRAM_BLOCK].mT
-            block_gii = self._upper_gii[:, start : start + GRAM_BLOCK, start:]
-            block_gii += rows_gip @ columns_gpi[:, :, start:]
+        add_products_(self._upper_gii, columns_gpi)
         if answers_gpo is None:
             return
         self.answers_go = self.answers_go + answers_gpo.sum(1).double()

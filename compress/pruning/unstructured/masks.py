@@ -14,7 +14,7 @@ from torch import nn
 
 from compress.common.forward import bytes_of
 from compress.data.batch import Batch
-from compress.graph.layer_gram import LAZY_INPUTS, compensate, inverse_hessian_factor
+from compress.graph.layer_gram import LAZY_INPUTS, compensate, hessian_factor
 from compress.pruning.allocation.ranking import names_matching
 from compress.pruning.depth.block_search import all_blocks
 from compress.pruning.importance.layer_calls import observe_layer_calls, record_layer_calls
@@ -273,27 +273,32 @@ def sparsegpt(
     Language Models Can Be Accurately Pruned in One-Shot", 2023, algorithm 1). An ``amount`` of each
     block of columns becomes zero, or all but n of m neighbours.
     """
-    weight_goi = weight_goi.clone()
     # Weights of inputs that are always zero have no effect, and nothing to be compensated by.
     always_zero_gi = gram_gii.diagonal(dim1=-2, dim2=-1) == 0
-    weight_goi.masked_fill_(always_zero_gi.unsqueeze(-2), 0)
-    inverse_gii = inverse_hessian_factor(gram_gii)
-    diagonal_gi = inverse_gii.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    given_goi = weight_goi.masked_fill(always_zero_gi.unsqueeze(-2), 0)
+    weight_goi = given_goi.clone()
+    factor_gii = hessian_factor(gram_gii)
+    diagonal_gi = factor_gii.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     zeros_goi = torch.zeros_like(weight_goi, dtype=torch.bool)
     together = n_of_m[1] if n_of_m else LAZY_INPUTS  # columns whose zeros are chosen at once
 
-    def prune_column(step: int, column_go: torch.Tensor) -> torch.Tensor:
+    def prune_column(step: int, rest_gol: torch.Tensor) -> torch.Tensor:
         if step % together == 0:
             own = slice(step, step + together)
-            score = (weight_goi[..., own] / diagonal_gi[..., own]).square()
+            given, diagonal = given_goi[..., own], diagonal_gi[..., own]
+            # What these columns become if all of them stay.
+            errors = (rest_gol[..., :together] - given) * diagonal
+            triangle = factor_gii[..., own, own]
+            change = torch.linalg.solve_triangular(triangle, errors, upper=True, left=False)
+            score = ((given + change) * diagonal).square()
             if n_of_m:
                 zeros_goi[..., own] = smallest_of_neighbours(score, n_of_m)
             else:
                 zeros = _smallest(score.flatten(1), round(amount * score[0].numel()))
                 zeros_goi[..., own] = zeros.view_as(score)
-        return column_go.masked_fill(zeros_goi[..., step], 0)
+        return rest_gol[..., 0].masked_fill(zeros_goi[..., step], 0)
 
-    compensate(weight_goi, inverse_gii, prune_column, max(LAZY_INPUTS // together, 1) * together)
+    compensate(weight_goi, factor_gii, prune_column, max(LAZY_INPUTS // together, 1) * together)
     return weight_goi.masked_fill_(zeros_goi, 0)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from compress.graph.layer_gram import compensate, inverse_hessian_factor
+from compress.graph.layer_gram import add_products_, compensate, hessian_factor, mirror_
 from compress.graph.positive_definite import solve_positive_definite
 from compress.quantization.pt2e.graph_capture import (
     fake_quantize,
@@ -85,39 +85,50 @@ def equalize_(prepared: GraphModule) -> list[str]:
 
 
 ROWS_PER_BATCH = 2048  # rows that are used of a batch: memory stays flat however large images are
+ROWS_PER_SAMPLE = 128  # that are used on average: neighbouring positions are much alike
 
 
 @dataclass
-class InputMoments:
-    """Second moments of a layer's input x in the float model and y in the quantized one."""
+class LayerMoments:
+    """Second moments of a layer's input y in the quantized model, and of the noise that it has.
+
+    The noise is of the layer's outputs, W(x - y), with its float weight W and x in the float model.
+    """
 
     yy_GII: torch.Tensor  # noqa: N815 - the letters name the axes
-    xy_GII: torch.Tensor  # noqa: N815
+    noise_GOI: torch.Tensor  # noqa: N815
+    """Mean of the noise times y."""
 
     @classmethod
     def from_pairs(
-        cls, layer: Node, kernel: Sequence[int], pairs: InputPairs, *, centred: bool = False
-    ) -> InputMoments:
+        cls, layer: Node, weight: torch.Tensor, pairs: InputPairs, *, centred: bool = False
+    ) -> LayerMoments:
         """Compute means, in float64, over a sample of the rows that a layer's weight multiplies.
 
         With `centred` they are moments about the mean.
         """
-        sums, rows = [torch.zeros(()).double()] * 4, 0
+        weight_GOI = weight_matrix(layer, weight)
+        groups, _, inputs = weight_GOI.shape
+        yy_GII = weight.new_zeros(groups, inputs, inputs, dtype=torch.float64)
+        sums, rows = [torch.zeros(()).double()] * 3, 0
         for both in pairs:
-            x_GNI, y_GNI = (input_rows(layer, values, kernel) for values in both)
+            x_GNI, y_GNI = (input_rows(layer, values, weight.shape[2:]) for values in both)
+            noise_GNO = (x_GNI - y_GNI) @ weight_GOI.mT
             if centred:
                 # Products of values far from 0 would lose the digits of a small variance.
                 if rows == 0:
                     origin_G1I = y_GNI[:, :1]
-                x_GNI, y_GNI = x_GNI - origin_G1I, y_GNI - origin_G1I
-            parts = (y_GNI.mT @ y_GNI, x_GNI.mT @ y_GNI, y_GNI.sum(1), x_GNI.sum(1))
+                y_GNI = y_GNI - origin_G1I
+            add_products_(yy_GII, y_GNI)
+            parts = (noise_GNO.mT @ y_GNI, y_GNI.sum(1), noise_GNO.sum(1))
             sums = [total + part.double() for total, part in zip(sums, parts, strict=True)]
             rows += x_GNI.shape[1]
-        yy_GII, xy_GII, y_GI, x_GI = (total / rows for total in sums)
+        mirror_(yy_GII).div_(rows)
+        noise_GOI, y_GI, noise_GO = (total / rows for total in sums)
         if centred:
-            yy_GII -= y_GI[:, :, None] * y_GI[:, None]
-            xy_GII -= x_GI[:, :, None] * y_GI[:, None]
-        return cls(yy_GII, xy_GII)
+            yy_GII.baddbmm_(y_GI[:, :, None], y_GI[:, None], alpha=-1)
+            noise_GOI.baddbmm_(noise_GO[:, :, None], y_GI[:, None], alpha=-1)
+        return cls(yy_GII, noise_GOI)
 
 
 def weight_matrix(layer: Node, weight: torch.Tensor) -> torch.Tensor:
@@ -148,7 +159,8 @@ def input_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torc
     patches = input_patches(layer, values, kernel).movedim(1, -1)
     places = patches.shape[: 1 + len(kernel)]
     # Chosen before they are gathered: of 3x3 kernels all of them take nine times the input.
-    chosen_N = sample_rows(torch.arange(math.prod(places)), ROWS_PER_BATCH)
+    count = min(ROWS_PER_BATCH, ROWS_PER_SAMPLE * len(values))
+    chosen_N = sample_rows(torch.arange(math.prod(places)), count)
     # Contiguous, as products for each of many groups take 17 times as long otherwise.
     rows = patches[torch.unravel_index(chosen_N, places)].movedim(-1, 1).contiguous()
     return rows.reshape(len(rows), groups_of(layer), -1).transpose(0, 1)
@@ -159,8 +171,10 @@ def sum_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> tuple[
 
     As float64: those of several batches would lose digits in float32.
     """
-    # Over samples first: patches of a 5x5 kernel hold each value 25 times.
-    patches = input_patches(layer, values.sum(0, keepdim=True).double(), kernel)
+    # Over samples first: patches of a 5x5 kernel hold each value 25 times. Channels are last, as
+    # convolutions leave them: named first, torch takes 15 times as long to sum them.
+    total = values.movedim(1, -1).sum(0).movedim(-1, 0)[None]
+    patches = input_patches(layer, total.double(), kernel)
     summed = (0, *range(2, 2 + len(kernel)))
     sums_GI = patches.sum(summed).view(groups_of(layer), -1)
     return sums_GI, len(values) * math.prod(patches.shape[axis] for axis in summed)
@@ -212,7 +226,7 @@ def adaround_(prepared: GraphModule, layer: Node, pairs: InputPairs, steps: int)
     """Round a layer's weight adaptively in a calibrated graph; return the share not to nearest."""
     weight, observer = weight_of(prepared, layer), observer_of(prepared, layer.args[1])
     weight_GOI, scale_GO1 = weight_and_scale(prepared, layer)
-    moments = InputMoments.from_pairs(layer, weight.shape[2:], pairs)
+    moments = LayerMoments.from_pairs(layer, weight, pairs)
     limits = observer.quant_min, observer.quant_max
     integers_GOI = round_adaptively(weight_GOI, scale_GO1, limits, moments, steps)
     # Conversion rounds these values to nearest, which gives the same integers.
@@ -225,7 +239,7 @@ def round_adaptively(
     weight_GOI: torch.Tensor,
     scale_GO1: torch.Tensor,
     limits: tuple[int, int],
-    moments: InputMoments,
+    moments: LayerMoments,
     steps: int,
 ) -> torch.Tensor:
     """Return the integers, within limits, with which a layer's output is nearest to the float one.
@@ -236,7 +250,7 @@ def round_adaptively(
     exact_GOI = weight_GOI / scale_GO1
     floor_GOI = exact_GOI.floor()
     hessian_GII = moments.yy_GII.float()
-    slope_GOI = exact_GOI @ (moments.yy_GII - moments.xy_GII).float()
+    slope_GOI = -moments.noise_GOI.float() / scale_GO1
     # Errors are relative to the mean squared error per weight of rounding to nearest.
     nearest_GOI = exact_GOI.round() - exact_GOI
     nearest_error_GO1 = ((nearest_GOI @ hessian_GII) * nearest_GOI).mean(-1, keepdim=True)
@@ -277,33 +291,40 @@ def gptq_(prepared: GraphModule, layer: Node, pairs: InputPairs, *, bias_correct
     weight, observer = weight_of(prepared, layer), observer_of(prepared, layer.args[1])
     if weight[0].numel() > MOST_INPUTS:
         return 0.0
-    weight_GOI, scale_GO1 = (values.double() for values in weight_and_scale(prepared, layer))
+    weight_GOI, scale_GO1 = weight_and_scale(prepared, layer)
     centred = bias_correction and bias_of(prepared, layer) is not None
-    moments = InputMoments.from_pairs(layer, weight.shape[2:], pairs, centred=centred)
-    moment_GII = moments.yy_GII
-    noise_GII = moments.xy_GII - moment_GII
+    moments = LayerMoments.from_pairs(layer, weight, pairs, centred=centred)
+    # What is added to their diagonals below leaves float32 digits enough, as in the papers' code.
+    moment_GII, noise_GOI = moments.yy_GII.float(), moments.noise_GOI.float()
+    del moments
     # Differences of large sums: of an input that never changes they may leave less than nothing.
     variance_GI = moment_GII.diagonal(dim1=1, dim2=2).clamp_(min=0)
-    ridged_GII = moment_GII.clone()
+    order_GI = variance_GI.argsort(descending=True, stable=True)
+    # Not by `take_along_dim`, which takes three times as long.
+    ordered = [
+        moment_II[order_I][:, order_I]
+        for moment_II, order_I in zip(moment_GII, order_GI, strict=True)
+    ]
+    factor_GII = hessian_factor(torch.stack(ordered))
+    del ordered
     ridge_G1 = (RIDGE * variance_GI.mean(1, keepdim=True)).clamp(min=SMALLEST_SCALE)
-    ridged_GII.diagonal(dim1=1, dim2=2).add_(ridge_G1)
-    change_GOI = solve_positive_definite(ridged_GII, (weight_GOI @ noise_GII).mT).mT
+    variance_GI += ridge_G1
+    change_GOI = solve_positive_definite(moment_GII, noise_GOI.mT).mT
     # By a step at most, as rounding itself may: more would fit the sample.
     target_GOI = weight_GOI + change_GOI.clamp(-scale_GO1, scale_GO1)
-    order_GI = variance_GI.argsort(descending=True, stable=True)
-    rows_GII = moment_GII.take_along_dim(order_GI[:, :, None], 1)
-    inverse_GII = inverse_hessian_factor(rows_GII.take_along_dim(order_GI[:, None], 2))
     limits = observer.quant_min, observer.quant_max
     rounded_GOI = torch.empty_like(weight_GOI)
 
-    def round_input(step: int, weight_GO: torch.Tensor) -> torch.Tensor:
-        scale_GO = scale_GO1[:, :, 0]
-        rounded_GOI[:, :, step] = (weight_GO / scale_GO).round().clamp(*limits) * scale_GO
-        return rounded_GOI[:, :, step]
+    scale_GO = scale_GO1[:, :, 0]
 
-    compensate(target_GOI.take_along_dim(order_GI[:, None], 2), inverse_GII, round_input)
+    def round_input(step: int, rest_GOL: torch.Tensor) -> torch.Tensor:
+        rounded_GO = (rest_GOL[:, :, 0] / scale_GO).round().clamp(*limits) * scale_GO
+        rounded_GOI[:, :, step] = rounded_GO
+        return rounded_GO
+
+    compensate(target_GOI.take_along_dim(order_GI[:, None], 2), factor_GII, round_input)
     rounded_GOI = rounded_GOI.take_along_dim(order_GI.argsort(1)[:, None], 2)
-    set_weight_(prepared, layer, rounded_GOI.reshape(weight.shape).to(weight.dtype))
+    set_weight_(prepared, layer, rounded_GOI.reshape(weight.shape))
     # Conversion rounds these values to nearest, which gives the same integers.
     nearest_GOI = (weight_GOI / scale_GO1).round().clamp(*limits)
     return float(((rounded_GOI / scale_GO1).round() != nearest_GOI).double().mean())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.graph.layer_gram import compensate, inverse_hessian_factor
+from compress.graph.layer_gram import compensate, hessian_factor
 
 SMALLEST_SCALE = 2.0**-60  # scale of a group of zeros; far above what would vanish in a float32
 HQQ_STEPS = 20
@@ -128,7 +128,7 @@ def gptq(
     """
     moment_II = second_moment_II.double()
     order_I = moment_II.diagonal().argsort(descending=True, stable=True)
-    inverse_II = inverse_hessian_factor(moment_II[order_I[:, None], order_I])
+    factor_II = hessian_factor(moment_II[order_I[:, None], order_I])
 
     def quantize(weight_OI: torch.Tensor) -> QuantizedWeight:
         weight_OI = weight_OI.double()
@@ -137,14 +137,14 @@ def gptq(
         integers_OI = torch.empty_like(weight_OI, dtype=torch.uint8)
         places = order_I.tolist()
 
-        def round_input(step: int, weight_O: torch.Tensor) -> torch.Tensor:
+        def round_input(step: int, rest_OL: torch.Tensor) -> torch.Tensor:
             group = places[step] // group_size
             scale_O, zero_O = scale_OG[:, group], zero_OG[:, group]
-            integers_O = _quantize(weight_O, scale_O, zero_O, bits)
+            integers_O = _quantize(rest_OL[:, 0], scale_O, zero_O, bits)
             integers_OI[:, places[step]] = integers_O
             return (integers_O.double() - zero_O) * scale_O
 
-        compensate(weight_OI[:, order_I], inverse_II, round_input)
+        compensate(weight_OI[:, order_I], factor_II, round_input)
         return QuantizedWeight(integers_OI, scale_OG.float(), zero_OG.to(torch.uint8), bits)
 
     return in_parts(quantize, weight_OI)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from compress.quantization.algorithms import layer_corrections as corrections
-from compress.quantization.algorithms.layer_corrections import InputMoments
+from compress.quantization.algorithms.layer_corrections import LayerMoments
 
 
 @pytest.mark.parametrize("done", [0.2, 0.5, 0.99])
@@ -38,7 +38,8 @@ def test_adaptive_rounding_comes_near_the_best_of_all_choices() -> None:
     weight[0, 0, 0] = 9  # beyond the largest integer
     step = torch.full((1, 6, 1), 0.5)
     step[0, 3] = 0.3
-    moments = InputMoments((y.T @ y / 200)[None].double(), (x.T @ y / 200)[None].double())
+    noise = weight[0] @ (x - y).T
+    moments = LayerMoments((y.T @ y / 200)[None].double(), (noise @ y / 200)[None].double())
     found = corrections.round_adaptively(weight, step, (-7, 7), moments, 500)
     assert torch.equal(found, found.round()) and found.min() >= -7 and found.max() <= 7
     choices = torch.tensor(list(itertools.product((0.0, 1.0), repeat=8)))
