@@ -318,7 +318,7 @@ class LayerInputs:
             inputs = [node for node in self._nodes if node.op == "placeholder"]
             for i, batch in enumerate(self._batches):
                 self._kept.append([])
-                values = dict(zip(inputs, batch.inputs, strict=True))
+                values = dict(zip(inputs, map(channels_last, batch.inputs), strict=True))
                 self._write(i, [values, values])
         # Weights are read when they are used: the layer's own may be replaced until then.
         todo = [
@@ -400,7 +400,17 @@ class _Interpreter(fx.Interpreter):
 
 def fake_quantized(prepared: GraphModule) -> Callable[..., Any]:
     """Return a function that runs a calibrated graph and rounds all that is observed."""
-    return _Interpreter(prepared, set(), None).run
+    run = _Interpreter(prepared, set(), None).run
+    return lambda *inputs: run(*map(channels_last, inputs))
+
+
+def channels_last(image: torch.Tensor) -> torch.Tensor:
+    """Return images with the channels of a pixel together, as then do a graph's convolutions.
+
+    A ResNet-18 takes a fifth less time on a processor so, whatever the order of its weights.
+    """
+    is_image = image.dim() == len("NCHW")
+    return image.contiguous(memory_format=torch.channels_last) if is_image else image
 
 
 def fake_quantize(observer: Any, value: torch.Tensor) -> torch.Tensor:

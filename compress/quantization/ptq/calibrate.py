@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +42,11 @@ from compress.quantization.pt2e.observer_ranges import (
     module_or_tensor,
     monitor_ranges,
     observed,
+    observer_of,
     range_facts,
     require_finite,
+    set_weight_,
+    skip_observers,
     vanishing_ranges,
     weight_of,
 )
@@ -72,6 +77,7 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
+    from compress.quantization.algorithms.layer_corrections import InputPairs
     from compress.quantization.config.dtype_scheme import (
         IntegerFormat,
         Rounding,
@@ -100,7 +106,7 @@ The bias comes first: EfficientNet-Lite0 gains 6 dB by it, and half a dB by rang
 last, as it takes twice as long as all else of a trial. AdaRound is left out: with weights of 8 bits
 it gains next to nothing for minutes of its own.
 """
-ROWS = 32  # samples at most that ranges are found on, and as many more that noise is measured on
+ROWS = 32  # samples at most that ranges of a trial are found on, and that noise is measured on
 LEAST_GAIN_DB = 0.25
 """A correction that gains less is left out: over so few rows it may as well be chance.
 
@@ -127,6 +133,8 @@ class Corrections:
     facts: dict[str, Any] = field(default_factory=dict)
     rescaled: set[str] = field(default_factory=set)
     """Modules whose outputs have other scales than the float model's."""
+    rounded: dict[str, RoundedWeight] = field(default_factory=dict)
+    """Weights by their names that GPTQ has rounded, in another copy of the graph too."""
 
     def smooth_(
         self, graph: GraphModule, batches: Iterable[Batch], scheme: Scheme, exclude: Sequence[str]
@@ -164,12 +172,35 @@ class Corrections:
                 if self.rounding == "adaround":
                     changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
                 elif self.rounding == "gptq":
-                    is_corrected = self.bias_correction
-                    changed.append(gptq_(prepared, layer, pairs, bias_correction=is_corrected))
+                    changed.append(self._gptq_(prepared, layer, pairs))
                 if self.bias_correction:
                     correct_bias_(prepared, layer, weight, inputs.pairs(layer))
         if changed:
             self.facts["rounded_away"] = round(sum(changed) / len(changed), 4)
+
+    def _gptq_(self, prepared: GraphModule, layer: Node, pairs: InputPairs) -> float:
+        """Round a layer's weight, or take it as it is known; return the share not to nearest."""
+        name, given = skip_observers(layer.args[1]).target, weight_of(prepared, layer)
+        scale_O, _ = observer_of(prepared, layer.args[1]).calculate_qparams()
+        known = self.rounded.get(name)
+        if known and torch.equal(known.given, given) and torch.equal(known.scale_O, scale_O):
+            set_weight_(prepared, layer, known.weight)
+        else:
+            share = gptq_(prepared, layer, pairs, bias_correction=self.bias_correction)
+            known = RoundedWeight(given, scale_O, weight_of(prepared, layer), share)
+            self.rounded[name] = known
+        return known.share
+
+
+@dataclass(frozen=True)
+class RoundedWeight:
+    """What GPTQ made of a weight that was given with the scales of its outputs."""
+
+    given: torch.Tensor
+    scale_O: torch.Tensor  # noqa: N815 - the letter names the axis
+    weight: torch.Tensor
+    share: float
+    """Of weights that are not rounded to nearest."""
 
 
 def enough_for_means(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -178,9 +209,14 @@ def enough_for_means(batches: Iterable[Batch]) -> Iterator[Batch]:
     for batch in batches:
         yield batch
         samples += len(batch)
-        values += sum(x.numel() for x in batch.inputs)
+        values += input_values(batch)
         if samples >= MEAN_SAMPLES and values >= MEAN_VALUES:
             return
+
+
+def input_values(batch: Batch) -> int:
+    """Count the numbers of a batch's inputs."""
+    return sum(x.numel() for x in batch.inputs)
 
 
 def prepare_calibrated(
@@ -191,7 +227,7 @@ def prepare_calibrated(
     report: Callable[[int], None],
     corrections: Corrections,
 ) -> GraphModule:
-    """Return a captured graph with calibrated observers, ready to be converted; it is changed.
+    """Return a captured graph with calibrated observers, ready to be rounded; it is changed.
 
     Post-training quantization after Jacob et al., "Quantization and Training of Neural Networks for
     Efficient Integer-Arithmetic-Only Inference" (2018). `report` is called with the number of
@@ -208,7 +244,6 @@ def prepare_calibrated(
     vanishing, _ = leave_vanishing_float_(prepared, quantizer)
     fit_ranges_(prepared)
     quantizer.ranges = range_facts(monitors) | {"vanishing_ranges": vanishing}
-    corrections.round_(prepared, batches)
     return prepared
 
 
@@ -378,23 +413,54 @@ def require_matching_inputs(inputs: Sequence[torch.Tensor], signature: Signature
         )
 
 
+@dataclass(frozen=True)
+class TrialSamples:
+    """Calibration samples that corrections are tried on, in batches."""
+
+    seen: list[Batch]
+    """Those that ranges are found on, and biases corrected: `ROWS` samples at most."""
+    rounding: list[Batch]
+    """Those that GPTQ reads: the same, and as many more as it would read of all."""
+    held_out: list[Batch]
+    """Those that noise is measured on, at most a quarter of all: no trial has seen them."""
+
+    @classmethod
+    def from_batches(cls, batches: Iterable[Batch], count: int) -> TrialSamples:
+        """Share out batches of so many samples by turns; StageFailed where there is but one."""
+        rounding: list[Batch] = []
+        held_out: list[Batch] = []
+        for batch in batches:
+            held, others = (sum(map(len, part)) for part in (held_out, rounding))
+            if held < min(others, ROWS, count / 4):
+                held_out.append(batch)
+            elif others < MEAN_SAMPLES or sum(map(input_values, rounding)) < MEAN_VALUES:
+                rounding.append(batch)
+            elif held_out:
+                break
+        if not held_out:
+            raise StageFailed(
+                f"corrections: auto measures noise on samples that no range was found on, and all "
+                f"{count} are one batch of the model; bring at least two batches"
+            )
+        ends = [*accumulate(map(len, rounding))]
+        return cls(rounding[: bisect_left(ends, ROWS) + 1], rounding, held_out)
+
+
 def search_corrections(
     model: torch.nn.Module,
-    batches: Iterable[Batch],
-    quantized: Callable[[Mapping[str, Any], list[Batch]], Callable[..., Any]],
+    held_out: Sequence[Batch],
+    quantized: Callable[[Mapping[str, Any]], Callable[..., Any]],
     candidates: Iterable[dict[str, Any]],
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Return the settings with the least output noise, and the SQNR of each trial in dB.
 
     Each candidate is kept where it gains. `quantized` returns a function that runs the model
-    quantized with settings and samples. Of the batches every other one is for ranges, until there
-    are `ROWS`; noise is measured on as many that no range has seen.
+    quantized with settings; noise is measured on batches that it has not seen.
     """
-    seen, held_out = halves(batches)
     expected = [run_in_eval(model, batch.inputs) for batch in held_out]
 
     def sqnr(settings: Mapping[str, Any]) -> float:
-        graph = quantized(settings, seen)
+        graph = quantized(settings)
         deviations = [Deviation() for _ in expected[0]]
         with torch.inference_mode():
             for batch, outputs in zip(held_out, expected, strict=True):
@@ -433,24 +499,6 @@ def useful_candidates(graph: GraphModule) -> list[dict[str, Any]]:
             if before.target in CONVOLUTIONS:
                 useless.discard("equalize")
     return [candidate for candidate in CANDIDATES if useless.isdisjoint(candidate)]
-
-
-def halves(batches: Iterable[Batch], rows: int = ROWS) -> tuple[list[Batch], list[Batch]]:
-    """Return batches by turns: some to find ranges on, others to measure noise on."""
-    parts: tuple[list[Batch], list[Batch]] = ([], [])
-    counts = [0, 0]
-    for batch in batches:
-        place = counts.index(min(counts))
-        parts[place].append(batch)
-        counts[place] += len(batch)
-        if min(counts) >= rows:
-            break
-    if not parts[1]:
-        raise StageFailed(
-            f"corrections: auto measures noise on samples that no range was found on, and all "
-            f"{counts[0]} are one batch of the model; bring at least two batches"
-        )
-    return parts
 
 
 class DynamicQuantizer(OnnxRuntimeQuantizer):

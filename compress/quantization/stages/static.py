@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-    from compress.quantization.ptq.calibrate import Corrections
+    from compress.quantization.ptq.calibrate import Corrections, RoundedWeight
 
 SEARCH_BATCH = 8
 """Samples of a batch while corrections are searched: even 16 calibration samples, the fewest that a
@@ -115,34 +115,51 @@ class QuantizeStatic(CalibratedStage):
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
         """Return the graph with calibrated observers, and what quantized and corrected it."""
         from compress.quantization.pt2e.graph_capture import capture, copy_graph, fake_quantized
-        from compress.quantization.ptq.calibrate import search_corrections, useful_candidates
+        from compress.quantization.ptq.calibrate import (
+            TrialSamples,
+            search_corrections,
+            useful_candidates,
+        )
 
         module = self.load_float(model)
         graph = capture(module, model.signature)
         calibration = self.calibration_data(model, context)
         chosen: dict[str, Any] = {}
         facts: dict[str, Any] = {}
+        rounded: dict[QuantizeStatic, dict[str, RoundedWeight]] = {}
         if self.corrections == "auto":
-            samples = calibration
+            batches = calibration
             if model.signature.batch_axis is not None:
                 data = calibration.data.replaced(batch_size=SEARCH_BATCH)
-                samples = replace(calibration, data=data)
+                batches = replace(calibration, data=data)
+            samples = TrialSamples.from_batches(batches, calibration.samples)
+            observed: dict[QuantizeStatic, GraphModule] = {}
 
-            def quantized(settings: Mapping[str, Any], seen: Iterable[Batch]) -> Callable[..., Any]:
+            def quantized(settings: Mapping[str, Any]) -> Callable[..., Any]:
                 # AdaRound takes minutes; it runs once, upon what is chosen here.
                 fast = {"rounding": "nearest"} if self.rounding == "adaround" else {}
                 trial = self.model_copy(update={**fast, **settings})
+                # Rounding changes no range: those that were found before are taken again.
+                ranges = trial.model_copy(update={"rounding": "nearest", "bias_correction": False})
+                if ranges not in observed:
+                    observed[ranges], _, _ = ranges.observed(copy_graph(graph), model, samples.seen)
+                prepared = copy_graph(observed[ranges])
+                read = samples.rounding if trial.rounding == "gptq" else samples.seen
+                trial.corrections_with(rounded.setdefault(trial, {})).round_(prepared, read)
                 # Rounded floats: a converted graph takes five times as long for each activation.
-                return fake_quantized(trial.calibrated(copy_graph(graph), model, seen)[0])
+                return fake_quantized(prepared)
 
             candidates = useful_candidates(graph)
             if not self.has_default("rounding"):
                 candidates.remove({"rounding": "gptq"})
-            chosen, tried = search_corrections(module, samples, quantized, candidates)
+            chosen, tried = search_corrections(module, samples.held_out, quantized, candidates)
             facts = {"corrections": chosen, "corrections_tried_db": tried}
         stage = self.model_copy(update=chosen)
         report = self.calibration_progress(context)
-        prepared, quantizer, corrections = stage.calibrated(graph, model, calibration, report)
+        prepared, quantizer, corrections = stage.observed(graph, model, calibration, report)
+        # A trial that was chosen has shown what its weights are worth: they are not rounded again.
+        corrections.rounded = rounded.get(stage, {})
+        corrections.round_(prepared, calibration)
         corrections.facts |= facts
         return prepared, quantizer, corrections
 
@@ -154,8 +171,20 @@ class QuantizeStatic(CalibratedStage):
         report: Callable[[int], None] = lambda samples: None,
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
         """Return a captured graph with calibrated observers, and what quantized it and how."""
+        prepared, quantizer, corrections = self.observed(graph, model, batches, report)
+        corrections.round_(prepared, batches)
+        return prepared, quantizer, corrections
+
+    def observed(
+        self,
+        graph: GraphModule,
+        model: EagerModel | GraphModel,
+        batches: Iterable[Batch],
+        report: Callable[[int], None] = lambda samples: None,
+    ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
+        """Return what `calibrated` does, before weights are rounded and biases corrected."""
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-        from compress.quantization.ptq.calibrate import Corrections, prepare_calibrated
+        from compress.quantization.ptq.calibrate import prepare_calibrated
 
         quantizer = OnnxRuntimeQuantizer(
             scheme_for(self.target, self.weight_bits, self.activation_bits),
@@ -164,9 +193,20 @@ class QuantizeStatic(CalibratedStage):
             embeddings=self.embeddings,
             percentile=self.percentile,
         )
-        corrections = Corrections(
-            self.smooth, self.equalize, self.rounding, self.rounding_steps, self.bias_correction
-        )
+        corrections = self.corrections_with({})
         signature = model.signature
         prepared = prepare_calibrated(graph, signature, quantizer, batches, report, corrections)
         return prepared, quantizer, corrections
+
+    def corrections_with(self, rounded: dict[str, RoundedWeight]) -> Corrections:
+        """Return the corrections that are set, with weights that GPTQ has rounded before."""
+        from compress.quantization.ptq.calibrate import Corrections
+
+        return Corrections(
+            self.smooth,
+            self.equalize,
+            self.rounding,
+            self.rounding_steps,
+            self.bias_correction,
+            rounded=rounded,
+        )

@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,22 @@ from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.batch import Batch
+from compress.quantization.config.dtype_scheme import scheme_for
 from compress.quantization.pt2e.graph_capture import capture
-from compress.quantization.ptq.calibrate import halves, search_corrections
+from compress.quantization.pt2e.observer_ranges import (
+    layers_of,
+    observer_of,
+    set_weight_,
+    weight_of,
+)
+from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
+from compress.quantization.ptq import calibrate
+from compress.quantization.ptq.calibrate import (
+    Corrections,
+    TrialSamples,
+    prepare,
+    search_corrections,
+)
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.padded_encoder import Padded
 from tests.compress.quantization.builders import answer, build_model, images, labelled_images
@@ -30,19 +45,31 @@ class Off(torch.nn.Module):
         return x * 2 * (1 + self.share)
 
 
-def test_noise_is_measured_on_batches_that_no_range_was_found_on() -> None:
-    seen, held_out = halves(batches(5), rows=8)
-    assert [float(b.inputs[0][0, 0]) for b in seen] == [1, 3]
-    assert [float(b.inputs[0][0, 0]) for b in held_out] == [2, 4]
+def test_noise_is_measured_on_batches_that_nothing_was_found_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibrate, "MEAN_SAMPLES", 20)
+    monkeypatch.setattr(calibrate, "MEAN_VALUES", 0)
+    monkeypatch.setattr(calibrate, "ROWS", 8)
+
+    def parts(count: int) -> list[list[float]]:
+        samples = TrialSamples.from_batches(batches(count), 4 * count)
+        parts = (samples.seen, samples.rounding, samples.held_out)
+        return [[float(b.inputs[0][0, 0]) for b in part] for part in parts]
+
+    # As many as a quarter at most are held out, however few there are.
+    assert parts(20) == [[1, 3], [1, 3, 5, 6, 7], [2, 4]]
+    assert parts(5) == [[1, 3], [1, 3, 5], [2, 4]]
+    assert parts(4) == [[1, 3], [1, 3, 4], [2]]
+    assert parts(2) == [[1], [1], [2]]
     with pytest.raises(StageFailed, match=r"all 4 are one batch .* at least two batches"):
-        halves(batches(1))
+        parts(1)
 
 
 def test_a_correction_stays_only_where_it_gains_upon_those_before() -> None:
     noise = {"a": -0.05, "b": 0.02, "c": -0.04, "d": -0.0001}
 
-    def quantized(settings: dict[str, bool], seen: list[Batch]) -> torch.nn.Module:
-        assert len(seen) == 2
+    def quantized(settings: dict[str, bool]) -> torch.nn.Module:
         return Off(0.1 + sum(noise[name] for name in settings))
 
     candidates = [{name: True} for name in noise]
@@ -101,6 +128,57 @@ def test_a_given_rounding_is_kept(tmp_path: Path) -> None:
     others = plain(model, Context(root=tmp_path / "plain", data=labelled_images())).manifest.facts
     # What is tried is rounded so, too.
     assert facts["corrections_tried_db"]["none"] != others["corrections_tried_db"]["none"]
+
+
+def test_what_was_found_before_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(tmp_path / "source", "networks:depthwise", random_batch_norm=True)
+    calls: Counter[str] = Counter()
+    for name in ("calibrate_", "gptq_"):
+        function = getattr(calibrate, name)
+
+        def counted(*given: object, name=name, function=function, **named: object) -> object:
+            calls[name] += 1
+            return function(*given, **named)
+
+        monkeypatch.setattr(calibrate, name, counted)
+    monkeypatch.setattr(calibrate, "LEAST_GAIN_DB", -100)  # all of them are chosen
+    candidates = [{"bias_correction": True}, {"observer": "l3"}, {"rounding": "gptq"}]
+    monkeypatch.setattr(calibrate, "useful_candidates", lambda graph: candidates)
+    context = Context(root=tmp_path / "auto", data=labelled_images())
+    facts = QuantizeStatic(corrections="auto", calibration_samples=32)(
+        model, context
+    ).manifest.facts
+    assert facts["corrections"] == {"bias_correction": True, "observer": "l3", "rounding": "gptq"}
+    # Rounding changes no range, and what it did for the trial is what is saved.
+    assert calls == {"calibrate_": 3, "gptq_": 4}
+    assert 0 < facts["rounded_away"] < 0.5
+
+
+def test_gptq_takes_a_known_weight_only_of_the_same_weight_and_scale() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 8)),))
+    quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), "minmax")
+    graph = prepare(capture(torch.nn.Linear(8, 8), signature), quantizer)
+    graph(x)
+    (layer,), corrections = layers_of(graph), Corrections(rounding="gptq")
+    given, observer = weight_of(graph, layer), observer_of(graph, layer.args[1])
+
+    def found(weight: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
+        set_weight_(graph, layer, weight)
+        observer.max_val.mul_(scale)
+        corrections.round_(graph, [Batch((seen,), None)])
+        return weight_of(graph, layer)
+
+    first, other = found(given, 1, x), x @ torch.randn(8, 8)
+    assert torch.equal(found(given, 1, other), first), "known"
+    changed = found(given * 0.9, 1, other)
+    steps = changed / observer.calculate_qparams()[0][:, None]
+    assert not torch.equal(changed, first) and torch.allclose(steps, steps.round(), atol=1e-4)
+    coarse = found(given * 0.9, 2, other)
+    assert not torch.equal(coarse, changed)
 
 
 def test_corrections_are_searched_or_set_by_hand() -> None:
