@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from compress.artifacts.carried_files import FROZEN_NAME
@@ -36,6 +37,7 @@ with gc_disabled():
     from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
 fuse_conv_bn_ = _fuse_conv_bn_
+AT_ONCE = 2**20  # weights quantized at a time, of which there are four copies in between
 
 
 def prepare_pt2e(graph: GraphModule, quantizer: Quantizer) -> GraphModule:
@@ -66,12 +68,31 @@ def convert_pt2e(prepared: GraphModule) -> GraphModule:
     with (
         patched_attribute(quantize_pt2e, "_fold_conv_bn_qat", lambda graph: graph),
         patched_attribute(constant_fold, "replace_node_with_constant", _replace_by_named),
+        patched_attribute(constant_fold.ConstantFolder, "_deduce_value", _constant_value),
     ):
         try:
             converted: GraphModule = quantize_pt2e.convert_pt2e(prepared)
         finally:
             _forget_devices()
     return converted
+
+
+_deduce: Any = constant_fold.ConstantFolder._deduce_value
+
+
+def _constant_value(folder: Any, node: Node) -> Any:
+    """Return what a node computes of constants, without copies of the whole weight on the way."""
+    # torchao (0.18) dequantizes each weight, and then leaves that operator in the graph.
+    if node.op == "call_function" and folder.is_impure(node):
+        return folder.unknown_value
+    if node.target is not torch.ops.quantized_decomposed.quantize_per_channel.default:
+        return _deduce(folder, node)
+    (weight, scales, zeros, axis, *limits), _ = folder.fetch_args_kwargs_from_env(node)
+    rows = AT_ONCE // max(1, weight[:1].numel())
+    if axis or len(weight) <= rows or not weight.is_contiguous():  # parts joined are contiguous
+        return _deduce(folder, node)
+    parts = zip(*(x.split(max(1, rows)) for x in (weight, scales, zeros)), strict=True)
+    return torch.cat([node.target(*part, axis, *limits) for part in parts])
 
 
 _replace: Any = constant_fold.replace_node_with_constant
