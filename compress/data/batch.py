@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 LABELS = "labels"
 IGNORED_LABEL = -100  # the target that torch's cross-entropy ignores
+FEW_ROWS = 4  # with fewer in a batch, little is known of how much samples differ
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,14 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def divided(self, most_bytes: int) -> Iterator[Batch]:
-        """Yield batches of fewer rows whose inputs have at most so many bytes, or one row."""
+        """Yield batches of fewer rows whose inputs have at most so many bytes.
+
+        Of large samples they have up to `FEW_ROWS`, of as many times the bytes, or one row.
+        """
         rows, size = len(self), sum(x.nbytes for x in self.inputs)
-        step = max(1, most_bytes * rows // max(size, 1))
+        fitting = most_bytes * rows // max(size, 1)
+        few = min(FEW_ROWS, FEW_ROWS * most_bytes * rows // max(size, 1))
+        step = max(fitting, few, 1)
         if step >= rows or any(not x.ndim or len(x) != rows for x in self.inputs):
             yield self
             return

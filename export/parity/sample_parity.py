@@ -344,7 +344,7 @@ class OutputSums:
     by_row: list[torch.Tensor] = field(default_factory=list)
     """Squared error of each row, of each batch."""
     spread: float = 0.0
-    """Squared distance to the mean of each batch."""
+    """Squared distance to the mean of each batch, and as if that were the mean of all rows."""
     norm: float = 0.0
     finite: int = 0
     not_finite: int = 0
@@ -359,7 +359,9 @@ class OutputSums:
             a, b = measured(expected_BN, exported_BN)
             mean = a.sum(0) / (~equal).sum(0).clamp(min=1)
             squared_B = squared_B + (b - a).square_().sum(1)
-            self.spread += float((a - mean).masked_fill_(equal, 0).square_().sum())
+            distance = float((a - mean).masked_fill_(equal, 0).square_().sum())
+            # Of few rows the own mean is nearer than that of all: Bessel's correction.
+            self.spread += distance * len(a) / max(len(a) - 1, 1)
             self.norm += float(a.square().sum())
             self.finite += int((~equal).sum())
             self.not_finite += int(equal.sum())

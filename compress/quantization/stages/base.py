@@ -45,9 +45,14 @@ class CalibrationData:
     data: Splits
     samples: int
     seed: int
+    has_any_rows: bool = True
+    """Whether the model takes batches of any size, so that those of large samples are divided."""
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.data.calibration(self.samples, self.seed)
+        batches = self.data.calibration(self.samples, self.seed)
+        if not self.has_any_rows:
+            return batches
+        return (part for batch in batches for part in self.data.divided(batch))
 
 
 def is_weight(name: str, tensor: torch.Tensor) -> bool:
@@ -120,7 +125,8 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
                     f"{batch_size}; make it a multiple"
                 )
             data = data.replaced(batch_size=batch_size)
-        calibration = CalibrationData(data, samples, context.seed)
+        has_any_rows = signature.batch_axis is not None
+        calibration = CalibrationData(data, samples, context.seed, has_any_rows)
         iter(calibration)  # refuses more samples than there are, before a model is traced
         return calibration
 

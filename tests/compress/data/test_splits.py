@@ -169,12 +169,22 @@ def test_a_dataset_that_raises_is_one_line() -> None:
 
 
 def test_large_samples_are_evaluated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.data.splits.CALLED_BYTES", 3 * 4 * 8)  # three rows of 8 floats
+    monkeypatch.setattr("compress.data.splits.CALLED_BYTES", 5 * 4 * 8)  # five rows of 8 floats
     x, y = torch.randn(10, 8), torch.arange(10)
     splits = Splits({"val": TensorDataset(x, y)}, batch_size=8)
     batches = list(splits.batches("val"))
-    assert [len(batch) for batch in batches] == [3, 3, 2, 2]
+    assert [len(batch) for batch in batches] == [5, 3, 2]
     assert torch.cat([batch.inputs[0] for batch in batches]).equal(x)
     assert torch.cat([batch.target for batch in batches]).equal(y)
     # A size that is asked for holds, as for models whose outputs depend on the batch.
     assert [len(batch) for batch in splits.batches("val", 8)] == [8, 2]
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(2, [4, 4]), (0.5, [2] * 4), (0.2, [1] * 8)])
+def test_few_rows_of_larger_samples_stay_together(
+    rows: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of one row or two nobody sees how much samples differ.
+    monkeypatch.setattr("compress.data.splits.CALLED_BYTES", int(rows * 4 * 8))
+    splits = Splits({"val": TensorDataset(torch.randn(8, 8))}, batch_size=8)
+    assert [len(batch) for batch in splits.batches("val")] == sizes

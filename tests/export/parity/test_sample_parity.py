@@ -8,6 +8,7 @@ from compress.export.parity.compare import check_axis_sizes
 from compress.export.parity.sample_parity import (
     FLOAT,
     QUANTIZED,
+    OutputSums,
     Tolerance,
     check_on_samples,
 )
@@ -162,3 +163,14 @@ def test_nan_in_both_is_reported_and_nan_alone_is_refused(caplog: pytest.LogCapt
         check_on_samples(nothing, nothing, BATCHES)
     with pytest.raises(StageFailed, match="all answers of the source are infinite or NaN"):
         check_axis_sizes(nothing, nothing, ROWS)
+
+
+def test_an_error_is_the_same_in_batches_of_any_size() -> None:
+    x = torch.randn(1024, 8, generator=torch.Generator().manual_seed(0)) + 3
+    found = []
+    for rows in (1024, 16, 4, 2):
+        sums = OutputSums()
+        for part in x.split(rows):
+            sums.add(part, 1.01 * part)
+        found.append(sums.relative_error)
+    assert found[1:] == pytest.approx(found[:1] * 3, rel=0.05)

@@ -13,7 +13,13 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.base import CalibrationData
 from compress.quantization.stages.static import QuantizeStatic
-from tests.compress.quantization.builders import IMAGE, NETWORKS, images
+from tests.compress.quantization.builders import (
+    IMAGE,
+    NETWORKS,
+    build_model,
+    images,
+    labelled_images,
+)
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 TWO_INPUTS = Signature(
@@ -151,3 +157,26 @@ def test_a_sample_is_the_same_each_time_it_is_read() -> None:
     first, again = ([batch.inputs[0] for batch in calibration] for _ in range(2))
     assert [len(part) for part in first] == [32, 16]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_large_samples_are_calibrated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.data.splits.CALLED_BYTES", 8 * 4 * 4)  # eight rows of 4 floats
+    x = torch.randn(64, 4)
+    data = Splits({"train": TensorDataset(x, x[:, 0])}, batch_size=32)
+    parts, whole = (
+        [batch.inputs[0] for batch in CalibrationData(data, 48, 0, has_any_rows)]
+        for has_any_rows in (True, False)
+    )
+    assert [len(part) for part in parts] == [8] * 6
+    assert [len(part) for part in whole] == [32, 16]  # as a model of one batch size takes them
+    assert torch.equal(torch.cat(parts), torch.cat(whole))
+
+
+def test_a_fixed_batch_of_large_samples_is_calibrated_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.data.splits.CALLED_BYTES", 4 * 64)  # one image
+    fixed = Signature(inputs=(TensorSpec(name="image", shape=(16, 1, 8, 8)),))
+    model = build_model(tmp_path / "source", "networks:mlp", fixed)
+    context = Context(root=tmp_path / "int8", data=labelled_images())
+    QuantizeStatic(calibration_samples=32)(model, context)
