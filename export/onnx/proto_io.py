@@ -45,6 +45,16 @@ def read(file: Path, *, weights: bool = False) -> ir.Model:
     return model
 
 
+@contextmanager
+def read_briefly(file: Path) -> Iterator[ir.Model]:
+    """Read a model for a block; its weights leave memory with it."""
+    model = read(file)
+    try:
+        yield model
+    finally:
+        free_weights_(model)
+
+
 def load_weights_(model: onnx.ModelProto, file: Path) -> None:
     """Read the weights in files beside a model's into it; ArtifactInvalid where there are none."""
     # Not onnx's own, which takes neither links in Hugging Face's cache nor files with two names.
@@ -104,8 +114,8 @@ def write_mapped(model: ir.Model, file: Path) -> None:
 
 def free_weights_(model: ir.Model) -> None:
     """Empty the weights of a written model, and so those of the program that it was made of."""
-    # Deleting both would not free them: onnxscript (0.7) references the last graphs that it
-    # rewrote.
+    # Deleting both would not free them: a graph's parts refer to one another, and onnxscript (0.7)
+    # references the last graphs that it rewrote.
     for value in model.graph.initializers.values():
         raw = getattr(value.const_value, "raw", None)
         if isinstance(raw, torch.Tensor):

@@ -106,21 +106,23 @@ class OnnxModel(ExportedModel):
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""
         from compress.export.onnx.graph import weight_elements
-        from compress.export.onnx.proto_io import read
+        from compress.export.onnx.proto_io import read_briefly
 
         # Once fused into onnxruntime's own operators, weights cannot be counted in the file.
         if (recorded := super().parameters()) is not None:
             return recorded
-        return sum(weight_elements(read(self.payload_path)).values())
+        with read_briefly(self.payload_path) as graph:
+            return sum(weight_elements(graph).values())
 
     def macs(self, sizes: Mapping[str, int] | None = None) -> int | None:
         """Count the multiply-accumulates of convolutions and products for one sample."""
         from compress.export.onnx.graph import count_macs
-        from compress.export.onnx.proto_io import read
+        from compress.export.onnx.proto_io import read_briefly
 
         if "macs" in self.manifest.facts:
             return super().macs(sizes)
-        return count_macs(read(self.payload_path), sizes)
+        with read_briefly(self.payload_path) as graph:
+            return count_macs(graph, sizes)
 
 
 class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):

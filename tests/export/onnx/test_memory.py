@@ -17,14 +17,22 @@ from compress.artifacts.recipe import Recipe
 from compress.common import tensor_difference
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import Predictor
-from compress.common.process import gc_frozen
+from compress.common.process import gc_disabled, gc_frozen
 from compress.common.signature import Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
 from compress.core import context as context_module
 from compress.core.context import Context
 from compress.export.onnx import proto_io
+from compress.export.onnx.graph import count_macs
 from compress.export.onnx.lowering import lower
-from compress.export.onnx.proto_io import free_weights_, mapped, read, write, write_mapped
+from compress.export.onnx.proto_io import (
+    free_weights_,
+    mapped,
+    read,
+    read_briefly,
+    write,
+    write_mapped,
+)
 from compress.export.onnx.session import session_predictor
 from compress.export.parity.compare import recorded_outputs
 from compress.graph.torch_export import export_program
@@ -233,3 +241,17 @@ ExportOnnx()(model, Context(root=Path("large")))
 print(1024 * (memory_kib("VmHWM") - before) / model.payload_bytes)
 """)
     assert 1 < float(peak) < 2  # a third of it the largest weight, which onnxruntime copies
+
+
+def test_weights_that_were_counted_leave_memory_without_garbage_collection(
+    graph: ir.Model, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.onnx"
+    write(graph, file)
+    with gc_frozen(), gc_disabled():
+        with read_briefly(file) as model:
+            weights = [weakref.ref(tensor) for tensor in model.graph.initializers.tensors()]
+            assert count_macs(model) == 2 * 20 * 20
+        assert len(weights) == 4
+        del model
+        assert not any(weight() is not None for weight in weights)
