@@ -50,6 +50,7 @@ COMPARED_BATCHES = 4  # seeded batches compared where there is no data
 MAX_BYTES = 2**30  # bytes of outputs kept of one artifact
 MAX_TOTAL_BYTES = 2**32
 """Bytes kept of all artifacts: those of the one that was not read for the longest time go first."""
+LARGE_BYTES = 2**26  # of models that are timed in turn, from which on their order in memory is set
 MAX_MODELS = 64  # artifacts of which outputs are kept; each has a file open
 
 
@@ -519,8 +520,16 @@ class Context:
             with recording() as recorded:
                 for model in models.values():
                     model.make_ready()
+                # While a file is read it is in memory twice: that of the uncompressed model, which
+                # comes last, beside no other one.
+                is_large = sum(model.payload_bytes for model in models.values()) > LARGE_BYTES
                 measured = benchmark.compare_latencies(
-                    openers, batches, threads=self.threads, mixed=mixed, **limit
+                    openers,
+                    batches,
+                    threads=self.threads,
+                    mixed=mixed,
+                    opening_order=range(len(models))[::-1] if is_large else (),
+                    **limit,
                 )
             places = {digest: place for place, digest in enumerate(models)}
             pairs = [(before.digest, after.digest) for before in new]

@@ -21,6 +21,7 @@ from compress.common.counts import count, counting_paused
 from compress.common.errors import StageFailed
 from compress.common.malloc import memory_as_deployed
 from compress.profiling.quantiles import Interval, median_interval, quantile, quantile_interval
+from compress.profiling.rss import trim_memory
 
 if TYPE_CHECKING:
     import torch
@@ -330,13 +331,15 @@ def compare_latencies(
     *,
     threads: int,
     mixed: bool = False,
+    opening_order: Sequence[int] = (),
 ) -> InterleavedLatencies:
     """Measure models in turn on the batches, in blocks before each of which they are opened anew.
 
     Models are opened and called in another order each time, in which each of them stands at each
     place equally often. Two copies of one model differ by several percent for as long as they stay
     open, by where their weights lie in memory; opened anew they lie elsewhere, so that the blocks'
-    interval holds that, too.
+    interval holds that, too. With an `opening_order` they are opened in that order each time:
+    large ones lie in so many pages that it averages out.
 
     Each model is measured for so many ``seconds``, and for longer where an interval is too wide, or
     the blocks are too few. Calls that take long are fewer, see :data:`FEWEST_LONG_BLOCKS`, and from
@@ -349,6 +352,7 @@ def compare_latencies(
     """
     with memory_as_deployed(), ExitStack() as stack:
         blocks = _Blocks(models, batches, seconds, threads, stack, mixed=mixed)
+        blocks.opening_order = opening_order
         blocks.measure()
     count("forwards.timed.calls", sum(map(len, blocks.times)) + blocks.warm_up_calls)
     return blocks.results()
@@ -378,6 +382,7 @@ class _Blocks:
         """Milliseconds of a call in each block, by model: the mean of its turns' medians."""
         self.means: list[list[float]] = [[] for _ in models]  # the same of its turns' means
         self.warm_up_calls = 0
+        self.opening_order: Sequence[int] = ()
         self._predictors: dict[int, Predictor] = {}
         self._warm: set[tuple[int, ...]] = set()  # shapes that the opened models were called with
         self._calls: list[int] = []  # calls of a turn, by model
@@ -423,8 +428,9 @@ class _Blocks:
         self._predictors.clear()
         self._warm.clear()
         self.opened.close()
-        for i in order:
+        for i in self.opening_order or order:
             self._predictors[i] = self.opened.enter_context(self.models[i]())
+            trim_memory()  # a runtime that read a whole file has freed it again
         self._opening_seconds += time.perf_counter() - start
 
     def _turn(self, number: int) -> Batches:
