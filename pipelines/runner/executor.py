@@ -109,6 +109,7 @@ class PipelineExecutor:
         self._emit_finished(lookup, cache.seconds, state.baseline)
         if line := fit():
             state.emit("task_known", None, line)
+        release_freed_memory()
 
     def _answer_by_file(
         self, cache: evaluator.MeasurementCache, fit_early: Callable[[], None]

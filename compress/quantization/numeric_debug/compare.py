@@ -55,7 +55,7 @@ FEW_ROWS = 1
 """Samples of the comparison where each call reads all weights from disk: the scores of a long text
 alone take as much memory as a block."""
 SEEDED_ROWS = 8  # rows of a batch where there is no data
-MAX_BYTES = 2**26  # memory for the outputs of all layers of one batch
+MAX_BYTES = 2**25  # memory for the outputs of all layers of one batch
 
 
 def compare(
