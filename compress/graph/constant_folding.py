@@ -14,6 +14,7 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and
 from torch import fx
 
 MAX_BYTES = 2**30
+aten = torch.ops.aten
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
 
@@ -81,20 +82,64 @@ def fuse_rounding_(graph: fx.GraphModule) -> None:
         for reader in readers:
             reader.replace_all_uses_with(rounded)
     graph.graph.eliminate_dead_code()
+    _work_in_place_(graph.graph)
     graph.recompile()
+
+
+def _work_in_place_(graph: fx.Graph) -> None:
+    """Let functions of each number write it back where nothing else reads the tensor."""
+    new = set[fx.Node]()  # nodes whose tensor shares no memory with that of another reader
+    for node in graph.nodes:
+        if node.target not in NEW_TENSORS:
+            continue
+        new.add(node)
+        sources = node.all_input_nodes
+        if (
+            node.target in IN_PLACE
+            and len(sources) == 1
+            and new.issuperset(sources)
+            and [*sources[0].users] == [node]
+            and getattr(sources[0].meta.get("val"), "dtype", None) is torch.float32
+        ):
+            node.target = IN_PLACE[node.target]
 
 
 def round_to_step(
     x: torch.Tensor, scale: float, zero_point: int, least: int, most: int
 ) -> torch.Tensor:
     """Return float32 numbers as integers of these limits would have them, scaled back."""
-    steps = x.to(torch.float32) * (1.0 / scale)
+    return _rounded_(x.to(torch.float32) * (1.0 / scale), scale, zero_point, least, most)
+
+
+def round_to_step_(
+    x: torch.Tensor, scale: float, zero_point: int, least: int, most: int
+) -> torch.Tensor:
+    """Round float32 numbers as :func:`round_to_step` does, in place."""
+    return _rounded_(x.mul_(1.0 / scale), scale, zero_point, least, most)
+
+
+def _rounded_(
+    steps: torch.Tensor, scale: float, zero_point: int, least: int, most: int
+) -> torch.Tensor:
     # As many steps from zero as the integer is from its zero point, without adding that first.
     steps.round_().clamp_(least - zero_point, most - zero_point)
     if steps.sum().isnan():  # a pass less than replacing what is seldom there
         steps.nan_to_num_(-zero_point)  # a NaN is 0 as an integer of 8 bits
     # Zero plus them: a number that is rounded to zero from below is no zero with a sign.
     return torch.add(steps.new_zeros(()), steps, alpha=scale, out=steps)
+
+
+IN_PLACE: dict[Any, Any] = {
+    aten.relu.default: aten.relu_.default,
+    aten.clamp.default: aten.clamp_.default,
+    aten.hardtanh.default: aten.hardtanh_.default,
+    round_to_step: round_to_step_,
+}
+NEW_TENSORS = {
+    *(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default),
+    *(aten.add.Tensor, *IN_PLACE),
+}
+"""Functions whose result is a tensor of its own."""
 
 
 def _bytes(value: Any) -> int:

@@ -15,6 +15,8 @@ from compress.graph import constant_folding
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import build_model, labelled_images
 
+aten = torch.ops.aten
+
 
 class CountedOperators(TorchDispatchMode):
     """Counts the calls of each operator."""
@@ -90,6 +92,42 @@ def test_integers_that_are_read_otherwise_stay(reader: str) -> None:
     expected = graph(x)
     constant_folding.fuse_rounding_(graph)
     assert all(map(torch.equal, graph(x), expected))
+
+
+def rounded_to(scale: float, x: torch.Tensor) -> torch.Tensor:
+    limits = (scale, 3, -128, 127, torch.int8)
+    integers = torch.ops.quantized_decomposed.quantize_per_tensor(x, *limits)
+    return torch.ops.quantized_decomposed.dequantize_per_tensor(integers, *limits)
+
+
+class Activated(nn.Module):
+    """A convolution that its activation reads: alone, with an addition, or in place with it."""
+
+    def __init__(self, reader: str) -> None:
+        super().__init__()
+        self.conv, self.reader = nn.Conv2d(3, 4, 1), reader
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.conv(x)
+        rounded = rounded_to(0.1, first.relu_() if self.reader == "in place" else first.relu())
+        return rounded_to(0.2, (rounded + (1 if self.reader == "alone" else first)).clamp(-1, 1))
+
+
+@pytest.mark.parametrize(
+    ("reader", "count"), [("alone", 3), ("with an addition", 3), ("in place", 2)]
+)
+def test_a_tensor_that_nothing_else_reads_is_written_to(reader: str, count: int) -> None:
+    x = torch.linspace(-3, 3, 96).reshape(2, 3, 4, 4)
+    graph: Any = torch.export.export(Activated(reader).eval(), (x,)).module()
+    with torch.inference_mode():
+        expected, given = graph(x), x.clone()
+        constant_folding.fuse_rounding_(graph)
+        assert torch.equal(graph(x), expected)
+        assert torch.equal(graph(x), expected)
+    assert torch.equal(x, given)
+    called = Counter(node.target for node in graph.graph.nodes)
+    assert called[constant_folding.round_to_step_] + called[aten.clamp_.default] == count
+    assert called[aten.relu_.default] == (reader != "with an addition")
 
 
 @pytest.mark.parametrize("zero_point", [-128, 0, 3])
