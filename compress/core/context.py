@@ -522,7 +522,8 @@ class Context:
                     model.make_ready()
                 # While a file is read it is in memory twice: that of the uncompressed model, which
                 # comes last, beside no other one.
-                is_large = sum(model.payload_bytes for model in models.values()) > LARGE_BYTES
+                files = [file for a in models.values() for file in a.manifest.files.values()]
+                is_large = sum(file.bytes for file in files) > LARGE_BYTES
                 measured = benchmark.compare_latencies(
                     openers,
                     batches,

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from compress import export  # noqa: F401 - adds onnxruntime
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, Unavailable
+from compress.common.forward import OpenedModel
 from compress.common.requirements import Requirement
 from compress.core.context import Context
 from compress.core.gates import MaxSize, MinSpeedup
-from compress.core.gates.runtime import BASELINES, baseline_for
+from compress.core.gates.runtime import BASELINES, baseline_for, in_runtime_of
 from compress.core.stage import Stage, evaluate_gates
 from compress.export.onnx.stage import ExportOnnx
 from compress.profiling import benchmark
@@ -73,6 +75,29 @@ def test_a_speedup_is_over_the_uncompressed_model_in_the_results_runtime(mlp, tm
     assert baseline_for(MaxSize(ratio=9), small, file, context) is small, "sizes: the input"
     judged = evaluate_gates((speedup(None), MaxSize(ratio=9)), small, file, context)
     assert [v.against for v in judged] == ["source in ONNX Runtime", "input"]
+
+
+def test_of_large_models_the_uncompressed_file_is_opened_beside_no_other(
+    mlp: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wider = Context(root=tmp_path / "wider", artifacts={"source": mlp})
+    small = PruneChannels(ratio=0.5, round_to=1).run_checked(mlp, wider)
+    context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
+    file = ExportOnnx()(small, context)
+    open_anew, opened = Artifact.open_anew, []
+
+    def record(artifact: Artifact, *arguments: object) -> OpenedModel:
+        opened.append(artifact.digest)
+        return open_anew(artifact, *arguments)
+
+    monkeypatch.setattr(Artifact, "open_anew", record)
+    monkeypatch.setattr(EagerModel, "open_anew", record)
+    monkeypatch.setattr("compress.core.context.LARGE_BYTES", 0)
+    twin = in_runtime_of(file, context)
+    assert twin is not None
+    context.compare_latencies([mlp, twin], file, 1, 1e-9)
+    assert opened[:3] == [twin.digest, mlp.digest, file.digest]
+    assert opened == opened[:3] * (len(opened) // 3)
 
 
 def test_the_uncompressed_model_is_exported_once(mlp, tmp_path, monkeypatch) -> None:

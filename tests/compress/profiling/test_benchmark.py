@@ -111,6 +111,24 @@ def test_every_model_stands_at_each_place_equally_often() -> None:
         assert calls[6:] == [*order, *reversed(order)]
 
 
+def test_models_are_opened_in_a_given_order_and_called_in_turn_all_the_same() -> None:
+    asked: list[str] = []
+    opened: list[str] = []
+
+    @contextmanager
+    def model(name: str):
+        opened.append(name)
+        yield lambda x: asked.append(name) or (x,)
+
+    models = [partial(model, name) for name in "abc"]
+    compare_latencies(models, ROWS, 1e-9, threads=1, opening_order=(2, 1, 0))
+    blocks = len(opened) // 3
+    assert opened == [*"cba"] * blocks
+    del asked[6:9]  # one call of each, by which it is decided how many make a turn
+    first = [asked[12 * block + 6] for block in range(blocks)]
+    assert {first.count(name) for name in "abc"} == {blocks // 3}
+
+
 def test_a_model_that_opens_slowly_is_not_opened_again(clock: Clock) -> None:
     opened: list[float] = []
 
