@@ -50,7 +50,7 @@ __all__ = ["Batch", "DataReference", "Splits", "collate"]
 CALLED_BYTES = 5 * 2**19
 """Inputs of a call in evaluation: 4 images of 224 x 224 pixels. More rows take no less time a row,
 and memory for activations, a multiple of this: calibrated in batches of 32 rows a MobileNetV2 took
-XXX MiB more."""
+350 MiB more."""
 UNLABELLED = "unlabelled"
 View: TypeAlias = "Callable[[Splits, data.Dataset[Any]], data.Dataset[Any]]"
 """Wraps the dataset of `train`; small enough to be sent to other processes."""
