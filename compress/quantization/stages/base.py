@@ -162,6 +162,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
             for state in (program.state_dict, module.state_dict())
         )
         del module, graph  # while the program is written, which takes its size twice
+        release_memory()
         stay = f"{100 * left / max(1, total):.0f} % of the weights stay in float32"
         saved = GraphModel.create(
             context.root,

@@ -1,11 +1,13 @@
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.stage import Stage
 from compress.quantization.pt2e.observers import OBSERVERS
@@ -79,6 +81,11 @@ def test_a_model_is_compared_when_the_weights_it_was_quantized_from_are_gone(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, loaded, left = EagerModel.load, [], []
+    create, written = GraphModel.create, []
+
+    def watched_create(*arguments: Any, **details: Any) -> GraphModel:
+        written.append(sum(weights() is not None for weights in loaded))
+        return create(*arguments, **details)
 
     def watched(model: EagerModel) -> torch.nn.Module:
         left.append(sum(weights() is not None for weights in loaded))
@@ -89,5 +96,7 @@ def test_a_model_is_compared_when_the_weights_it_was_quantized_from_are_gone(
 
     model = build_model(tmp_path / "source", "networks:flattened")
     monkeypatch.setattr(EagerModel, "load", watched)
+    monkeypatch.setattr(GraphModel, "create", watched_create)
     stage(model, Context(root=tmp_path / "small", data=labelled_images()))
     assert left == [0, 0]
+    assert written == [0], "the model that it was compared with"
