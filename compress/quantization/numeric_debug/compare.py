@@ -36,8 +36,6 @@ from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
 from compress.quantization.pt2e.graph_capture import NodeTap, module_names
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from compress.common.signature import Signature
     from compress.data.targets import Targets
 
@@ -71,7 +69,7 @@ def compare(
     """Measure how near a quantized graph's outputs are to its float model's.
 
     A seeded sample of at most 256 samples of `val`, or 8 for a large model, runs once through the
-    module, and twice through the graph, which is made quicker in
+    module, which is left with hooks, and twice through the graph, which is made quicker in
     place, on the CPU; without data a few seeded inputs do. Modules in `rescaled`, whose outputs
     have other scales in the graph, are not compared. StageFailed where outputs of the graph have
     other shapes, or are not finite.
@@ -112,7 +110,6 @@ def compare(
             result.add(expected, flatten_outputs(as_run), target, inputs[0].shape[:1].numel())
             compare_layers(*common, result.own, inputs, replace=True)
             context.progress("compare with the float model", result.samples, total)
-    reference.close()
     return result.fidelity()
 
 
@@ -289,29 +286,23 @@ class LayerOutputRecorder:
     def __init__(
         self, module: nn.Module, names: Collection[str], names_in_graph: Collection[str]
     ) -> None:
-        """Register hooks on the layers `names`, until :meth:`close`."""
+        """Register hooks on the layers `names`, which the module keeps."""
         self.module = module
-        self._hooks: list[RemovableHandle] = []
         self.outputs: dict[LayerCall, torch.Tensor] = {}  # of each call of a layer in the last run
         self._counts: Counter[str] = Counter()
         self._latest: tuple[LayerCall, torch.Tensor] | None = None
         for name, part in module.named_modules():
             if name in names:
-                self._hooks.append(part.register_forward_hook(partial(self._record, name)))
+                part.register_forward_hook(partial(self._record, name))
             # Folded into the layer before it: its output counts as that layer's.
             elif isinstance(part, _BatchNorm) and name not in names_in_graph:
-                self._hooks.append(part.register_forward_hook(partial(self._record, None)))
+                part.register_forward_hook(partial(self._record, None))
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         """Run the module, and return its outputs."""
         self.outputs, self._latest = {}, None
         self._counts.clear()
         return flatten_outputs(self.module(*inputs))
-
-    def close(self) -> None:
-        """Remove the hooks, by which the module would keep the last outputs, and be kept."""
-        for hook in self._hooks:
-            hook.remove()
 
     def _record(self, name: str | None, part: nn.Module, inputs: Any, output: Any) -> None:
         if name is not None:
