@@ -408,7 +408,8 @@ def unlike_val(data: Splits, samples: int, seed: int) -> str:
     """Describe how the range of calibration inputs differs from that of `val`; else return ''."""
     if "val" not in data.datasets:
         return ""
-    calibrated = input_ranges(data.calibration(samples, seed))
+    drawn = data.calibration(samples, seed)
+    calibrated = input_ranges(part for batch in drawn for part in data.divided(batch))
     evaluated = input_ranges(data.batches("val", limit=RANGE_SAMPLES))
     if unlikeness(calibrated, evaluated) <= UNLIKE:
         return ""
