@@ -41,7 +41,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # How Python 3.11.2, Debian 12's, pickles a member of an enum; later ones name its class alone.
+    # How Python 3.11.0 to 3.11.3 (Debian 12's is 3.11.2) pickle a member of an enum, by its name;
+    # all others by its value (cpython #26658).
     ("builtins", "getattr"): lambda _, name: dcp._MEM_FORMAT_ENCODING[name],
     # The path where the checkpoint was written: read as text, never opened.
     # Python 3.13 moved the classes to pathlib._local.

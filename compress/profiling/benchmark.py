@@ -338,8 +338,7 @@ def compare_latencies(
     Models are opened and called in another order each time, in which each of them stands at each
     place equally often. Two copies of one model differ by several percent for as long as they stay
     open, by where their weights lie in memory; opened anew they lie elsewhere, so that the blocks'
-    interval holds that, too. With an `opening_order` they are opened in that order each time:
-    large ones lie in so many pages that it averages out.
+    interval holds that, too. With an `opening_order` they are opened in that order each time.
 
     Each model is measured for so many ``seconds``, and for longer where an interval is too wide, or
     the blocks are too few. Calls that take long are fewer, see :data:`FEWEST_LONG_BLOCKS`, and from
