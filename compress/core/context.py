@@ -50,7 +50,7 @@ COMPARED_BATCHES = 4  # seeded batches compared where there is no data
 MAX_BYTES = 2**30  # bytes of outputs kept of one artifact
 MAX_TOTAL_BYTES = 2**32
 """Bytes kept of all artifacts: those of the one that was not read for the longest time go first."""
-LARGE_BYTES = 2**26  # of models that are timed in turn, from which on their order in memory is set
+LARGE_BYTES = 2**26  # of all files of models timed in turn; larger ones are opened in a fixed order
 MAX_MODELS = 64  # artifacts of which outputs are kept; each has a file open
 
 
@@ -372,7 +372,9 @@ class Context:
             ):
                 metric, summarizer = self.metric.for_model(artifact.signature), OutputSummarizer()
                 watched = summarizer.watch(predict)
-                score = evaluate(watched, data, split, metric, reference, self.progress, key[-1])
+                # A processor takes no longer for a row of few; other devices wait for each call.
+                size = key[-1] or (None if self.device == "cpu" else data.batch_size)
+                score = evaluate(watched, data, split, metric, reference, self.progress, size)
                 score = replace(score, outputs=summarizer.summaries())
             self.caches.scores[key] = score, recorded
         score, recorded = self.caches.scores[key]

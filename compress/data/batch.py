@@ -50,7 +50,7 @@ class Batch:
     def divided(self, most_bytes: int) -> Iterator[Batch]:
         """Yield batches of fewer rows whose inputs have at most so many bytes.
 
-        Of large samples they have up to `FEW_ROWS`, of as many times the bytes, or one row.
+        Of large samples they have up to `FEW_ROWS`, in `FEW_ROWS` times the bytes, or one row.
         """
         rows, size = len(self), sum(x.nbytes for x in self.inputs)
         fitting = most_bytes * rows // max(size, 1)

@@ -338,7 +338,8 @@ def compare_latencies(
     Models are opened and called in another order each time, in which each of them stands at each
     place equally often. Two copies of one model differ by several percent for as long as they stay
     open, by where their weights lie in memory; opened anew they lie elsewhere, so that the blocks'
-    interval holds that, too. With an `opening_order` they are opened in that order each time.
+    interval holds that, too. With an `opening_order` they are opened in that order each time, which
+    it then holds less of.
 
     Each model is measured for so many ``seconds``, and for longer where an interval is too wide, or
     the blocks are too few. Calls that take long are fewer, see :data:`FEWEST_LONG_BLOCKS`, and from
@@ -350,8 +351,9 @@ def compare_latencies(
     longer.
     """
     with memory_as_deployed(), ExitStack() as stack:
-        blocks = _Blocks(models, batches, seconds, threads, stack, mixed=mixed)
-        blocks.opening_order = opening_order
+        blocks = _Blocks(
+            models, batches, seconds, threads, stack, mixed=mixed, opening_order=opening_order
+        )
         blocks.measure()
     count("forwards.timed.calls", sum(map(len, blocks.times)) + blocks.warm_up_calls)
     return blocks.results()
@@ -372,16 +374,16 @@ class _Blocks:
         opened: ExitStack,
         *,
         mixed: bool,
+        opening_order: Sequence[int],
     ) -> None:
         self.models, self.batches, self.seconds, self.opened = models, batches, seconds, opened
-        self.mixed = mixed
+        self.mixed, self.opening_order = mixed, opening_order
         self.timer = CallTimer(threads)
         self.times: list[list[float]] = [[] for _ in models]  # seconds of each call, by model
         self.medians: list[list[float]] = [[] for _ in models]
         """Milliseconds of a call in each block, by model: the mean of its turns' medians."""
         self.means: list[list[float]] = [[] for _ in models]  # the same of its turns' means
         self.warm_up_calls = 0
-        self.opening_order: Sequence[int] = ()
         self._predictors: dict[int, Predictor] = {}
         self._warm: set[tuple[int, ...]] = set()  # shapes that the opened models were called with
         self._calls: list[int] = []  # calls of a turn, by model

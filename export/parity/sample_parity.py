@@ -344,7 +344,7 @@ class OutputSums:
     by_row: list[torch.Tensor] = field(default_factory=list)
     """Squared error of each row, of each batch."""
     spread: float = 0.0
-    """Squared distance to the mean of each batch, and as if that were the mean of all rows."""
+    """Squared distance to the mean of each batch, times n/(n - 1): as far as rows are from all."""
     norm: float = 0.0
     finite: int = 0
     not_finite: int = 0
@@ -357,11 +357,12 @@ class OutputSums:
         for expected_BN, exported_BN in columns(expected, exported):
             equal = equally_not_finite(expected_BN, exported_BN)
             a, b = measured(expected_BN, exported_BN)
-            mean = a.sum(0) / (~equal).sum(0).clamp(min=1)
+            finite_N = (~equal).sum(0)
+            mean = a.sum(0) / finite_N.clamp(min=1)
             squared_B = squared_B + (b - a).square_().sum(1)
-            distance = float((a - mean).masked_fill_(equal, 0).square_().sum())
+            distance_N = (a - mean).masked_fill_(equal, 0).square_().sum(0)
             # Of few rows the own mean is nearer than that of all: Bessel's correction.
-            self.spread += distance * len(a) / max(len(a) - 1, 1)
+            self.spread += float((distance_N * finite_N / (finite_N - 1).clamp(min=1)).sum())
             self.norm += float(a.square().sum())
             self.finite += int((~equal).sum())
             self.not_finite += int(equal.sum())

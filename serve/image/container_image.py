@@ -121,7 +121,9 @@ def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ())
     lines = [f"# For Python {sys.version_info[0]}.{sys.version_info[1]}, found by pip."]
     for found in json.loads(report)["install"]:
         name, version = found["metadata"]["name"], found["metadata"]["version"]
-        sha256 = found["download_info"]["archive_info"]["hashes"]["sha256"]
+        archive = found["download_info"]["archive_info"]
+        # pip before 23.1, as of Debian 12, has "hash" alone.
+        sha256 = archive["hashes"]["sha256"] if "hashes" in archive else archive["hash"][7:]
         lines.append(f"{name.lower()}=={version} --hash=sha256:{sha256}")
     return "\n".join([lines[0], *sorted(lines[1:])]) + "\n"
 

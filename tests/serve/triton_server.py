@@ -45,13 +45,13 @@ def _backends(folder: Path) -> Path:
     python = shutil.copytree(SERVER / "backends" / "python", folder / "python")
     stub = SERVER / "python_backend_stubs" / version / "triton_python_backend_stub"
     Path(shutil.copy(stub, python)).chmod(0o755)
-    # The stub's Python is isolated: it reads no PYTHONPATH. This is the first file that it imports.
-    utilities = python / "triton_python_backend_utils.py"
+    # The stub's Python is isolated: it reads no PYTHONPATH, and knows no virtual environment.
     packages = sysconfig.get_path("purelib")
-    utilities.write_text(f"import sys\nsys.path.insert(0, {packages!r})\n{utilities.read_text()}")
+    model = f"import sys\nsys.path.insert(0, {packages!r})\nfrom triton_backend import *\n"
     for name in ("onnxruntime", "pytorch", "openvino"):
         (folder / name).mkdir()
-        shutil.copyfile(Path(__file__).with_name("triton_backend.py"), folder / name / "model.py")
+        shutil.copy(Path(__file__).with_name("triton_backend.py"), folder / name)
+        (folder / name / "model.py").write_text(model)
     return folder
 
 

@@ -172,7 +172,7 @@ def sum_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> tuple[
     As float64: those of several batches would lose digits in float32.
     """
     # Over samples first: patches of a 5x5 kernel hold each value 25 times. Channels are last, as
-    # convolutions leave them: named first, torch takes 15 times as long to sum them.
+    # convolutions leave them; in the order of the axes torch takes 15 times as long for the sum.
     total = values.movedim(1, -1).sum(0).movedim(-1, 0)[None]
     patches = input_patches(layer, total.double(), kernel)
     summed = (0, *range(2, 2 + len(kernel)))

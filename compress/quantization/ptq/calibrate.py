@@ -106,7 +106,7 @@ The bias comes first: EfficientNet-Lite0 gains 6 dB by it, and half a dB by rang
 last, as it takes twice as long as all else of a trial. AdaRound is left out: with weights of 8 bits
 it gains next to nothing for minutes of its own.
 """
-ROWS = 32  # samples at most that ranges of a trial are found on, and that noise is measured on
+ROWS = 32  # samples from which on no more batches find ranges of a trial, or measure its noise
 LEAST_GAIN_DB = 0.25
 """A correction that gains less is left out: over so few rows it may as well be chance.
 
@@ -177,6 +177,7 @@ class Corrections:
                     correct_bias_(prepared, layer, weight, inputs.pairs(layer))
         if changed:
             self.facts["rounded_away"] = round(sum(changed) / len(changed), 4)
+        self.rounded = {}  # two floats of each weight, which only another search would read
 
     def _gptq_(self, prepared: GraphModule, layer: Node, pairs: InputPairs) -> float:
         """Round a layer's weight, or take it as it is known; return the share not to nearest."""
@@ -418,24 +419,27 @@ class TrialSamples:
     """Calibration samples that corrections are tried on, in batches."""
 
     seen: list[Batch]
-    """Those that ranges are found on, and biases corrected: `ROWS` samples at most."""
+    """Those that ranges are found on, and biases corrected: batches until there are `ROWS`."""
     rounding: list[Batch]
     """Those that GPTQ reads: the same, and as many more as it would read of all."""
     held_out: list[Batch]
-    """Those that noise is measured on, at most a quarter of all: no trial has seen them."""
+    """Those that noise is measured on, about a quarter of all: no trial has seen them."""
 
     @classmethod
     def from_batches(cls, batches: Iterable[Batch], count: int) -> TrialSamples:
         """Share out batches of so many samples by turns; StageFailed where there is but one."""
         rounding: list[Batch] = []
         held_out: list[Batch] = []
+        held = others = values = 0
         for batch in batches:
-            held, others = (sum(map(len, part)) for part in (held_out, rounding))
             if held < min(others, ROWS, count / 4):
                 held_out.append(batch)
-            elif others < MEAN_SAMPLES or sum(map(input_values, rounding)) < MEAN_VALUES:
+                held += len(batch)
+            elif others < MEAN_SAMPLES or values < MEAN_VALUES:
                 rounding.append(batch)
-            elif held_out:
+                others += len(batch)
+                values += input_values(batch)
+            else:
                 break
         if not held_out:
             raise StageFailed(

@@ -21,6 +21,7 @@ from compress.quantization.config.dtype_scheme import (
 from compress.quantization.stages.base import CalibratedStage
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.fx import GraphModule
 
     from compress.artifacts.eager_model import EagerModel
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
     from compress.quantization.ptq.calibrate import Corrections, RoundedWeight
+    from compress.quantization.stages.base import CalibrationData
 
 SEARCH_BATCH = 8
 """Samples of a batch while corrections are searched: even 16 calibration samples, the fewest that a
@@ -114,54 +116,66 @@ class QuantizeStatic(CalibratedStage):
         self, model: EagerModel | GraphModel, context: Context
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
         """Return the graph with calibrated observers, and what quantized and corrected it."""
-        from compress.quantization.pt2e.graph_capture import capture, copy_graph, fake_quantized
+        from compress.quantization.pt2e.graph_capture import capture
+
+        module = self.load_float(model)
+        graph = capture(module, model.signature)
+        calibration = self.calibration_data(model, context)
+        stage, facts, rounded = self, dict[str, Any](), dict[str, "RoundedWeight"]()
+        if self.corrections == "auto":
+            stage, facts, rounded = self._with_best_corrections(module, graph, model, calibration)
+        report = self.calibration_progress(context)
+        prepared, quantizer, corrections = stage.with_ranges(graph, model, calibration, report)
+        # A trial that was chosen has shown what its weights are worth: they are not rounded again.
+        corrections.rounded = rounded
+        corrections.round_(prepared, calibration)
+        corrections.facts |= facts
+        return prepared, quantizer, corrections
+
+    def _with_best_corrections(
+        self,
+        module: nn.Module,
+        graph: GraphModule,
+        model: EagerModel | GraphModel,
+        calibration: CalibrationData,
+    ) -> tuple[QuantizeStatic, dict[str, Any], dict[str, RoundedWeight]]:
+        """Return the stage with the corrections that gain, what was tried, and GPTQ's weights."""
+        from compress.quantization.pt2e.graph_capture import copy_graph, fake_quantized
         from compress.quantization.ptq.calibrate import (
             TrialSamples,
             search_corrections,
             useful_candidates,
         )
 
-        module = self.load_float(model)
-        graph = capture(module, model.signature)
-        calibration = self.calibration_data(model, context)
-        chosen: dict[str, Any] = {}
-        facts: dict[str, Any] = {}
+        batches = calibration
+        if model.signature.batch_axis is not None:
+            data = calibration.data.replaced(batch_size=SEARCH_BATCH)
+            batches = replace(calibration, data=data)
+        samples = TrialSamples.from_batches(batches, calibration.samples)
+        ranged: dict[QuantizeStatic, GraphModule] = {}
         rounded: dict[QuantizeStatic, dict[str, RoundedWeight]] = {}
-        if self.corrections == "auto":
-            batches = calibration
-            if model.signature.batch_axis is not None:
-                data = calibration.data.replaced(batch_size=SEARCH_BATCH)
-                batches = replace(calibration, data=data)
-            samples = TrialSamples.from_batches(batches, calibration.samples)
-            observed: dict[QuantizeStatic, GraphModule] = {}
 
-            def quantized(settings: Mapping[str, Any]) -> Callable[..., Any]:
-                # AdaRound takes minutes; it runs once, upon what is chosen here.
-                fast = {"rounding": "nearest"} if self.rounding == "adaround" else {}
-                trial = self.model_copy(update={**fast, **settings})
-                # Rounding changes no range: those that were found before are taken again.
-                ranges = trial.model_copy(update={"rounding": "nearest", "bias_correction": False})
-                if ranges not in observed:
-                    observed[ranges], _, _ = ranges.observed(copy_graph(graph), model, samples.seen)
-                prepared = copy_graph(observed[ranges])
-                read = samples.rounding if trial.rounding == "gptq" else samples.seen
-                trial.corrections_with(rounded.setdefault(trial, {})).round_(prepared, read)
-                # Rounded floats: a converted graph takes five times as long for each activation.
-                return fake_quantized(prepared)
+        def quantized(settings: Mapping[str, Any]) -> Callable[..., Any]:
+            # AdaRound takes minutes; it runs once, upon what is chosen here.
+            fast = {"rounding": "nearest"} if self.rounding == "adaround" else {}
+            trial = self.model_copy(update={**fast, **settings})
+            # Rounding changes no range: those that were found before are taken again.
+            nearest = trial.model_copy(update={"rounding": "nearest", "bias_correction": False})
+            if nearest not in ranged:
+                ranged[nearest], _, _ = nearest.with_ranges(copy_graph(graph), model, samples.seen)
+            prepared = copy_graph(ranged[nearest])
+            read = samples.rounding if trial.rounding == "gptq" else samples.seen
+            trial.corrections_with(rounded.setdefault(trial, {})).round_(prepared, read)
+            # Rounded floats: a converted graph takes five times as long for each activation.
+            return fake_quantized(prepared)
 
-            candidates = useful_candidates(graph)
-            if not self.has_default("rounding"):
-                candidates.remove({"rounding": "gptq"})
-            chosen, tried = search_corrections(module, samples.held_out, quantized, candidates)
-            facts = {"corrections": chosen, "corrections_tried_db": tried}
+        candidates = useful_candidates(graph)
+        if not self.has_default("rounding"):
+            candidates.remove({"rounding": "gptq"})
+        chosen, tried = search_corrections(module, samples.held_out, quantized, candidates)
         stage = self.model_copy(update=chosen)
-        report = self.calibration_progress(context)
-        prepared, quantizer, corrections = stage.observed(graph, model, calibration, report)
-        # A trial that was chosen has shown what its weights are worth: they are not rounded again.
-        corrections.rounded = rounded.get(stage, {})
-        corrections.round_(prepared, calibration)
-        corrections.facts |= facts
-        return prepared, quantizer, corrections
+        facts = {"corrections": chosen, "corrections_tried_db": tried}
+        return stage, facts, rounded.get(stage, {})
 
     def calibrated(
         self,
@@ -171,18 +185,18 @@ class QuantizeStatic(CalibratedStage):
         report: Callable[[int], None] = lambda samples: None,
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
         """Return a captured graph with calibrated observers, and what quantized it and how."""
-        prepared, quantizer, corrections = self.observed(graph, model, batches, report)
+        prepared, quantizer, corrections = self.with_ranges(graph, model, batches, report)
         corrections.round_(prepared, batches)
         return prepared, quantizer, corrections
 
-    def observed(
+    def with_ranges(
         self,
         graph: GraphModule,
         model: EagerModel | GraphModel,
         batches: Iterable[Batch],
         report: Callable[[int], None] = lambda samples: None,
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
-        """Return what `calibrated` does, before weights are rounded and biases corrected."""
+        """Return the graph with the ranges of activations; its weights and biases are as given."""
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
         from compress.quantization.ptq.calibrate import prepare_calibrated
 

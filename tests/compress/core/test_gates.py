@@ -3,6 +3,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -263,6 +264,7 @@ class Recording:
     digest: str = "recording"
     only_device: str = ""
     is_cascade: bool = False
+    manifest: Any = field(default_factory=lambda: SimpleNamespace(files={}))
     devices: list[str] = field(default_factory=list)
 
     def runs_on(self, device: str) -> str:

@@ -130,6 +130,34 @@ def test_a_tensor_that_nothing_else_reads_is_written_to(reader: str, count: int)
     assert called[aten.relu_.default] == (reader != "with an addition")
 
 
+class Kept(nn.Module):
+    """Rounds the model's input, a view of what it also returns, or bfloat16."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.conv = nn.Conv2d(3, 4, 1, dtype=torch.bfloat16 if what == "bfloat16" else None)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.what == "input":
+            return (rounded_to(0.1, x),)
+        y = self.conv(x)
+        return (rounded_to(0.1, y.flatten(1)), y) if self.what == "view" else (rounded_to(0.1, y),)
+
+
+@pytest.mark.parametrize("what", ["input", "view", "bfloat16"])
+def test_what_else_is_read_or_of_another_type_is_not_written_to(what: str) -> None:
+    given = torch.linspace(-3, 3, 96).reshape(2, 3, 4, 4)
+    given = given.bfloat16() if what == "bfloat16" else given
+    graph: Any = torch.export.export(Kept(what).eval(), (given,)).module()
+    with torch.inference_mode():
+        x = given.clone()
+        expected = [y.clone() for y in graph(x)]
+        constant_folding.fuse_rounding_(graph)
+        assert all(map(torch.equal, graph(x), expected))
+    assert torch.equal(x, given)
+
+
 @pytest.mark.parametrize("zero_point", [-128, 0, 3])
 def test_every_number_is_rounded_as_torch_does(zero_point: int) -> None:
     signs = torch.tensor([-1.0, 1.0])

@@ -10,7 +10,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.batch import Batch
 from compress.quantization.config.dtype_scheme import scheme_for
-from compress.quantization.pt2e.graph_capture import capture
+from compress.quantization.pt2e.graph_capture import capture, fake_quantized
 from compress.quantization.pt2e.observer_ranges import (
     layers_of,
     observer_of,
@@ -21,6 +21,7 @@ from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.ptq import calibrate
 from compress.quantization.ptq.calibrate import (
     Corrections,
+    RoundedWeight,
     TrialSamples,
     prepare,
     search_corrections,
@@ -156,6 +157,28 @@ def test_what_was_found_before_is_taken_again(
     assert 0 < facts["rounded_away"] < 0.5
 
 
+class Strided(torch.nn.Module):
+    """Reads the memory of an image, whose channels come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).contiguous().as_strided((4, 8, 8), (8 * 64, 8, 1))
+
+
+def test_a_graph_that_reads_strides_is_measured_as_it_was_traced() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 3, 8, 8), Strided().eval()
+    signature = Signature(inputs=(TensorSpec(name="x", shape=(4, 3, 8, 8)),))
+    quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), "minmax")
+    graph = prepare(capture(model, signature), quantizer)
+    with torch.no_grad():
+        graph(x)
+        torch.testing.assert_close(fake_quantized(graph)(x), model(x), rtol=0, atol=0.1)
+
+
 def test_gptq_takes_a_known_weight_only_of_the_same_weight_and_scale() -> None:
     torch.manual_seed(0)
     x = torch.randn(16, 8)
@@ -165,11 +188,14 @@ def test_gptq_takes_a_known_weight_only_of_the_same_weight_and_scale() -> None:
     graph(x)
     (layer,), corrections = layers_of(graph), Corrections(rounding="gptq")
     given, observer = weight_of(graph, layer), observer_of(graph, layer.args[1])
+    known: dict[str, RoundedWeight] = {}
 
     def found(weight: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
         set_weight_(graph, layer, weight)
         observer.max_val.mul_(scale)
+        corrections.rounded = known
         corrections.round_(graph, [Batch((seen,), None)])
+        assert not corrections.rounded, "kept in memory until the graph is written"
         return weight_of(graph, layer)
 
     first, other = found(given, 1, x), x @ torch.randn(8, 8)
