@@ -133,8 +133,6 @@ class Corrections:
     facts: dict[str, Any] = field(default_factory=dict)
     rescaled: set[str] = field(default_factory=set)
     """Modules whose outputs have other scales than the float model's."""
-    rounded: dict[str, RoundedWeight] = field(default_factory=dict)
-    """Weights by their names that GPTQ has rounded, in another copy of the graph too."""
 
     def smooth_(
         self, graph: GraphModule, batches: Iterable[Batch], scheme: Scheme, exclude: Sequence[str]
@@ -151,10 +149,17 @@ class Corrections:
             )
             self.rescaled |= rescaled
 
-    def round_(self, prepared: GraphModule, batches: Iterable[Batch]) -> None:
+    def round_(
+        self,
+        prepared: GraphModule,
+        batches: Iterable[Batch],
+        rounded: dict[str, RoundedWeight] | None = None,
+    ) -> None:
         """Apply AdaRound or GPTQ and bias correction to a calibrated graph, layer after layer.
 
         In graph order, so that each layer compensates the quantization error of those before it.
+        `rounded` has weights by their names that GPTQ has rounded, in another copy of the graph
+        too, and is given others.
         """
         if self.rounding == "nearest" and not self.bias_correction:
             return
@@ -172,25 +177,14 @@ class Corrections:
                 if self.rounding == "adaround":
                     changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
                 elif self.rounding == "gptq":
-                    changed.append(self._gptq_(prepared, layer, pairs))
+                    is_corrected = self.bias_correction
+                    changed.append(
+                        gptq_once_(prepared, layer, pairs, rounded, bias_correction=is_corrected)
+                    )
                 if self.bias_correction:
                     correct_bias_(prepared, layer, weight, inputs.pairs(layer))
         if changed:
             self.facts["rounded_away"] = round(sum(changed) / len(changed), 4)
-        self.rounded = {}  # two floats of each weight, which only another search would read
-
-    def _gptq_(self, prepared: GraphModule, layer: Node, pairs: InputPairs) -> float:
-        """Round a layer's weight, or take it as it is known; return the share not to nearest."""
-        name, given = skip_observers(layer.args[1]).target, weight_of(prepared, layer)
-        scale_O, _ = observer_of(prepared, layer.args[1]).calculate_qparams()
-        known = self.rounded.get(name)
-        if known and torch.equal(known.given, given) and torch.equal(known.scale_O, scale_O):
-            set_weight_(prepared, layer, known.weight)
-        else:
-            share = gptq_(prepared, layer, pairs, bias_correction=self.bias_correction)
-            known = RoundedWeight(given, scale_O, weight_of(prepared, layer), share)
-            self.rounded[name] = known
-        return known.share
 
 
 @dataclass(frozen=True)
@@ -202,6 +196,29 @@ class RoundedWeight:
     weight: torch.Tensor
     share: float
     """Of weights that are not rounded to nearest."""
+
+
+def gptq_once_(
+    prepared: GraphModule,
+    layer: Node,
+    pairs: InputPairs,
+    rounded: dict[str, RoundedWeight] | None,
+    *,
+    bias_correction: bool,
+) -> float:
+    """Round a layer's weight, or take it as it is known; return the share not to nearest."""
+    if rounded is None:  # two floats of each weight are not kept for nothing
+        return gptq_(prepared, layer, pairs, bias_correction=bias_correction)
+    name, given = skip_observers(layer.args[1]).target, weight_of(prepared, layer)
+    scale_O, _ = observer_of(prepared, layer.args[1]).calculate_qparams()
+    known = rounded.get(name)
+    if known and torch.equal(known.given, given) and torch.equal(known.scale_O, scale_O):
+        set_weight_(prepared, layer, known.weight)
+    else:
+        share = gptq_(prepared, layer, pairs, bias_correction=bias_correction)
+        known = RoundedWeight(given, scale_O, weight_of(prepared, layer), share)
+        rounded[name] = known
+    return known.share
 
 
 def enough_for_means(batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -121,14 +121,13 @@ class QuantizeStatic(CalibratedStage):
         module = self.load_float(model)
         graph = capture(module, model.signature)
         calibration = self.calibration_data(model, context)
-        stage, facts, rounded = self, dict[str, Any](), dict[str, "RoundedWeight"]()
+        stage, facts, rounded = self, dict[str, Any](), None
         if self.corrections == "auto":
             stage, facts, rounded = self._with_best_corrections(module, graph, model, calibration)
         report = self.calibration_progress(context)
-        prepared, quantizer, corrections = stage.with_ranges(graph, model, calibration, report)
         # A trial that was chosen has shown what its weights are worth: they are not rounded again.
-        corrections.rounded = rounded
-        corrections.round_(prepared, calibration)
+        common = (graph, model, calibration, report, rounded)
+        prepared, quantizer, corrections = stage.calibrated(*common)
         corrections.facts |= facts
         return prepared, quantizer, corrections
 
@@ -165,7 +164,7 @@ class QuantizeStatic(CalibratedStage):
                 ranged[nearest], _, _ = nearest.with_ranges(copy_graph(graph), model, samples.seen)
             prepared = copy_graph(ranged[nearest])
             read = samples.rounding if trial.rounding == "gptq" else samples.seen
-            trial.corrections_with(rounded.setdefault(trial, {})).round_(prepared, read)
+            trial.new_corrections().round_(prepared, read, rounded.setdefault(trial, {}))
             # Rounded floats: a converted graph takes five times as long for each activation.
             return fake_quantized(prepared)
 
@@ -183,10 +182,11 @@ class QuantizeStatic(CalibratedStage):
         model: EagerModel | GraphModel,
         batches: Iterable[Batch],
         report: Callable[[int], None] = lambda samples: None,
+        rounded: dict[str, RoundedWeight] | None = None,
     ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
         """Return a captured graph with calibrated observers, and what quantized it and how."""
         prepared, quantizer, corrections = self.with_ranges(graph, model, batches, report)
-        corrections.round_(prepared, batches)
+        corrections.round_(prepared, batches, rounded)
         return prepared, quantizer, corrections
 
     def with_ranges(
@@ -207,20 +207,15 @@ class QuantizeStatic(CalibratedStage):
             embeddings=self.embeddings,
             percentile=self.percentile,
         )
-        corrections = self.corrections_with({})
+        corrections = self.new_corrections()
         signature = model.signature
         prepared = prepare_calibrated(graph, signature, quantizer, batches, report, corrections)
         return prepared, quantizer, corrections
 
-    def corrections_with(self, rounded: dict[str, RoundedWeight]) -> Corrections:
-        """Return the corrections that are set, with weights that GPTQ has rounded before."""
+    def new_corrections(self) -> Corrections:
+        """Return the corrections that are set, of which none is applied yet."""
         from compress.quantization.ptq.calibrate import Corrections
 
         return Corrections(
-            self.smooth,
-            self.equalize,
-            self.rounding,
-            self.rounding_steps,
-            self.bias_correction,
-            rounded=rounded,
+            self.smooth, self.equalize, self.rounding, self.rounding_steps, self.bias_correction
         )

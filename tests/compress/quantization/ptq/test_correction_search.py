@@ -1,3 +1,4 @@
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -193,9 +194,7 @@ def test_gptq_takes_a_known_weight_only_of_the_same_weight_and_scale() -> None:
     def found(weight: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
         set_weight_(graph, layer, weight)
         observer.max_val.mul_(scale)
-        corrections.rounded = known
-        corrections.round_(graph, [Batch((seen,), None)])
-        assert not corrections.rounded, "kept in memory until the graph is written"
+        corrections.round_(graph, [Batch((seen,), None)], known)
         return weight_of(graph, layer)
 
     first, other = found(given, 1, x), x @ torch.randn(8, 8)
@@ -205,6 +204,9 @@ def test_gptq_takes_a_known_weight_only_of_the_same_weight_and_scale() -> None:
     assert not torch.equal(changed, first) and torch.allclose(steps, steps.round(), atol=1e-4)
     coarse = found(given * 0.9, 2, other)
     assert not torch.equal(coarse, changed)
+    kept = weakref.ref(*known.values())
+    known.clear()
+    assert kept() is None, "kept in memory until the graph is written"
 
 
 def test_corrections_are_searched_or_set_by_hand() -> None:
