@@ -12,7 +12,13 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, JsonValue, Ty
 from pydantic_core import core_schema
 
 from compress.common.config import Settings, Unmet
-from compress.common.errors import CompressError, PipelineInvalid, Unavailable, exits_refused
+from compress.common.errors import (
+    CompressError,
+    PipelineInvalid,
+    Unavailable,
+    exits_refused,
+    raise_if_resources_ran_out,
+)
 from compress.common.requirements import Requirement, announced, unmet_in
 from compress.core.devices import OnDevice, device_named, devices
 from compress.core.verdict import Bound, Uncertainty, Verdict
@@ -182,10 +188,11 @@ class Gate(Settings):
         except Unavailable:
             # What is not installed is no verdict on the model: the run ends with another exit code.
             raise
-        except CompressError as error:
-            was_busy = isinstance(error, NotMeasurable)
-            return self.verdict(None, str(error), was_busy=was_busy)
         except Exception as error:  # noqa: BLE001 - a model or metric of the user's may raise any
+            if not self.on:  # of a device's memory a model may need too much
+                raise_if_resources_ran_out(error)
+            if isinstance(error, CompressError):
+                return self.verdict(None, str(error), was_busy=isinstance(error, NotMeasurable))
             return self.verdict(None, f"{type(error).__name__}: {error}")
 
     def stored_verdict(self, stored: Any) -> Verdict:

@@ -1,3 +1,4 @@
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import KeepIndices, Recipe
-from compress.common.errors import GateRefused
+from compress.common.errors import GateRefused, StageFailed
 from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
@@ -458,6 +459,21 @@ def test_an_exception_in_a_measurement_fails_only_the_gate(trained, context) -> 
     verdict = Falling(ratio=1).evaluate(trained, trained, context)
     assert not verdict.passed
     assert verdict.reason == "ZeroDivisionError: by the user's metric"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOSPC, "No space left on device")])
+def test_a_lack_of_memory_or_disk_is_no_verdict(error: Exception, trained, context) -> None:
+    class Full(MaxSize):
+        def unsuitable_device(self, kind) -> str:
+            raise error
+
+    with pytest.raises(StageFailed, match=r"memory ran out|No space left"):
+        Full(ratio=1).evaluate(trained, trained, context)
+    # A device may have too little for this model.
+    verdict = (
+        Full(ratio=1).model_copy(update={"on": ("phone",)}).evaluate(trained, trained, context)
+    )
+    assert not verdict.passed
 
 
 def test_scores_are_cached_for_each_metric(trained, context) -> None:
