@@ -54,6 +54,8 @@ def main() -> None:
     unknown = set(given.parts) - set(PARTS)
     if unknown:
         parser.error(f"no part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    if given.write and (given.parts or given.small or {*PEERS} - {*given.peers}):
+        parser.error("--write writes the whole page; leave out parts, --peers and --small")
     torch.set_num_threads(1)
     releases = ", ".join(PEERS[name].release for name in given.peers)
     text = f"{HEAD}{_versions()}; {releases}.\n"
