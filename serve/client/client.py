@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from compress.common.errors import StageFailed
+from compress.common.errors import StageFailed, first_line
 from compress.serve.worker.wire import DATATYPES, HEADER_LENGTH, JSON, NPZ, RAW, from_npz, to_npz
 
 if TYPE_CHECKING:
@@ -197,9 +197,8 @@ class Client:
             self._connection.close()
             if reused and isinstance(error, ConnectionError | http.client.BadStatusLine):
                 return self._post(body, headers)  # the server closed an idle connection
-            raise StageFailed(
-                f"{self.url}{self.path}: {type(error).__name__}: {error or 'no answer'}"
-            ) from error
+            reason = first_line(error) or "no answer"
+            raise StageFailed(f"{self.url}{self.path}: {type(error).__name__}: {reason}") from error
 
 
 class DeadlineConnection(http.client.HTTPConnection):

@@ -18,7 +18,7 @@ import pytest
 
 from compress.common.errors import StageFailed
 from compress.profiling.batch_dependence import BatchDependence
-from compress.serve.client.client import Client, Npz, OpenInference
+from compress.serve.client.client import Client, DeadlineConnection, Npz, OpenInference
 from compress.serve.worker.wire import NPY, NPZ, RAW, from_npz
 from tests.serve.attacks import tensors
 from tests.serve.mistakes import GOOD, MISTAKES, NOT_THERE, ROW, changed
@@ -275,6 +275,21 @@ def test_a_slow_client_does_not_delay_others(server: Served) -> None:
 def test_a_client_refuses_https(url: str) -> None:
     with pytest.raises(StageFailed, match="expected http://HOST:PORT"):
         Client(url, "model", SIGNATURE, token=TOKEN)
+
+
+def test_an_error_without_words_says_that_there_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(*_: object) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(DeadlineConnection, "request", end)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Client(f"http://127.0.0.1:{listener.getsockname()[1]}", "model", SIGNATURE) as client,
+        pytest.raises(StageFailed, match=r": ConnectionResetError: no answer$"),
+    ):
+        client.predict([ROW])
 
 
 def test_a_trickling_response_ends_with_the_timeout() -> None:
