@@ -248,7 +248,7 @@ class Exporter(Stage[Reads, Writes]):
             facts |= self.write(model, file, context)
             if reason := self.not_run:
                 facts[NOT_RUN] = reason
-            else:
+            elif not self.proves_itself:
                 prove(model, file, facts, context, began)
         self.log(facts)
         return kind.from_directory(context.root)  # type: ignore[no-any-return]
@@ -257,8 +257,6 @@ class Exporter(Stage[Reads, Writes]):
         self, model: Reads, file: Path, facts: dict[str, Any], context: Context, began: float
     ) -> None:
         """Raise StageFailed where a written file answers otherwise to 16 samples of `val`."""
-        if self.proves_itself:
-            return
         from compress.export.parity.compare import on_cpu, recorded_outputs
         from compress.export.parity.sample_parity import (
             check_on_samples,
@@ -287,8 +285,6 @@ class Exporter(Stage[Reads, Writes]):
 
         `began` is when the stage did, on the clock of :func:`time.monotonic`.
         """
-        if self.proves_itself:
-            return
         from compress.export.parity.compare import parity_inputs
         from compress.export.parity.report import report_on_mismatch
         from compress.export.parity.sample_parity import val_inputs
