@@ -22,6 +22,7 @@ from compress.artifacts.streaming.packed_model import (
     shared_parameters,
 )
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,12 +48,12 @@ class DecoderWeights(NamedTuple):
     changed_config: Mapping[str, Any] | None = {}
     """Entries of the config that pruning changed; None where no config has the module's widths."""
 
-    def scores(self, signature: Signature) -> torch.Tensor:
-        """Return the module's scores of a signature's example inputs."""
-        names = (spec.name for spec in signature.inputs)
+    def scores_error(self, opened: Any, signature: Signature) -> float:
+        """Return how far an opened module's scores of example inputs differ from this module's."""
+        names, inputs = (spec.name for spec in signature.inputs), signature.example()
         with torch.inference_mode():
-            answer: Any = self.module(**dict(zip(names, signature.example(), strict=True)))
-        return answer.logits  # type: ignore[no-any-return]
+            expected = self.module(**dict(zip(names, inputs, strict=True))).logits
+            return relative_error(expected, opened(*inputs)[0])
 
     def write_config(self, folder: Path) -> None:
         """Give a folder that carries a config one of the module's widths, or none."""

@@ -266,10 +266,8 @@ def compare_integers(file: Path, weights: DecoderWeights, title: str) -> int:
 
 def scores_error(signature: Signature, folder: Path, weights: DecoderWeights) -> float:
     """Return how far transformers' answers differ from those of the dequantized weights."""
-    opened: Any = opened_folder(folder, signature)
     weights.use_({key: weight.dequantized() for key, weight in weights.packed.items()})
-    with torch.inference_mode():
-        return relative_error(weights.scores(signature), opened(*signature.example())[0])
+    return weights.scores_error(opened_folder(folder, signature), signature)
 
 
 def streamed_scores_error(model: PackedModel, folder: Path) -> float:

@@ -17,7 +17,6 @@ import torch
 from compress.artifacts.carried_files import TOKENIZER, chat_template_of
 from compress.artifacts.hf_folder import reading_by_transformers
 from compress.common.errors import StageFailed
-from compress.common.tensor_difference import relative_error
 from compress.export.common.packed_weights import DecoderWeights, call_by_name
 from compress.export.exporter import refuse_scores
 
@@ -338,9 +337,7 @@ def compare_file(
             raise StageFailed(f"{title}: {source}: scales differ in the file")
         floats[source, values.is_table] = rows
     weights.use_(floats)
-    opened = opened_file(file, signature)
-    with torch.inference_mode():
-        error = relative_error(weights.scores(signature), opened(*signature.example())[0])
+    error = weights.scores_error(opened_file(file, signature), signature)
     wrong = f"{title}: transformers answers otherwise than the file's weights"
     return {
         "equal_integers": count,
