@@ -204,6 +204,19 @@ def test_what_a_cache_may_break_is_found(llama, folder, tmp_path, kind, problem)
         CacheProof(llama, session, context, VOCABULARY, LONGEST).check()
 
 
+def test_a_baseline_is_proven_by_its_scores_alone(llama, tmp_path, monkeypatch) -> None:
+    stage = ExportGenai(context=LONGEST)
+    made = stage.run_as_baseline(llama, context_for(llama, tmp_path / "made"))
+    assert made.manifest.facts["scores_error"] < 1e-4
+    assert "greedy_tokens" not in made.manifest.facts
+    answer = CachedSession.__call__
+    monkeypatch.setattr(
+        CachedSession, "__call__", lambda *args: (answer(*args)[0] + 1, answer(*args)[1])
+    )
+    with pytest.raises(StageFailed, match="scores differ from the source's"):
+        stage.run_as_baseline(llama, context_for(llama, tmp_path / "wrong"))
+
+
 def test_a_shorter_context_is_proven_within_it(short) -> None:
     assert short.manifest.facts["greedy_tokens"] == 40 - 16
     text = GreedyText.read(short.path)

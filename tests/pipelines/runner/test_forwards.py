@@ -214,7 +214,7 @@ def test_the_file_of_a_large_model_answers_on_data_on_which_it_was_compared(
     assert report.baseline_answered_by
     file = tmp_path / "run" / "small.yaml"
     file.write_text(file.read_text().replace("val: 60", "val: 61"))
-    for name in ("prove", "prove_on_val", "check_parity"):
+    for name in ("prove", "prove_baseline", "check_parity"):
         monkeypatch.setattr(ExportOnnx, name, fail)
     with pytest.raises(StageFailed, match="wrong on these data"):
         Pipeline.from_yaml(file).run(tmp_path / "run" / "out")
