@@ -108,8 +108,16 @@ def server(folders: list[Path]) -> Iterator[tuple[Served, str]]:
         yield running, f"127.0.0.1:{port}"
 
 
+def requests_by_version(server: Served) -> dict[str, float]:
+    """Return how many requests of model A were answered, from the server's metrics."""
+    _, _, body = server.ask(path="/metrics", method="GET")
+    found = r'inference_requests_total\{model="A",status="200",version="(\d)"\} (\S+)'
+    return {version: float(count) for version, count in re.findall(found, body.decode())}
+
+
 def test_names_and_versions_are_answered(server: tuple[Served, str]) -> None:
     http_server, _ = server
+    before = requests_by_version(http_server)
     assert answer(http_server, "A") == (3, "2"), "the newest"
     assert answer(http_server, "A", "1") == (2, "1")
     assert answer(http_server, "A", "2") == (3, "2")
@@ -121,9 +129,11 @@ def test_names_and_versions_are_answered(server: tuple[Served, str]) -> None:
     for path, versions in (("A", ["2.0"]), ("A/all", ["1.0", "2.0"]), ("A/1.0", ["1.0"])):
         _, _, body = http_server.ask(path=f"/models/{path}", method="GET")
         assert [each["modelVersion"] for each in json.loads(body)] == versions
-    _, _, body = http_server.ask(path="/metrics", method="GET")
-    found = r'inference_requests_total\{model="A",status="200",version="(\d)"\} (\S+)'
-    assert dict(re.findall(found, body.decode())) == {"1": "1.0", "2": "2.0"}
+    after = requests_by_version(http_server)
+    assert {version: after[version] - before.get(version, 0) for version in after} == {
+        "1": 1,
+        "2": 2,
+    }
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
