@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
@@ -67,8 +68,4 @@ def _sizes(tensor: Any) -> list[int]:
 
 
 def _concrete(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty(_sizes(value), device="meta")
-    if isinstance(value, list | tuple):
-        return type(value)(_concrete(item) for item in value)
-    return value
+    return tree_map_only(torch.Tensor, lambda x: torch.empty(_sizes(x), device="meta"), value)
