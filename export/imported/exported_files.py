@@ -363,7 +363,7 @@ def _axis_name(key: str | tuple[str, int], known: dict[object, str]) -> str:
 def _onnx_signature(file: Path) -> Signature:
     import onnx
 
-    graph, inputs, axes = _graph(file), [], dict[object, str]()
+    graph, inputs, axes = _read_onnx(file).graph, [], dict[object, str]()
     constants = {tensor.name for tensor in graph.initializer}
     for value in graph.input:
         if value.name in constants:  # files of IR versions below 4 list weights as inputs, too
@@ -393,10 +393,6 @@ def _onnx_signature(file: Path) -> Signature:
             "by an Identity operator"
         ) from error
     return Signature(inputs=tuple(inputs), outputs=outputs)
-
-
-def _graph(file: Path) -> Any:
-    return _read_onnx(file).graph
 
 
 def _read_onnx(file: Path) -> Any:
