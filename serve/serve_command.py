@@ -19,6 +19,7 @@ import numpy as np
 
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import PipelineInvalid
+from compress.common.signature import EXAMPLE_LENGTH
 from compress.export.imported.exported_files import (
     opened_artifact,
     refuse_wrong_artifact_hash,
@@ -39,7 +40,7 @@ from compress.serve.torchserve.served_archive import (
 from compress.serve.worker.wire import DATATYPES
 
 if TYPE_CHECKING:
-    from compress.common.signature import Signature, TensorSpec
+    from compress.common.signature import Signature
     from compress.serve.http.asgi_app import Application
     from compress.serve.http.options import Options
     from compress.serve.http.shared_state import Served, SharedState
@@ -63,7 +64,6 @@ RAW_BODIES = {
     "audio": "-H 'Content-Type: audio/wav' --data-binary @sound.wav",
 }
 """Form of a request → curl's options for one."""
-EXAMPLE_LENGTH = 8  # size of named axes other than the batch, within their bounds
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,9 @@ def raw_body_line(forms: Mapping[str, Any], authorization: str, target: str) -> 
 def open_inference_line(target: str, signature: Signature, authorization: str) -> str:
     """Return a command with an Open Inference Protocol request: zeros, and ones for integers."""
     tensors: list[dict[str, Any]] = []
-    sizes = [_example_sizes(spec, signature) for spec in signature.inputs]
+    axes = {axis: signature.bounds(axis).nearest(EXAMPLE_LENGTH) for axis in signature.dynamic_axes}
+    axes |= {signature.batch_axis or "": 1}
+    sizes = [[*spec.sized(axes)] for spec in signature.inputs]
     counts = [math.prod(size) for size in sizes]
     as_bytes = sum(counts) > MAX_JSON_VALUES
     for spec, size, count in zip(signature.inputs, sizes, counts, strict=True):
@@ -342,7 +344,8 @@ def open_inference_line(target: str, signature: Signature, authorization: str) -
             bytes_ = count * np.dtype(spec.dtype).itemsize
             tensors.append({**tensor, "parameters": {"binary_data_size": bytes_}})
         else:
-            tensors.append({**tensor, "data": [_example_value(spec)] * count})
+            value = 0 if spec.dtype.startswith("float") else 1
+            tensors.append({**tensor, "data": [value] * count})
     body = json.dumps({"inputs": tensors}, separators=(",", ":"))
     if not as_bytes:
         return _post_json(authorization, body, target)
@@ -355,12 +358,3 @@ def open_inference_line(target: str, signature: Signature, authorization: str) -
 def _post_json(authorization: str, body: str, target: str) -> str:
     json_type = "-H 'Content-Type: application/json'"
     return f"curl -sS {authorization} {json_type} -d {shlex.quote(body)} {target}"
-
-
-def _example_sizes(spec: TensorSpec, signature: Signature) -> list[int]:
-    axes = {axis: signature.bounds(axis).nearest(EXAMPLE_LENGTH) for axis in signature.dynamic_axes}
-    return [*spec.sized(axes | {signature.batch_axis or "": 1})]
-
-
-def _example_value(spec: TensorSpec) -> int:
-    return 0 if spec.dtype.startswith("float") else 1
