@@ -384,9 +384,8 @@ def dequantize_constants_(model: ir.Model) -> None:
     Layers that share a weight then share its tensor, and embeddings look up dequantized rows.
     """
     import onnx_ir as ir
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    from compress.export.onnx.graph import add_tensor, become_, producer, stored
+    from compress.export.onnx.graph import add_tensor, become_, producer, remove_unread_, stored
 
     for reshape in [node for node in model.graph if node.op_type == "Reshape"]:
         value, (tensor, shape) = reshape.inputs[0], map(stored, reshape.inputs)
@@ -412,7 +411,7 @@ def dequantize_constants_(model: ir.Model) -> None:
         inputs = [rows.inputs[0], flat]
         product.prepend(ir.node("DequantizeLinear", inputs, {"axis": 0}, outputs=[floats]))
         become_(product, "Gather", [floats, rows.inputs[1]], {"axis": 0})
-    RemoveUnusedNodesPass()(model)
+    remove_unread_(model)
 
 
 def refuse_quantized(program: ExportedProgram) -> None:
