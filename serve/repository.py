@@ -22,7 +22,7 @@ from compress.common.forward import Predictor, opened_model
 from compress.common.signature import TABLE_ROWS
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from compress.export.exporter import EXPORTERS
+from compress.export.exporter import EXPORTERS, source_counts
 
 if TYPE_CHECKING:
     from compress.core.context import Context
@@ -310,10 +310,8 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
         batched = interface.rows_stay_first
         facts = packaged_facts(model, self.model_name, payload, warnings, batched=batched)
         carried, names = model.carried_files(), model.class_names
-        prepared, scores = (
-            form_settings(forms_of(model), model.signature),
-            interface.outputs[0].shape,
-        )
+        prepared = form_settings(forms_of(model), model.signature)
+        scores = interface.outputs[0].shape
         labelled = bool(names) and len(scores) == 2 and scores[1] == len(names)
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
@@ -360,8 +358,7 @@ def packaged_facts(
         "model_name": name,
         "model_file": file,
         **further,  # here, as the facts' order is a part of the artifact's digest
-        "parameters": model.parameters(),
-        "macs": model.macs(),
+        **source_counts(model),
         "warnings": [*warnings],
         **{key: known[key] for key in ("built_for", TABLE_ROWS) if key in known},
     }

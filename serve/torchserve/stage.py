@@ -21,6 +21,7 @@ from compress.common.requirements import JAVA, Requirement, pip_install
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from compress.export.aotinductor.stage import AotModel
+from compress.export.exporter import source_counts
 from compress.export.onnx.stage import OnnxModel
 from compress.export.openvino.stage import OpenVINOModel
 from compress.export.torchscript.stage import TorchScriptModel
@@ -157,8 +158,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             "model_name": self.model_name,
             "max_rows": self.max_rows,
             "packaged": {"kind": model.kind, "digest": model.digest},
-            "parameters": model.parameters(),
-            "macs": model.macs(),
+            **source_counts(model),
         }
         with (
             open_packaged(model) as served,
