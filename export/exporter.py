@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from compress.artifacts.artifact import NOT_RUN, Artifact
 from compress.common.errors import StageFailed
-from compress.common.forward import (
-    Predictor,
-    accept_any_batch,
-    count_forwards,
-    opened_model,
-)
+from compress.common.forward import Predictor, accept_any_batch, count_forwards, opened_model
 from compress.common.requirements import Requirement, require_all
 from compress.core.gates.runtime import BASELINES, BaselineRuntime
 from compress.core.stage import Reads, Stage, Writes, members_of

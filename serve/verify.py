@@ -16,11 +16,7 @@ from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, Unavailable
 from compress.export.imported.exported_files import refuse_wrong_artifact_hash
 from compress.serve.packaging.provenance import PROVENANCE, Provenance
-from compress.serve.torchserve.artifact import (
-    PROBE,
-    TorchServeArchive,
-    check_bare_mar,
-)
+from compress.serve.torchserve.artifact import PROBE, TorchServeArchive, check_bare_mar
 from compress.serve.torchserve.mar_file import CONFIG
 from compress.serve.worker.wire import from_npz
 

@@ -23,11 +23,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line, rai
 from compress.common.signature import AxisBounds, Signature
 from compress.export.common.compiled_code import checked, in_parts
 from compress.export.common.macs import count_macs, operator_of
-from compress.export.common.runtime import (
-    SIGNED_8_BITS,
-    kernel_facts,
-    refuse_unrolled_rnn,
-)
+from compress.export.common.runtime import SIGNED_8_BITS, kernel_facts, refuse_unrolled_rnn
 from compress.export.parity.bisect import module_of
 from compress.graph.torch_export import axis_limits, reshape_views_, trace
 

@@ -300,10 +300,7 @@ def _macs(node: ir.Node) -> int | None:
 
 
 def _products(
-    node: ir.Node,
-    source: Sequence[int],
-    weights: Sequence[Sequence[int]],
-    result: Sequence[int],
+    node: ir.Node, source: Sequence[int], weights: Sequence[Sequence[int]], result: Sequence[int]
 ) -> int:
     """Return an operator's multiply-accumulates, by the shapes of what it reads and gives."""
     if node.op_type in RECURRENT_KERNELS:

@@ -10,11 +10,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import torch
-from onnx.external_data_helper import (
-    ExternalDataInfo,
-    _get_all_tensors,
-    uses_external_data,
-)
+from onnx.external_data_helper import ExternalDataInfo, _get_all_tensors, uses_external_data
 from onnx_ir.passes.common import CheckerPass
 
 from compress.common.atomic_files import file_below

@@ -485,11 +485,7 @@ def _sizes(signature: Signature, axis: str, limits: Limits | None) -> tuple[int,
 
 
 def _find_problem(
-    exported: Predictor,
-    inputs: Tensors,
-    expected: Tensors,
-    limit: float,
-    least: Sequence[float],
+    exported: Predictor, inputs: Tensors, expected: Tensors, limit: float, least: Sequence[float]
 ) -> str:
     """Return how the exported model's outputs for one input are wrong; empty where they are not.
 

@@ -242,10 +242,7 @@ class ModelRepository:
         return wanted
 
     def _unload(
-        self,
-        present: Mapping[Key, Path],
-        wanted: Mapping[Key, Path],
-        names: Collection[str] | None,
+        self, present: Mapping[Key, Path], wanted: Mapping[Key, Path], names: Collection[str] | None
     ) -> None:
         # A watched folder that is not mounted looks empty, too.
         is_empty = self.watched is not None and all(name in self.folders for name, _ in present)

@@ -80,11 +80,7 @@ class TorchServe:
     """
 
     def __init__(
-        self,
-        mar: Path,
-        *,
-        threads: int | None = None,
-        startup_seconds: float = 120.0,
+        self, mar: Path, *, threads: int | None = None, startup_seconds: float = 120.0
     ) -> None:
         """Configure the server of an archive, which is code: verify it before it is served.
 
