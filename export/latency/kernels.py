@@ -65,10 +65,8 @@ class Kernel:
 def kernels_of(file: Path, inputs: Arrays, threads: int) -> list[Kernel]:
     """Return the kernels of a model for inputs, in the order in which they run.
 
-    Those of the body of an If, a Loop or a Scan are one kernel together.
-
-    Raises:
-        StageFailed: onnxruntime cannot run the model one operator at a time.
+    Those of the body of an If, a Loop or a Scan are one kernel together. StageFailed where
+    onnxruntime cannot run the model one operator at a time.
     """
     with TemporaryDirectory(prefix="compress-kernels-") as folder:
         optimized = Path(folder) / "optimized.onnx"

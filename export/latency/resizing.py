@@ -78,13 +78,10 @@ class ResizableModel:
     def fit(cls, exports: Iterable[tuple[Widths, ir.Model]]) -> Self:
         """Find how the integers of a model follow from its widths.
 
-        Args:
-            exports: widths by group of channels, and the model that was exported at these; the
-                first is the one that is resized. The third and later ones are only asked for where
-                an integer follows from several groups, or two leave a doubt.
-
-        Raises:
-            StageFailed: the exports differ in more than integers, or these are no sums of widths.
+        `exports` are widths by group of channels, and the model that was exported at these; the
+        first is the one that is resized. The third and later ones are only asked for where an
+        integer follows from several groups, or two leave a doubt. StageFailed where they differ in
+        more than integers, or these are no sums of widths.
         """
         left = iter(exports)
         widths, models, columns = _compared([next(left), next(left)])
@@ -349,16 +346,11 @@ def leave_float(
     """Return a quantized model with some layers in float.
 
     The operators are those that the stage writes with these layers in `exclude`: what loses its
-    last integer neighbour, such as an addition, becomes float with them.
-
-    Args:
-        model: a model that `quantize_static`, `quantize_dynamic` or `quantize_weights` made.
-        layers: numbers of layers, among :func:`weighted_layers`.
-        weights: float weights by number, outputs first; without them values of the right magnitude
-            are taken, with which the model has its latency but not its answers.
-
-    Raises:
-        StageFailed: a layer has a form that is not known, or a weight has another size.
+    last integer neighbour, such as an addition, becomes float with them. `layers` are numbers among
+    :func:`weighted_layers` of a model that `quantize_static`, `quantize_dynamic` or
+    `quantize_weights` made, `weights` float ones by number, outputs first; without them values of
+    the right magnitude are taken, with which the model has its latency but not its answers.
+    StageFailed where a layer has a form that is not known, or a weight another size.
     """
     changed = model.clone()
     nodes = weighted_layers(changed)

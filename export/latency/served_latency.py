@@ -57,11 +57,7 @@ FITTED = 8  # models at widths of the grid whose latencies the kernels' sum is f
 def measure_files(
     files: Sequence[Path], batches: Sequence[Sequence[torch.Tensor]], threads: int
 ) -> list[float]:
-    """Return the median latency of ONNX files in seconds, measured in turn.
-
-    Raises:
-        StageFailed: the machine is too busy to measure them.
-    """
+    """Return the median seconds of ONNX files, measured in turn; StageFailed if too busy."""
     openers = [partial(opened_session, file, threads) for file in files]
     measured = compare_latencies(openers, batches, threads=threads).latencies
     for latency in measured:
@@ -331,10 +327,8 @@ class MeasuredLatencies:
     def measure_file(self, file: Path) -> MeasuredShare:
         """Measure an ONNX file in turn with the unpruned model's, unless that is in the table.
 
-        So the same tables lead to the same widths, though latencies vary.
-
-        Raises:
-            StageFailed: the machine is too busy.
+        So the same tables lead to the same widths, though latencies vary. StageFailed where the
+        machine is too busy.
         """
         threads = self.context.threads
         kernels = [kernel.key for kernel in kernels_of(file, self.inputs, threads)]
@@ -371,8 +365,7 @@ def write_alone(graph: ir.Model, folder: Path) -> Path:
 def open_as_served(file: Path, runtime: str, signature: Signature, threads: int) -> ServedFile:
     """Return a runtime's file, by the file's kind, for an ONNX file alone in its folder.
 
-    Raises:
-        StageFailed: the runtime has no such operators.
+    StageFailed where the runtime has no such operators.
     """
     exporter = EXPORTERS[runtime]
     assert exporter.runtime.from_onnx is not None  # the only ones whose latency is predicted
