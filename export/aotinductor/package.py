@@ -97,6 +97,7 @@ def compile_package(
             else:
                 program = move_program(program, device)
                 settings["freezing"] = False  # it is for oneDNN's kernels
+            program.graph_module.recompile()
             # A stored program has none.
             program._example_inputs = (tuple(signature.example(device=device)), {})
             exact = partial(patched_attribute, CppVecOverrides)  # near zero
@@ -226,7 +227,6 @@ def merge_products_(program: ExportedProgram) -> None:
             by_input.setdefault(key, []).append(node)
     for products in (group for group in by_input.values() if len(group) > 1):
         _merge_(program.graph, products)
-    program.graph_module.recompile()
 
 
 def widen_ranges_(program: ExportedProgram) -> None:
@@ -242,7 +242,6 @@ def widen_ranges_(program: ExportedProgram) -> None:
             most = _call(graph, aten.clamp_min.default, largest, 0)
             ends = _call(graph, aten.stack.default, [least, most])
         node.update_arg(0, ends)
-    program.graph_module.recompile()
 
 
 def make_contiguous_(program: ExportedProgram) -> None:
@@ -257,7 +256,6 @@ def make_contiguous_(program: ExportedProgram) -> None:
                 copied = _call(graph, aten.clone.default, floats.args[0])
             copied.kwargs = {"memory_format": torch.contiguous_format}
             floats.update_arg(0, copied)
-    program.graph_module.recompile()
 
 
 def check_indices_(program: ExportedProgram) -> None:
@@ -289,7 +287,6 @@ def check_indices_(program: ExportedProgram) -> None:
                 message = f"an integer that looks up a row of {read.name} is out of range"
                 _call(graph, aten._assert_async.msg, _call(graph, aten.all.default, equal), message)
         node.update_arg(place, [*given.values()] if several else given[axis])
-    program.graph_module.recompile()
 
 
 def multiply_rows_(program: ExportedProgram) -> None:
@@ -327,7 +324,6 @@ def multiply_rows_(program: ExportedProgram) -> None:
         product.replace_all_uses_with(result)
         graph.erase_node(product)
     graph.eliminate_dead_code()
-    program.graph_module.recompile()
 
 
 def _constants(product: Any) -> list[Any]:
