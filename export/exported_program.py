@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.forward import Predictor, torch_predictor
 from compress.export.common.runtime import Runtime
 from compress.export.exporter import Exporter
 
 if TYPE_CHECKING:
-    from compress.common.forward import Predictor
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ class ExportProgram(Exporter[EagerModel, GraphModel]):
         self, file: Path, model: EagerModel, facts: dict[str, Any], context: Context
     ) -> Iterator[Predictor]:
         """Read the file back."""
-        from compress.common.forward import torch_predictor
         from compress.graph.torch_export import load_program
 
         try:
