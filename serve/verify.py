@@ -17,7 +17,6 @@ from compress.common.errors import ArtifactInvalid, Unavailable
 from compress.export.imported.exported_files import refuse_wrong_artifact_hash
 from compress.serve.packaging.provenance import PROVENANCE, Provenance
 from compress.serve.torchserve.artifact import PROBE, TorchServeArchive, check_bare_mar
-from compress.serve.torchserve.mar_file import CONFIG
 from compress.serve.worker.wire import from_npz
 
 if TYPE_CHECKING:
@@ -120,9 +119,9 @@ def prove_answers(
     evidence: Evidence | None,
 ) -> Proof:
     """Serve the archive and return the extended proof; outputs may differ by `probe_atol`."""
-    import yaml
+    from compress.serve.torchserve.served_archive import handler_settings
 
-    settings = yaml.safe_load(members[CONFIG])["handler"]
+    settings = handler_settings(members)
     max_rows = int(settings["max_rows"])
     with start_serving(mar, members, origin, max_rows) as (answer, served_by):
         probe = from_npz(members[PROBE])
