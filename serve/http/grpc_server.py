@@ -119,9 +119,9 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's names
         """Return a model's outputs."""
         response = await self._infer(request, context)
-        return (
-            infer_response(response) if response.status == 200 else await abort(context, response)
-        )
+        if response.status != 200:
+            await abort(context, response)
+        return infer_response(response)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> Any:  # noqa: N802
         """Yield a model's outputs for each request of a stream, or that request's error."""

@@ -159,7 +159,6 @@ class Served:
 
     def accept_whole(self, path: str, headers: Headers, respond: Callable[[Response], None]) -> Any:
         """Return a `WholeRequest` where no task is needed once its body is received, or None."""
-        del path, headers, respond
 
     def is_ready(self) -> bool:
         """Return False while every call of the model has taken longer than a request may."""

@@ -164,7 +164,6 @@ class DecoderService(Served):
 
     def pages(self, versions: list[str], *, of_version: bool) -> dict[str, Named]:
         """Return OpenAI's list of models, of this one alone."""
-        del versions
         model = {"id": self.name, "object": "model", "created": self._decoder.created}
         model |= {"owned_by": "compress", "max_model_len": self._decoder.context}
         listed: Named = {"object": "list", "data": [model]}
