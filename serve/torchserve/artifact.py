@@ -137,16 +137,14 @@ def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
         raise ArtifactInvalid(f"{where}: member {PROVENANCE} is missing")
     origin = Provenance.read(members[PROVENANCE], where)
     recorded = {PROVENANCE, *origin.members}
-    for name in sorted(recorded | set(members)):
+    needed = {HANDLER, CONFIG, PROBE, origin.artifact.payload}
+    for name in sorted(recorded | needed | members.keys()):
         if name not in members:
             raise ArtifactInvalid(f"{where}: member {name} is missing")
         if name not in recorded:
             raise ArtifactInvalid(f"{where}: member {name} was added after packing")
         if name != PROVENANCE and digest_of(members[name]) != origin.members[name]:
             raise ArtifactInvalid(f"{where}: member {name} is not the file that was packed")
-    for needed in (HANDLER, CONFIG, PROBE, origin.artifact.payload):
-        if needed not in members:
-            raise ArtifactInvalid(f"{where}: member {needed} is missing")
     if digest_of(members[origin.artifact.payload]).sha256 != origin.artifact.sha256:
         raise ArtifactInvalid(
             f"{where}: member {origin.artifact.payload} is not the payload of the artifact that "
