@@ -411,12 +411,9 @@ def name_values_(model: ir.Model, names: Mapping[str, str]) -> None:
     rename_values_(model, values, renamed)
 
 
-RECURRENT_KERNELS = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
+RECURRENT_KERNELS = RECURRENT | {INTEGER_LSTM}
 CONVOLUTIONS = {"Conv", "FusedConv", "ConvTranspose", "ConvInteger", "QLinearConv"}
-FLOAT_KERNELS = {
-    *("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
-    *("LSTM", "GRU", "RNN"),
-}
+FLOAT_KERNELS = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", *RECURRENT}
 INTEGER_KERNELS = {
     *("QGemm", "QAttention", "ConvInteger"),
     *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"),
