@@ -109,12 +109,9 @@ def difference(needed: Mapping[str, str], here: Mapping[str, str]) -> str:
     for key, name in EXACT.items():
         if needed[key] != here[key]:
             return f"{name} {needed[key]}, found {here[key]}"
-    if (
-        needed["driver"]
-        and here["driver"]
-        and _numbers(here["driver"]) < _numbers(needed["driver"])
-    ):
-        return f"driver {needed['driver']} or newer, found {here['driver']}"
+    least, found = needed["driver"], here["driver"]
+    if least and found and _numbers(found) < _numbers(least):
+        return f"driver {least} or newer, found {found}"
     return ""
 
 
