@@ -177,13 +177,10 @@ class Inference(Served):
         send = respond
         if torchserve_api.prepare_(path, headers):
             respond = lambda response: send(torchserve_api.as_torchserve(response))  # noqa: E731
-        if (
-            not 0
-            < int(headers.get("content-length", 0))
-            <= min(SMALL_BYTES, self.limits.body_bytes)
-            or not SPECIAL_HEADERS.isdisjoint(headers)
-            or self.needs_helper(headers)
-        ):
+        size = int(headers.get("content-length", 0))
+        is_small_body = 0 < size <= min(SMALL_BYTES, self.limits.body_bytes)
+        is_special = not SPECIAL_HEADERS.isdisjoint(headers) or self.needs_helper(headers)
+        if is_special or not is_small_body:
             return None
         try:
             self.admit("POST", headers, self.in_progress)
