@@ -230,10 +230,8 @@ def _search(
         reproduce = None
         if layer is not None or not search.out_of_time:
             try:
-                reproduce = {
-                    "script": SCRIPT,
-                    "error": _write_script(folder, search, parity, summary),
-                }
+                error = _write_script(folder, search, parity, summary)
+                reproduce = {"script": SCRIPT, "error": error}
             except CompressError as fault:
                 logger.warning("%s: no %s: %s", parity.title, SCRIPT, fault)
     first = None if layer is None else asdict(layer) | {"error": _number(layer.error)}

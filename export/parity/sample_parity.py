@@ -179,12 +179,8 @@ class Float64Reference:
         if exact is not None:
             both = tuple(f & e.isfinite() for f, e in zip(finite, exact, strict=True))
             source_errors, errors = _errors(exact, expected, both), _errors(exact, exported, both)
-            if all(
-                error <= ERROR_FACTOR * of_source + limit * norm
-                for error, of_source, norm in zip(
-                    errors, source_errors, _norms(exact, both), strict=True
-                )
-            ):
+            outputs = zip(errors, source_errors, _norms(exact, both), strict=True)
+            if all(e <= ERROR_FACTOR * of_source + limit * norm for e, of_source, norm in outputs):
                 return True
         errors, norms = _errors(expected, exported, finite), _norms(expected, finite)
 
