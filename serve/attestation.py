@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Step
-from compress.common.atomic_files import open_regular
+from compress.common.atomic_files import read_regular
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, raised_as
 from compress.common.requirements import Requirement, pip_install, require_all
@@ -183,12 +183,9 @@ def read_attestation(file: Path, key_file: Path | None) -> Attestation:
     attestation, or not signed by the key; PipelineInvalid if the file holds no such key.
     """
     try:
-        with open_regular(file) as stream:  # a pipe or a device could hold it up, or have no end
-            data = stream.read(MAX_BYTES + 1)
+        data = read_regular(file, MAX_BYTES)
     except OSError as error:
         raise ArtifactInvalid(f"{file}: {error.strerror}") from error
-    if len(data) > MAX_BYTES:
-        raise ArtifactInvalid(f"{file}: has more than {MAX_BYTES} bytes")
     content, signed_by = _parse_json(data, file), ""
     if isinstance(content, dict) and isinstance(content.get("dsseEnvelope"), dict):
         content = content["dsseEnvelope"]

@@ -308,6 +308,15 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
     return stream
 
 
+def read_regular(path: Path, most: int) -> bytes:
+    """Return a regular file's content; ArtifactInvalid where it has more bytes, or is another."""
+    with open_regular(path) as stream:  # a pipe or a device could hold it up, or have no end
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise ArtifactInvalid(f"{path}: has more than {most} bytes")
+    return content
+
+
 def refuse_irregular(path: Path, mode: int | None = None) -> None:
     """Raise ArtifactInvalid for anything but a regular file, before a library opens it by name.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from compress.common.atomic_files import open_regular
+from compress.common.atomic_files import read_regular
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.validation_errors import Location, dotted, has_part
 from compress.pipelines.system.yaml_core import MERGE, PREFIX, Loader
@@ -89,11 +89,7 @@ def read(path: Path) -> Source:
     """Read a file; PipelineInvalid where it is missing, no YAML mapping, or has a key twice."""
     lines: dict[Location, int] = {}
     try:
-        with open_regular(path) as stream:
-            text = stream.read(LARGEST_BYTES + 1)
-        if len(text) > LARGEST_BYTES:
-            raise PipelineInvalid(f"{path}: has more than {LARGEST_BYTES} bytes")
-        loader = Loader(text.decode())
+        loader = Loader(read_regular(path, LARGEST_BYTES).decode())
         root = loader.get_single_node()
         # Before the content is built, which would take aliases of aliases as they come.
         if root is not None:

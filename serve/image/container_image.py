@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
-from compress.common.atomic_files import open_regular, sha256_of
+from compress.common.atomic_files import read_regular, sha256_of
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, raised_as
 from compress.common.foreign.child_process import read_in_child
 from compress.common.requirements import DISTRIBUTION
@@ -427,11 +427,7 @@ def _blob(base: Path, descriptor: Json) -> Path:
 
 def _read_json(path: Path, content: TypeAdapter[T]) -> T:
     try:
-        with open_regular(path) as stream:
-            raw = stream.read(LARGEST_JSON + 1)
-        if len(raw) > LARGEST_JSON:
-            raise ArtifactInvalid(f"{path}: has more than {LARGEST_JSON} bytes")
-        return content.validate_json(raw)
+        return content.validate_json(read_regular(path, LARGEST_JSON))
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
