@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -63,11 +63,9 @@ def opened_drift(
         answers = [call(*part) for part in parts]
     first, scorer = [torch.from_numpy(each) for each in answers[0]], None
     if kind is None or kind.has_labels:
-        try:
-            outputs = [output.name for output in signature.outputs]
+        outputs = [output.name for output in signature.outputs]
+        with suppress(StageFailed):  # several labels a row, or boxes
             scorer = RowScore.of(first, outputs, kind, None, "")
-        except StageFailed:  # several labels a row, or boxes
-            pass
     with TemporaryDirectory(prefix="compress-shadow-") as folder:
         counting = Path(folder) / "counting.onnx"
         if artifact.kind == "onnx" and (names := write_range_ends(artifact.payload_path, counting)):
