@@ -10,6 +10,7 @@ THP_MEM_ALLOC_ENABLE save less.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ _keeps = False
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep freed memory until :func:`release_freed_memory`; on glibc alone.
+    """Let this process keep freed memory until :func:`trim_memory`; on glibc alone.
 
     Not called in a process of the user's, nor where a model's memory is measured.
     """
@@ -43,10 +44,18 @@ def keeps_freed_memory() -> bool:
     return _keeps
 
 
-def release_freed_memory() -> None:
-    """Return to the kernel what :func:`keep_freed_memory` has kept."""
-    if _keeps:
-        ctypes.CDLL(None).malloc_trim(0)
+def release_memory() -> None:
+    """Collect garbage, and let glibc return freed memory to the system."""
+    # Freed memory that glibc keeps would be counted, or be reused and hide what comes next.
+    gc.collect()
+    trim_memory()
+
+
+def trim_memory() -> None:
+    """Let glibc return freed memory to the system, which it keeps for tensors below 32 MiB."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from compress.common.config import Settings
 from compress.common.counts import count, counting_paused
 from compress.common.errors import StageFailed
-from compress.common.malloc import memory_as_deployed
+from compress.common.malloc import memory_as_deployed, trim_memory
 from compress.profiling.quantiles import Interval, median_interval, quantile, quantile_interval
-from compress.profiling.rss import trim_memory
 
 if TYPE_CHECKING:
     import torch

@@ -23,13 +23,13 @@ import torch
 
 from compress.common.errors import CompressError, StageFailed, describe_exit_code, first_line
 from compress.common.factories import is_library
+from compress.common.malloc import release_memory
 from compress.common.process import import_modules
 from compress.profiling.rss import (
     PROCESS,
     MeasurementRequest,
     library_kib,
     memory_kib,
-    release_memory,
     reset_peak,
 )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -38,20 +36,6 @@ def library_kib() -> dict[str, int]:
             elif mapping := MAPPING.match(line):
                 file = mapping["file"]
     return resident
-
-
-def release_memory() -> None:
-    """Collect garbage, and let glibc return freed memory to the system."""
-    # Freed memory that glibc keeps would be counted, or be reused and hide what comes next.
-    gc.collect()
-    trim_memory()
-
-
-def trim_memory() -> None:
-    """Let glibc return freed memory to the system, which it keeps for tensors below 32 MiB."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
-    if trim is not None:
-        trim(0)
 
 
 class MeasurementRequest(NamedTuple):

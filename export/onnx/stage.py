@@ -147,6 +147,7 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
 
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Translate and write a model, and free its memory."""
+        from compress.common.malloc import release_memory
         from compress.export.onnx.graph import (
             add_metadata_,
             count_operators,
@@ -157,7 +158,6 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         from compress.export.onnx.passes.dynamic_quant import compute_coarse_lstms_in_float_
         from compress.export.onnx.proto_io import free_weights_, write, write_mapped
         from compress.export.parity.sample_parity import val_inputs
-        from compress.profiling.rss import release_memory
 
         graph, translation = self.translated(model)
         if translation.half:

@@ -14,6 +14,7 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor, accept_any_batch
+from compress.common.malloc import release_memory
 from compress.common.tensor_difference import largest, relative_error
 from compress.export.parity.sample_parity import (
     FLOAT,
@@ -25,7 +26,6 @@ from compress.export.parity.sample_parity import (
     tolerance_for,
     val_inputs,
 )
-from compress.profiling.rss import release_memory
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact

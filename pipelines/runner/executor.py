@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import Artifact
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import CompressError, first_line
-from compress.common.malloc import release_freed_memory
+from compress.common.malloc import trim_memory
 from compress.common.requirements import undisturbed
 from compress.core.context import ExportCache
 from compress.core.diagnosis.cause import is_explained
@@ -109,7 +109,7 @@ class PipelineExecutor:
         self._emit_finished(lookup, cache.seconds, state.baseline)
         if line := fit():
             state.emit("task_known", None, line)
-        release_freed_memory()
+        trim_memory()
 
     def _answer_by_file(
         self, cache: evaluator.MeasurementCache, fit_early: Callable[[], None]
@@ -266,7 +266,7 @@ class PipelineExecutor:
             state.baseline = report.measurements
         state.outcome.current = ""  # from here on an interruption finds the stage finished
         self._emit_finished(lookup, report.judged_seconds, report.measurements, report.verdicts)
-        release_freed_memory()
+        trim_memory()
         explained = any(is_explained(verdict) for verdict in report.verdicts if not verdict.passed)
         run = state.out if explained else None
         refused = refusal(name, report.verdicts, state.out / "artifacts" / name, run)

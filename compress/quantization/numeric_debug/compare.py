@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor, flatten_outputs, plain_attention
-from compress.common.malloc import release_freed_memory
+from compress.common.malloc import trim_memory
 from compress.core.context import COMPARED_BATCHES, QUICK_SAMPLES, Context
 from compress.graph.constant_folding import fold_constants_, fuse_rounding_
 from compress.graph.flops import count_macs
@@ -101,7 +101,7 @@ def compare(
         total = seeded * len(signature.example(batch=rows)[0])
         batches = ((signature.example(rows, context.seed + i), None) for i in range(seeded))
     result = _Comparison(signature, context)
-    release_freed_memory()  # what loading and folding took
+    trim_memory()  # what loading and folding took
     with torch.inference_mode(), plain_attention():
         for inputs, target in batches:
             expected = reference(*inputs)

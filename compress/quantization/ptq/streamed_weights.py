@@ -35,10 +35,10 @@ from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
+from compress.common.malloc import release_memory, trim_memory
 from compress.common.sealed_json import read_if_unchanged, read_state, write_sealed, write_state
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.data.batch import Batch
-from compress.profiling.rss import release_memory, trim_memory
 from compress.quantization.algorithms.input_scaling import bypass_copies_
 from compress.quantization.config.dtype_scheme import WeightFormat
 from compress.quantization.pt2e.graph_capture import (

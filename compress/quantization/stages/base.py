@@ -148,7 +148,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
         The manifest records `facts` and the number of quantized operators by kind. Modules whose
         outputs have other scales, as after equalization, are not compared one by one.
         """
-        from compress.profiling.rss import release_memory
+        from compress.common.malloc import release_memory
         from compress.quantization.numeric_debug.compare import compare
 
         # A graph's parts refer to one another: the float weights of the one that was quantized

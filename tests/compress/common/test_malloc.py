@@ -26,7 +26,7 @@ kept = allocations()
 with malloc.memory_as_deployed():
     deployed = allocations()
 again = allocations()
-malloc.release_freed_memory()
+malloc.trim_memory()
 print(default, kept, deployed, again, malloc.keeps_freed_memory())
 """
 
