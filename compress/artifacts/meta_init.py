@@ -13,6 +13,7 @@ from torch import nn
 from compress.checkpoint.state_dict import (
     StoredTensor,
     Weights,
+    as_dtype,
     describe_misfit,
     in_memory,
     storage_key,
@@ -74,15 +75,8 @@ def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, sour
     by_storage: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
     for name, tensor in own.items():
         if name in weights:
-            by_storage.setdefault(storage_key(tensor), _as_dtype(weights[name], tensor.dtype))
+            by_storage.setdefault(storage_key(tensor), as_dtype(weights[name], tensor.dtype))
     return {name: by_storage[storage_key(tensor)] for name, tensor in own.items()}
-
-
-def _as_dtype(tensor: torch.Tensor | StoredTensor, dtype: torch.dtype) -> Any:
-    # A function, as a lambda in the caller's loop would read the loop's last tensor.
-    if tensor.dtype == dtype:
-        return tensor
-    return StoredTensor(tuple(tensor.shape), dtype, lambda: in_memory(tensor).to(dtype))
 
 
 def _unusable_tensor(module: nn.Module) -> str | None:

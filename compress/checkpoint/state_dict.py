@@ -134,6 +134,15 @@ def in_memory(tensor: torch.Tensor | StoredTensor) -> torch.Tensor:
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor
 
 
+def as_dtype(
+    tensor: torch.Tensor | StoredTensor, dtype: torch.dtype
+) -> torch.Tensor | StoredTensor:
+    """Return a tensor in another type, which it is converted to when it is read."""
+    if tensor.dtype == dtype:
+        return tensor
+    return StoredTensor(tuple(tensor.shape), dtype, lambda: in_memory(tensor).to(dtype))
+
+
 def zero_share(state: Weights) -> float:
     """Return the share of zeros among the entries of matrices and kernels."""
     zeros = entries = 0

@@ -8,12 +8,11 @@ import pickle
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import read_safetensors
-from compress.checkpoint.state_dict import StoredTensor, Weights, load_state_
+from compress.checkpoint.state_dict import Weights, as_dtype, load_state_
 from compress.common.atomic_files import write_atomically
 from compress.common.dependency_recorder import Recording, add_to_recordings
 from compress.common.errors import CompressError, StageFailed, raised_as
@@ -371,21 +370,11 @@ def read_result(start: EagerModel, job: Job) -> Fit:
         dtypes = {name: weight.dtype for name, weight in weights.items()}
         weights = {
             # With `bf16-true` they are narrower than those of the input model.
-            name: widened(weight, dtypes.get(name, weight.dtype))
+            name: as_dtype(weight, dtypes.get(name, weight.dtype))
             for name, weight in trained.items()
             if not name.startswith(AUXILIARY_PREFIX)
         }
     return Fit(start, weights, progress.history, progress.kept, progress.layouts)
-
-
-def widened(weight: torch.Tensor | StoredTensor, dtype: torch.dtype) -> torch.Tensor | StoredTensor:
-    """Return a weight in another type, still to be read if it is on disk."""
-    if weight.dtype == dtype:
-        return weight
-    if isinstance(weight, torch.Tensor):
-        return weight.to(dtype)
-    read = weight.read
-    return replace(weight, dtype=dtype, read=lambda: read().to(dtype))
 
 
 def _record_listener(
