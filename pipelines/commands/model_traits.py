@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -211,20 +212,13 @@ def family_of(module: nn.Module) -> Family:
     """Classify a model by its most frequent kind of layer; those that share a weight count once."""
     from torch import nn
 
-    # An ONNX file may have a layer for each step of a recurrent one that was unrolled.
-    convolutions, products = (
-        len(
-            {
-                id(next(layer.parameters(), layer))
-                for layer in module.modules()
-                if isinstance(layer, kinds)
-            }
-        )
-        for kinds in (
-            tuple(getattr(nn, name) for name in names)
-            for names in (CONVOLUTION_LAYERS, PRODUCT_LAYERS)
-        )
-    )
+    def count(names: Sequence[str]) -> int:
+        kinds = tuple(getattr(nn, name) for name in names)
+        layers = (layer for layer in module.modules() if isinstance(layer, kinds))
+        # An ONNX file may have a layer for each step of a recurrent one that was unrolled.
+        return len({id(next(layer.parameters(), layer)) for layer in layers})
+
+    convolutions, products = count(CONVOLUTION_LAYERS), count(PRODUCT_LAYERS)
     if convolutions and convolutions >= products:
         return "convolutional"
     return "linear" if products else "other"
