@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import importlib
@@ -22,10 +23,12 @@ from compress.common.errors import PipelineInvalid, first_line
 from compress.common.lazy_modules import np, torch
 
 if TYPE_CHECKING:
+    import signal
     from multiprocessing.process import BaseProcess
     from socket import socket
 
 THREADS = "OMP_NUM_THREADS"
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def start_module(module: str, passed: socket, **settings: str) -> subprocess.Popen[bytes]:
@@ -54,6 +57,11 @@ def end_processes(processes: Iterable[BaseProcess], seconds: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()  # does nothing where it has ended
         process.join()
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when its parent ends, even if that is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def derive_seed(*parts: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import importlib
@@ -24,7 +23,7 @@ import torch
 from compress.common.errors import CompressError, StageFailed, describe_exit_code, first_line
 from compress.common.factories import is_library
 from compress.common.malloc import release_memory
-from compress.common.process import import_modules
+from compress.common.process import end_with_parent, import_modules
 from compress.profiling.rss import (
     PROCESS,
     MeasurementRequest,
@@ -44,7 +43,6 @@ MEASURED_SECONDS = 0.5
 takes may depend on the values of its inputs."""
 STEADY = 1.01
 """Ratio of two peaks that counts as none: the heap grows by single pages all the while."""
-PR_SET_PDEATHSIG = 1
 
 
 def serve_requests(descriptor: int) -> None:
@@ -89,7 +87,7 @@ def _measure_in_fork(
         client.close()
         os.setpgid(0, 0)
         # It ends with its parent, which may be gone already, and before others if memory runs out.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
         with suppress(OSError):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.atomic_files import sha256_if_readable, write_atomically
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed
+from compress.common.process import end_with_parent
 from compress.pipelines.system import signals
 from compress.pipelines.system.machine_info import versions
 from compress.training.config.parallel import Parallel
@@ -40,9 +41,7 @@ def joined_processes(file: Path) -> Iterator[None]:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # The kernel stops this process with torchrun, which others may replace elsewhere.
-        from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-
-        _prctl_pr_set_pdeathsig(signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
     environment = rank_group.launched_environment(os.environ)
     if environment is None or int(environment["WORLD_SIZE"]) == 1:
         yield

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from compress.common.errors import ArtifactInvalid, CompressError
-from compress.common.process import start_module
+from compress.common.process import end_with_parent, start_module
 from compress.serve.http.messages import HttpError
-from compress.serve.http.multiprocess import end_with_parent
 from compress.serve.worker.tensors import TOO_LARGE
 
 MIB = 2**20

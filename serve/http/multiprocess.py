@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -13,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, StageFailed, cause_lines
-from compress.common.process import end_processes
+from compress.common.process import end_processes, end_with_parent
 
 if TYPE_CHECKING:
     Ready = Callable[[], None]
@@ -22,7 +21,6 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Folder of each process's counters, from which all can be summed; prometheus_client reads the
 variable at import."""
 KILL_SECONDS = 10.0  # time for a process to cancel its requests, and to end its threads
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: float) -> None:
@@ -69,8 +67,3 @@ def _run(child: Callable[[Ready], None], ready: Connection[Any, Any], parent: in
     except CompressError as error:
         sys.stderr.write("".join(f"error: {line}\n" for line in cause_lines(error)))
         sys.exit(1)
-
-
-def end_with_parent(number: signal.Signals) -> None:
-    """Let the kernel send this process a signal when its parent ends, even if that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))

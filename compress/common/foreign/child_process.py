@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from compress.common.errors import ArtifactInvalid, CompressError, describe_exit_code
+from compress.common.process import end_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -38,7 +38,6 @@ SECONDS, SECONDS_PER_GIB = 15, 100
 LONGEST = 15
 """How much longer than its processor time it may take, on a busy machine or a slow disk."""
 SECONDS_BETWEEN_LOOKS = 0.01
-PR_SET_PDEATHSIG = 1
 _is_child = False
 
 
@@ -123,7 +122,7 @@ def _run(
         os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends this process
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
             signal.signal(number, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             return
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
