@@ -318,7 +318,7 @@ class LayerInputs:
             inputs = [node for node in self._nodes if node.op == "placeholder"]
             for i, batch in enumerate(self._batches):
                 self._kept.append([])
-                images = (channels_last(x, self._nodes) for x in batch.inputs)
+                images = (to_channels_last(x, self._nodes) for x in batch.inputs)
                 values = dict(zip(inputs, images, strict=True))
                 self._write(i, [values, values])
         # Weights are read when they are used: the layer's own may be replaced until then.
@@ -403,10 +403,10 @@ def fake_quantized(prepared: GraphModule) -> Callable[..., Any]:
     """Return a function that runs a calibrated graph and rounds all that is observed."""
     run = _Interpreter(prepared, set(), None).run
     nodes = prepared.graph.nodes
-    return lambda *inputs: run(*(channels_last(x, nodes) for x in inputs))
+    return lambda *inputs: run(*(to_channels_last(x, nodes) for x in inputs))
 
 
-def channels_last(image: torch.Tensor, nodes: Iterable[Node]) -> torch.Tensor:
+def to_channels_last(image: torch.Tensor, nodes: Iterable[Node]) -> torch.Tensor:
     """Return images with the channels of a pixel together, as then do a graph's convolutions.
 
     A ResNet-18 takes a fifth less time on a processor so, whatever the order of its weights. Not
