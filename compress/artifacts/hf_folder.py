@@ -22,7 +22,7 @@ from compress.common.atomic_files import (
     refuse_irregular,
     sha256_while_unchanged,
 )
-from compress.common.errors import ArtifactInvalid, first_line, raised_as
+from compress.common.errors import ArtifactInvalid, first_few, first_line, raised_as
 from compress.common.foreign.child_process import MEMORY, read_in_child, stored_bytes
 from compress.common.lazy_modules import torch, transformers
 
@@ -125,9 +125,8 @@ def read_folder(
         )
     missing = sorted(loaded["missing_keys"])
     if missing and not untrained_head:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ArtifactInvalid(
-            f"{folder}: has no weights for {', '.join(missing[:3])}{more} of {kind.__name__}; name "
+            f"{folder}: has no weights for {first_few(missing)} of {kind.__name__}; name "
             "the task that it was trained for, or begin with a stage `train`"
         )
     return recipe_from(module), module.eval()

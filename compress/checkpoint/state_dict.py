@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, first_few
 
 if TYPE_CHECKING:
     import torch
@@ -101,11 +101,7 @@ def mismatches(own: Mapping[str, torch.Tensor], state: Weights) -> list[str]:
         "shape of": shapes,
         COMPLEX: complex_,
     }
-    return [
-        f"{label} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        for label, names in found.items()
-        if names
-    ]
+    return [f"{label} {first_few(names)}" for label, names in found.items() if names]
 
 
 def describe_misfit(

@@ -19,7 +19,7 @@ from compress.checkpoint.file_kinds import SAVED, unreadable
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.checkpoint.state_dict import StoredTensor, Weights
 from compress.common.atomic_files import file_beside, open_regular
-from compress.common.errors import ArtifactInvalid, raised_as
+from compress.common.errors import ArtifactInvalid, first_few, raised_as
 
 log = logging.getLogger(__name__)
 RUNS_PROGRAMS = re.compile(
@@ -105,8 +105,7 @@ def read_pickle(file: Path) -> dict[Any, Any]:
 
 
 def _of(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" of {', '.join(names[:3])}{more}" if names else ""
+    return f" of {first_few(names)}" if names else ""
 
 
 def tag_folder(folder: Path) -> Path | None:

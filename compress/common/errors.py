@@ -18,7 +18,7 @@ import logging
 import re
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -146,6 +146,12 @@ def describe_exit(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; those of libraries can be long."""
     return str(error).strip().partition("\n")[0]
+
+
+def first_few(texts: Sequence[str], most: int = 3) -> str:
+    """List the first of some texts, and say how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{', '.join(texts[:most])}{more}"
 
 
 def describe_exit_code(code: int) -> str:

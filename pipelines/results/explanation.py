@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import JsonValue
 
 from compress.common.config import Settings
+from compress.common.errors import first_few
 from compress.common.sealed_json import read_if_unchanged, write_sealed
 from compress.core.verdict import Verdict
 from compress.pipelines.system.templates import readable_bytes, readable_count
@@ -163,11 +164,10 @@ class Explanation(Settings):
             yield f"  stage   points lost: {', '.join(brought)}"
         if self.guilty:
             names = [g.layer for g in self.guilty]
-            shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
             back = "" if self.recovered is None else f"{self.recovered:.0%}"
             lost = "all" if self.points is None else f"{self.points:.3g}"
             other = "" if self.confirmed is None else f", {self.confirmed:.0%} on the other half"
-            yield f"  {self.parts:7} {shown}: {len(names)} of {self.layers}"
+            yield f"  {self.parts:7} {first_few(names, 6)}: {len(names)} of {self.layers}"
             yield (
                 f"          {self.put_back} they return {back} of {lost} points on "
                 f"{self.samples} samples{other}"

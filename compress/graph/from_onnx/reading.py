@@ -16,7 +16,7 @@ from onnx.inliner import inline_selected_functions
 from torch import nn
 
 from compress.common.atomic_files import file_below
-from compress.common.errors import ArtifactInvalid, raised_as
+from compress.common.errors import ArtifactInvalid, first_few, raised_as
 from compress.graph.from_onnx.module import STANDARD, OnnxModule, torch_dtype, weight_names
 from compress.graph.from_onnx.registry import OPERATORS
 from compress.graph.from_onnx.shape_tensor import LARGEST, from_numpy
@@ -79,9 +79,11 @@ def simplify(model: ir.Model, what: str) -> ir.Model:
             full = ".".join(filter(None, (node.domain, node.op_type)))
             missing[full].append(str(node.name or node.outputs[0].name))
     if missing:
-        raise ArtifactInvalid(
-            f"{what}: has operators without an equivalent in PyTorch: {_listed(missing)}"
+        listed = ", ".join(
+            f"{name} ({len(nodes)}: {first_few(nodes, NAMED)})"
+            for name, nodes in sorted(missing.items())
         )
+        raise ArtifactInvalid(f"{what}: has operators without an equivalent in PyTorch: {listed}")
     return model
 
 
@@ -100,14 +102,6 @@ def _is_folded(node: ir.Node) -> bool | None:
 def is_known(node: ir.Node) -> bool:
     """Return whether an operator has an equivalent."""
     return node.domain in STANDARD and node.op_type in OPERATORS
-
-
-def _listed(missing: dict[str, list[str]]) -> str:
-    lines = []
-    for name, nodes in sorted(missing.items()):
-        more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
-        lines.append(f"{name} ({len(nodes)}: {', '.join(nodes[:NAMED])}{more})")
-    return ", ".join(lines)
 
 
 def _expand_functions(model: ir.Model) -> None:
