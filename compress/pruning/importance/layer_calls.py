@@ -42,15 +42,16 @@ _SIGNATURES: dict[Any, tuple[tuple[str, ...], int]] = {
 
 
 @dataclass(frozen=True)
-class LayerCall:
-    """One call of a layer: the weight's name, the input and the output."""
+class LayerInput:
+    """What one call of a layer reads: its weight, by name, and its input."""
 
     weight: str
     bias: str | None
+    added: torch.Tensor | None
+    """What it adds to the product with the weight; the bias, if that is a parameter."""
     read_axis: int
     """The weight's input axis; its output axis is the other of the first two."""
     input: torch.Tensor
-    output: torch.Tensor
     kernel: tuple[int, ...]
     """Size of a convolution's window; empty for a matrix product."""
     stride: tuple[int, ...]
@@ -58,10 +59,6 @@ class LayerCall:
     """Zeros before and after each axis of the window."""
     dilation: tuple[int, ...]
     groups: int
-
-    def without_values(self) -> LayerCall:
-        """Return the same call with meta tensors, which hold no memory."""
-        return replace(self, input=self.input.to("meta"), output=self.output.to("meta"))
 
     @property
     def columns(self) -> int:
@@ -72,14 +69,9 @@ class LayerCall:
         return channels // self.groups * prod(self.kernel)
 
     @property
-    def positions(self) -> int:
-        """Number of output elements of a channel."""
-        return self.output.numel() // self.output.shape[self.channel_axis]
-
-    @property
     def channel_axis(self) -> int:
-        """The channel axis of the output."""
-        return self.output.dim() - len(self.kernel) - 1
+        """The channel axis of the input and the output."""
+        return self.input.dim() - len(self.kernel) - 1
 
     def parts(
         self, *answers: torch.Tensor, share: float = 1.0, generator: torch.Generator | None = None
@@ -129,6 +121,23 @@ class LayerCall:
         return _in_groups(x, self.groups)
 
 
+@dataclass(frozen=True)
+class LayerCall(LayerInput):
+    """One call of a layer, and its output."""
+
+    output: torch.Tensor
+
+    def without_values(self) -> LayerCall:
+        """Return the same call with meta tensors, which hold no memory."""
+        meta = self.input.to("meta"), self.output.to("meta")
+        return replace(self, input=meta[0], output=meta[1], added=None)
+
+    @property
+    def positions(self) -> int:
+        """Number of output elements of a channel."""
+        return self.output.numel() // self.output.shape[self.channel_axis]
+
+
 class LayerCallMode(TorchFunctionMode):
     """Passes each call of a layer whose weight is a parameter of a module to a callback."""
 
@@ -165,13 +174,14 @@ class LayerCallMode(TorchFunctionMode):
         """Run a function, and pass it to the callback if it is a layer."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        call = layer_call_of(func, args, kwargs, result, self._names)
+        is_tensor = isinstance(result, torch.Tensor)
+        call = layer_input_of(func, args, kwargs, self._names) if is_tensor else None
         own: tuple[Any, ...] = ()
         if call is not None:
             own = (call.weight, call.bias)
-            self._on_call(call)
+            self._on_call(LayerCall(**vars(call), output=result))
         leaves = pytree.tree_leaves((args, kwargs))
-        if isinstance(result, torch.Tensor):
+        if is_tensor:
             used = (self._names.get(id(x)) for x in leaves)
             self.used_elsewhere |= {name for name in used if name and name not in own}
         # Functions that give sizes or numbers of dimensions read no output.
@@ -264,20 +274,21 @@ def refused_samples(batch: Batch) -> AbstractContextManager[None]:
     return raised_as(StageFailed, what, "; the data must give what model.inputs declares")
 
 
-def layer_call_of(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any, names: Mapping[int, str]
-) -> LayerCall | None:
+def layer_input_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: Mapping[int, str]
+) -> LayerInput | None:
     """Return a function's call as that of a layer; None if its weight is not among ``names``.
 
     ``names`` gives the names of parameters by the ``id`` of their tensors.
     """
-    if func not in _SIGNATURES or not isinstance(output, torch.Tensor):
+    if func not in _SIGNATURES:
         return None
     arguments, read_axis = _SIGNATURES[func]
-    # torch.addmm names its bias "input", so a call with keywords is not recognised.
+    # torch.addmm names its bias "input", so a call with keywords is not recognised; with `alpha` it
+    # gives another product.
     given = {**dict(zip(arguments, args, strict=False)), **kwargs}
     name = names.get(id(given.get("weight")))
-    if name is None or given["weight"].dim() < 2:
+    if name is None or given["weight"].dim() < 2 or not given.keys() <= {*arguments}:
         return None
     kernel = tuple(given["weight"].shape[2:])
     dilation = _each(given.get("dilation", 1), kernel)
@@ -287,12 +298,12 @@ def layer_call_of(
         padding = tuple((total // 2, total - total // 2) for total in totals)
     else:
         padding = tuple((n, n) for n in _each(0 if zeros == "valid" else zeros, kernel))
-    return LayerCall(
+    return LayerInput(
         weight=name,
         bias=names.get(id(given.get("bias"))),
+        added=given.get("bias"),
         read_axis=read_axis,
         input=given["input"],
-        output=output,
         kernel=kernel,
         stride=_each(given.get("stride", 1), kernel),
         padding=padding,

@@ -389,6 +389,15 @@ class Moments:
         self.cross_gio = self.cross_gio + (columns_gpi.mT @ answers_gpo).double()
         self.energy += float(answers_gpo.square().sum())
 
+    def subtract_(self, matrix_gio: torch.Tensor) -> None:
+        """Take from the answers what a matrix gives of the columns, in place."""
+        # The module itself need not be run for it, and these products are few.
+        given_gio = self.gram_gii @ matrix_gio
+        self.energy += float((matrix_gio * (given_gio - 2 * self.cross_gio)).sum())
+        self.energy = max(0.0, self.energy)  # which rounding may miss
+        self.cross_gio = self.cross_gio - given_gio
+        self.answers_go = self.answers_go - (self.columns_gi[:, None] @ matrix_gio)[:, 0]
+
 
 def samples_needed(call: LayerCall, samples: int, calls: int = 1) -> int:
     """Return how many samples a layer's Gram matrix needs, from one of its calls on some samples.

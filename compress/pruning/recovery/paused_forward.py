@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from compress.common.forward import flatten_outputs, shallow_copy
-from compress.pruning.importance.layer_calls import LayerCall, layer_call_of, refused_samples
+from compress.pruning.importance.layer_calls import LayerInput, layer_input_of, refused_samples
 
 if TYPE_CHECKING:
     from torch import nn
@@ -178,29 +178,37 @@ class PausedForward:
         """Whether a layer was called, so that its input is not to be had any more."""
         return weight in self._passed or isinstance(self._pending, _Ended)
 
-    def advance(self, weight: str, calls: int, *, stay: bool = False) -> list[LayerCall]:
-        """Run on to the last of a layer's calls, and return these; fewer if the model ends before.
+    def inputs_of(self, weight: str, calls: int) -> list[LayerInput]:
+        """Run on to the last of a layer's calls, which waits, and return what they read.
 
-        With ``stay`` the pass waits in the last call, which runs anew when it goes on.
+        There are fewer if the model ends before.
         """
-        own: list[LayerCall] = []
+        own: list[LayerInput] = []
         self._resume()
         while isinstance(self._pending, _Request):
-            result, error = self._execute(self._pending)
-            call = layer_call_of(*self._pending[:3], result, self._names)
+            call = layer_input_of(*self._pending[:3], self._names)
             if call is not None:
                 self._passed.add(call.weight)
                 if call.weight == weight:
-                    if calls > 1:  # what follows the first calls may change these tensors in place
-                        call = replace(call, input=call.input.clone(), output=call.output.clone())
+                    if calls > 1:  # what follows the first calls may change it in place
+                        call = replace(call, input=call.input.clone())
                     own.append(call)
-                    if stay and len(own) == calls:
+                    if len(own) == calls:
                         return own
                 del call
-            self._answer(result, error)
-            if len(own) == calls:
-                return own
+            self._answer(*self._execute(self._pending))
         self.outputs()  # raises what the module has raised
+        return own
+
+    def outputs_of(self, weight: str, calls: int) -> list[torch.Tensor]:
+        """Run on behind the last of a layer's calls, and return what they give."""
+        own: list[torch.Tensor] = []
+        for _ in range(calls):
+            if self.inputs_of(weight, 1) and isinstance(self._pending, _Request):
+                result, error = self._execute(self._pending)
+                if error is None:
+                    own.append(result.clone() if calls > 1 else result)
+                self._answer(result, error)
         return own
 
     def pause(self) -> None:

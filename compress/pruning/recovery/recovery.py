@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,6 +31,7 @@ from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.graph.positive_definite import solve_positive_definite
 from compress.pruning.importance.layer_calls import (
     LayerCall,
+    LayerInput,
     channels_last,
     record_layer_calls,
     refused_samples,
@@ -177,30 +179,31 @@ def refittable_layers(
     return layers
 
 
-def _add_errors_(
+def _add_products_(
     moments: Moments,
-    before: list[LayerCall],
-    after: list[LayerCall],
+    outputs: list[torch.Tensor],
+    inputs: list[LayerInput],
     rows: torch.Tensor | None,
     share: float,
     generator: torch.Generator,
 ) -> float:
-    """Add what a layer's calls in the reference and the module say; return the former's energy.
+    """Add a layer's outputs in the reference by its inputs in the module; return their energy.
 
     The lists are emptied, as a pass that pauses frees or stores what nothing else holds.
     """
     energy = 0.0
-    for reference, call in zip(before, after, strict=True):
-        expected = reference.output
+    for expected, call in zip(outputs, inputs, strict=True):
         if rows is not None:
             expected = expected.index_select(call.channel_axis, rows)
-        # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
-        parts = call.parts(expected - call.output, expected, share=share, generator=generator)
-        for columns, errors, targets in parts:
-            moments.add_(columns, errors)
+        answers = [expected]
+        if call.added is not None:  # behind the channels' axis there are those of the positions
+            added = call.added.reshape(call.added.shape + (1,) * len(call.kernel))
+            answers.append(added.expand_as(expected))
+        for columns, targets, *rest in call.parts(*answers, share=share, generator=generator):
+            moments.add_(columns, targets - rest[0] if rest else targets)
             energy += float(targets.square().sum())
-    before.clear()
-    after.clear()
+    outputs.clear()
+    inputs.clear()
     return energy
 
 
@@ -225,22 +228,26 @@ def _refit_layer_(
         if before.has_passed(name) or after.has_passed(layer.weight):
             for one in both:
                 one.close()
-        expected = before.advance(name, layer.calls)
-        found = after.advance(layer.weight, layer.calls, stay=True)
-        energy += _add_errors_(moments, expected, found, rows, layer.share, generator)
+        outputs = before.outputs_of(name, layer.calls)
+        inputs = after.inputs_of(layer.weight, layer.calls)
+        energy += _add_products_(moments, outputs, inputs, rows, layer.share, generator)
         for one in both:
             if layer.calls > 1:  # its first calls had the weights before
                 one.close()
             one.pause()
     if not moments.positions:  # as of an expert that no sample is sent to
         return RefitResult(layer.weight, 0.0, 0.0)
-    is_zero = weight.mT if layer.read_axis == 0 else weight
-    gram_gii = moments.gram_gii
-    groups, columns, outputs = moments.cross_gio.shape
-    zeros_gio = (is_zero == 0).reshape(groups, outputs, columns).mT  # an earlier stage pruned them
+    as_matrix = weight.mT if layer.read_axis == 0 else weight
+    groups, columns, channels = moments.cross_gio.shape
+    matrix_gio = as_matrix.reshape(groups, channels, columns).mT
+    # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
+    moments.subtract_(matrix_gio.double())
+    zeros_gio = matrix_gio == 0  # an earlier stage pruned them
     intercept = layer.bias is not None or layer.mean is not None
     ridge *= ridge_factor(columns, moments.positions)
-    change_gio, shift_go = least_squares(moments, ridge, intercept=intercept, fixed_gio=zeros_gio)
+    change_gio, shift_go, remaining = least_squares(
+        moments, ridge, intercept=intercept, fixed_gio=zeros_gio
+    )
     change_OI = change_gio.mT.reshape(-1, change_gio.shape[1])
     change = change_OI.mT if layer.read_axis == 0 else change_OI.reshape(weight.shape)
     weight.add_(change.to(weight))
@@ -250,22 +257,17 @@ def _refit_layer_(
     elif layer.mean is not None:
         mean = module.get_buffer(layer.mean)
         mean.sub_(shift_go.flatten().to(mean))
-    gained = 2 * (change_gio * moments.cross_gio).sum() + 2 * (shift_go * moments.answers_go).sum()
-    moved = (change_gio * (gram_gii @ change_gio)).sum()
-    moved += 2 * (shift_go * (moments.columns_gi[:, None] @ change_gio)[:, 0]).sum()
-    moved += moments.positions * shift_go.square().sum()
-    remaining = max(0.0, moments.energy - float(gained - moved))
     energy = max(energy, 1e-30)
     return RefitResult(layer.weight, moments.energy / energy, remaining / energy)
 
 
 def least_squares(
     moments: Moments, ridge: float, *, intercept: bool, fixed_gio: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Solve for the matrices and shifts that map columns to answers with the least squared error.
 
-    ``ridge`` penalizes the matrices, relative to the columns' mean square. Without ``intercept``
-    there are no shifts. Entries that ``fixed_gio`` marks are zero.
+    Returns this error, too. ``ridge`` penalizes the matrices, relative to the columns' mean square.
+    Without ``intercept`` there are no shifts. Entries that ``fixed_gio`` marks are zero.
     """
     # In place, as a matrix of 4,600 columns takes 170 MB.
     normal_gii, cross_gio = moments.gram_gii.clone(), moments.cross_gio
@@ -296,10 +298,14 @@ def least_squares(
             matrix_gio[group][:, outputs] = solve_positive_definite(
                 normal_oii, answers_oi[..., None]
             )[..., 0].mT
+    # By the normal equations, which hold wherever the matrix is not zero.
+    gained = (matrix_gio * (cross_gio + damping * matrix_gio)).sum()
     if not intercept:
-        return matrix_gio, torch.zeros_like(moments.answers_go)
+        remaining = moments.energy - float(gained)
+        return matrix_gio, torch.zeros_like(moments.answers_go), max(0.0, remaining)
+    gained += moments.answers_go.square().sum() / moments.positions
     shift_go = moments.answers_go - (moments.columns_gi[:, None] @ matrix_gio)[:, 0]
-    return matrix_gio, shift_go / moments.positions
+    return matrix_gio, shift_go / moments.positions, max(0.0, moments.energy - float(gained))
 
 
 # Fused attention answers otherwise at masked places, and the passes of a refit do not take it.
@@ -348,7 +354,7 @@ def recover_(
             is_tried = refit and enough < len(batches)
             for count in (enough, len(batches)) if is_tried else (len(batches),):
                 reestimate_batch_norms_(module, batches[:count], device)
-                error = expected.error(module, count)
+                error = expected.error(module, count, refitted[:count])
                 if refit and not error < relative_error(refitted[:count]):
                     module.load_state_dict(before, strict=False)
                     break
@@ -406,11 +412,15 @@ class ReferenceOutputs:
             self._known.append(outputs)
 
     @torch.no_grad()
-    def error(self, module: nn.Module, count: int | None = None) -> float:
+    def error(
+        self, module: nn.Module, count: int | None = None, others: Sequence[Difference] = ()
+    ) -> float:
         """Return the squared error of a module's outputs, relative to their energy.
 
-        With ``count``, on so many of the batches.
+        With ``count``, on so many of the batches; with the differences of ``others`` on these, on
+        fewer where the module's errors are as large before.
         """
+        most = sum(error for error, _ in others) if others else inf
         for part in (module, self._reference):
             part.eval().to(self._device)
         differences = []
@@ -423,6 +433,8 @@ class ReferenceOutputs:
                 if number == len(self._known):
                     self.add(targets)
             differences.append(_difference(targets, _run(module, moved)))
+            if sum(error for error, _ in differences) >= most:
+                break
         for part in (module, self._reference):
             part.cpu()
         return relative_error(differences)

@@ -1,6 +1,7 @@
 """RefitResult layers beside torch's own least squares."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ from compress.pruning.dependency.channel_groups import trace
 from compress.pruning.importance import layer_calls
 from compress.pruning.importance.scores import Moments
 from compress.pruning.recovery import recovery as recovery_module
-from compress.pruning.recovery.recovery import ReferenceOutputs, least_squares, recover_, refit_
+from compress.pruning.recovery.recovery import (
+    ReferenceOutputs,
+    least_squares,
+    recover_,
+    refit_,
+    relative_error,
+)
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
 
@@ -108,7 +115,8 @@ def test_a_ridge_is_a_row_that_wants_each_weight_to_be_zero(intercept: bool) -> 
     for part in (slice(0, 11), slice(11, 30)):
         moments.add_(x[:, part], y[:, part])
     assert moments.positions == 30 and moments.energy == pytest.approx(float(y.square().sum()))
-    found, shift = least_squares(moments, 0.3, intercept=intercept)
+    found, shift, left = least_squares(moments, 0.3, intercept=intercept)
+    assert left == pytest.approx(float((y - x @ found - shift[:, None]).square().sum()))
     strength = (0.3 * x.square().sum(1).mean()) ** 0.5
     for g in range(2):
         x_mean, y_mean = (t[g].mean(0) if intercept else 0 * t[g].mean(0) for t in (x, y))
@@ -128,6 +136,48 @@ def test_a_weight_that_lies_the_other_way_round_is_refitted() -> None:
     found = refit_(smaller, net, kept, given)
     assert found and all(layer.after < layer.before for layer in found)
     assert ReferenceOutputs(net, given).error(smaller) < before / 2
+
+
+class Adds(nn.Module):
+    """A product to which a function adds what is no parameter of the layer."""
+
+    def __init__(self, code: Callable[..., torch.Tensor], shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.first, self.code = nn.Linear(4, 16), code
+        self.weight, self.bias = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.code(self, x, torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [
+        (lambda net, _, hidden: F.linear(hidden, net.weight, 2 * net.bias), (3, 16)),
+        (lambda net, x, hidden: torch.addmm(x[:, :3].square(), hidden, net.weight), (16, 3)),
+    ],
+)
+def test_what_a_layer_adds_to_its_product_stays(code, shape) -> None:
+    torch.manual_seed(0)
+    net = Adds(code, shape).double().eval()
+    given = batches(4)
+    x, axis = everything(given), shape.index(16)
+    smaller, kept = cut(net, x[:2])
+    (layer,) = refit_(smaller, net, {"weight": kept["weight"]}, given, ridge=NO_RIDGE)
+    with torch.no_grad():
+        hidden = torch.relu(smaller.first(x))
+        product = net(x) - code(net, x, torch.zeros(len(x), 16).double())
+        (expected,) = lstsq(hidden, product, intercept=False)
+        torch.testing.assert_close(smaller.weight, expected if axis == 0 else expected.mT)
+        left = (smaller(x) - net(x)).square().sum() / net(x).square().sum()
+    assert layer.after == pytest.approx(float(left), rel=1e-6)
+
+
+def test_a_product_that_is_scaled_is_no_layer() -> None:
+    net = Adds(lambda net, _, hidden: torch.addmm(net.bias, hidden, net.weight, alpha=2), (16, 3))
+    calls, observed = layer_calls.record_layer_calls(net, Batch((torch.ones(2, 4),), None), "cpu")
+    assert [call.weight for call in calls] == ["first.weight"]
+    assert "weight" in observed.used_elsewhere
 
 
 def test_layers_are_taken_in_turn_and_make_up_for_errors_before_them() -> None:
@@ -301,6 +351,24 @@ def test_new_statistics_stay_only_where_they_help() -> None:
     assert not torch.equal(without[1].running_mean, mean)
 
 
+def test_errors_are_counted_until_they_are_as_large_as_others() -> None:
+    net = nn.Linear(4, 3).double()
+    given = batches(4)
+    expected = ReferenceOutputs(net, given)
+    worse, calls = copy.deepcopy(net), list[object]()
+    with torch.no_grad():
+        worse.weight.mul_(0.9)
+    worse.register_forward_hook(lambda *_: calls.append(None))
+    whole = expected.error(worse)
+    for error, batches_read in ((0.0, 1), (1e9, 3)):
+        calls.clear()
+        others = [(error, 1.0)] * 3
+        found = expected.error(worse, 3, others)
+        assert len(calls) == batches_read
+        assert (found < relative_error(others)) == (batches_read == 3)
+    assert found == whole
+
+
 def test_samples_of_another_shape_are_refused() -> None:
     net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).double()
     smaller, kept = cut(net, torch.randn(2, 4, dtype=torch.float64))
@@ -317,12 +385,13 @@ def test_zeros_of_the_weight_stay_and_the_others_are_the_best_without_them(monke
     fixed[:, :, 2] = False
     moments = Moments()
     moments.add_(columns, answers)
-    found, _ = least_squares(moments, 0.0, intercept=False, fixed_gio=fixed)
+    found, _, left = least_squares(moments, 0.0, intercept=False, fixed_gio=fixed)
     for output in range(5):
         free = ~fixed[0, :, output]
         best = torch.linalg.lstsq(columns[0][:, free], answers[0][:, output]).solution
         torch.testing.assert_close(found[0, free, output], best)
     assert (found[fixed] == 0).all()
+    assert left == pytest.approx(float((answers - columns @ found).square().sum()))
 
 
 def test_many_columns_of_several_outputs_with_zeros_are_solved_by_two_threads() -> None:
@@ -333,6 +402,6 @@ def test_many_columns_of_several_outputs_with_zeros_are_solved_by_two_threads() 
     moments = Moments()
     moments.add_(columns, answers)
     with torch_threads(2):
-        found, shift = least_squares(moments, 1e-6, intercept=True, fixed_gio=fixed)
+        found, shift, _ = least_squares(moments, 1e-6, intercept=True, fixed_gio=fixed)
     torch.testing.assert_close(found[0], torch.eye(1440, 8).double(), atol=1e-3, rtol=0)
     torch.testing.assert_close(shift, torch.ones(1, 8).double(), atol=1e-3, rtol=0)

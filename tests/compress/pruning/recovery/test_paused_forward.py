@@ -4,11 +4,14 @@ import copy
 import gc
 import threading
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
 from compress.artifacts.importing import import_checkpoint
@@ -94,6 +97,31 @@ def test_activations_in_files_give_the_same_weights(monkeypatch, tmp_path: Path)
     assert len(stored) > 10 and not list(tmp_path.iterdir())
     for one, other in zip(in_memory.parameters(), in_files.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+class Products(TorchFunctionMode):
+    """Notes how many rows are multiplied by each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Counter[int] = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            self.rows[id(args[1])] += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_refit_runs_each_layer_once() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(p for _ in range(3) for p in (nn.Linear(12, 12), nn.Tanh()))).double()
+    given = batches(12)
+    smaller, kept = cut(net, everything(given)[:2])
+    with Products() as products:
+        refit_(smaller, net, kept, given, on_outputs=lambda *_: None)
+    samples, shown = sum(map(len, given)), len(given[0])  # one batch shows the layers
+    assert [products.rows[id(layer.weight)] for layer in net[::2]] == 3 * [samples]
+    assert [products.rows[id(layer.weight)] for layer in smaller[::2]] == 3 * [shown + samples]
 
 
 def test_a_pass_that_cannot_begin_fails_and_is_closed(monkeypatch, tmp_path: Path) -> None:
@@ -191,8 +219,8 @@ def test_autocast_of_the_model_counts_where_its_functions_run() -> None:
     net = Mixed().eval()
     batch = Batch((torch.randn(2, 8),), None)
     one = PausedForward(net, batch, ActivationFiles("", 0))
-    (call,) = one.advance("layer.weight", 1)
-    assert call.output.dtype is torch.bfloat16
+    (output,) = one.outputs_of("layer.weight", 1)
+    assert output.dtype is torch.bfloat16
     assert torch.equal(one.outputs()[0], net(*batch.inputs))
     one.close()
 
@@ -240,7 +268,7 @@ def test_any_code_finds_its_tensors_after_a_pause(code, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = net(*batch.inputs)
         one = PausedForward(net, batch, ActivationFiles(str(tmp_path), 0))
-        assert len(one.advance("between.weight", 1, stay=True)) == 1
+        assert len(one.inputs_of("between.weight", 1)) == 1
         one.pause()
         if code in (read_by_script, view_of_a_global):
             assert [*tmp_path.iterdir()]
@@ -266,10 +294,10 @@ def test_errors_are_caught_by_the_model_or_told_and_no_thread_stays() -> None:
     batch = Batch((torch.randn(2, 8),), None)
     threads = threading.active_count()
     catches = PausedForward(Tries(catches=True), batch, ActivationFiles("", 0))
-    assert len(catches.advance("layer.weight", 1, stay=True)) == 1
+    assert len(catches.inputs_of("layer.weight", 1)) == 1
     fails = PausedForward(Tries(catches=False), batch, ActivationFiles("", 0))
     with pytest.raises(StageFailed, match=r"does not take .*\(2, 8\): RuntimeError: shape"):
-        fails.advance("layer.weight", 1)
+        fails.outputs_of("layer.weight", 1)
     for one in (catches, fails):
         one.close()
     assert threading.active_count() == threads
@@ -291,7 +319,7 @@ def test_a_pass_that_is_closed_holds_no_activations() -> None:
     gc.disable()  # what is freed is freed at once, and not by and by
     try:
         one = PausedForward(Notes(), Batch((torch.randn(2, 8),), None), ActivationFiles("", 0))
-        assert len(one.advance("two.weight", 1, stay=True)) == 1
+        assert len(one.inputs_of("two.weight", 1)) == 1
         assert results[0]() is not None
         one.close()
         assert results[0]() is None
