@@ -78,7 +78,8 @@ class LayerInput:
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield unfolded inputs (im2col), and some tensors like the output, as matrices.
 
-        The product of the columns with the flattened weight gives the output. All have shape
+        The product of the columns with the weight, flattened with its input axis last, gives the
+        output: channels, which are neighbours in memory, are so in columns, too. All have shape
         `(groups, positions, columns or channels)`, have 32 bits a number or more, and are of a few
         samples each. With ``share``, the generator draws so many of the positions.
         """
@@ -93,8 +94,8 @@ class LayerInput:
             rows = [_in_groups(x, self.groups) for x in rows]
         else:  # each row of a matrix is a sample of one position
             inputs, *rows = (x.reshape(-1, 1, x.shape[-1]) for x in (self.input, *answers))
-        # [samples, groups, channels, *positions, …] -> [samples, *positions, groups, channels, …]
-        tensors = [x.movedim((1, 2), (1 + spatial, 2 + spatial)) for x in (inputs, *rows)]
+        # [samples, groups, channels, *positions, …] -> [samples, *positions, groups, …, channels]
+        tensors = [x.movedim((1, 2), (1 + spatial, -1)) for x in (inputs, *rows)]
         positions = inputs.shape[3 : 3 + spatial]
         step = max(1, int(MAX_PART / (share * inputs[:1].numel())))
         for i in range(0, len(inputs), step):

@@ -626,12 +626,9 @@ def consumers(
             if name not in calls or calls[name].read_axis != axis:
                 continue
             weight, read = weights[name].detach().double().cpu(), calls[name]
-            if axis == 0:
-                weight_gio = weight[None]
-            else:
-                weight_gio = weight.reshape(read.groups, -1, read.columns).mT
+            weight_gio = weight.movedim(axis, -1).reshape(read.groups, -1, read.columns).mT
             # A channel of a convolution's input takes as many columns as its window has positions.
-            classes = graph.classes[name, axis].repeat_interleave(prod(read.kernel))
+            classes = graph.classes[name, axis].repeat(prod(read.kernel))
             entries = [(classes == channel).nonzero().flatten() for channel in group.channels]
             seen = moments[name]
             ridge = ridge_factor(read.columns, seen.positions)

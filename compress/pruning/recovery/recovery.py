@@ -219,7 +219,7 @@ def _refit_layer_(
     moments, energy, samples = Moments(), 0.0, 0
     weight, generator = module.get_parameter(layer.weight), torch.Generator().manual_seed(0)
     left = kept[layer.weight].get(1 - layer.read_axis)
-    rows = None if left is None else torch.tensor(left, device=weight.device)
+    outputs_left = None if left is None else torch.tensor(left, device=weight.device)
     for both in passes:
         if samples >= layer.samples:
             break
@@ -230,16 +230,16 @@ def _refit_layer_(
                 one.close()
         outputs = before.outputs_of(name, layer.calls)
         inputs = after.inputs_of(layer.weight, layer.calls)
-        energy += _add_products_(moments, outputs, inputs, rows, layer.share, generator)
+        energy += _add_products_(moments, outputs, inputs, outputs_left, layer.share, generator)
         for one in both:
             if layer.calls > 1:  # its first calls had the weights before
                 one.close()
             one.pause()
     if not moments.positions:  # as of an expert that no sample is sent to
         return RefitResult(layer.weight, 0.0, 0.0)
-    as_matrix = weight.mT if layer.read_axis == 0 else weight
     groups, columns, channels = moments.cross_gio.shape
-    matrix_gio = as_matrix.reshape(groups, channels, columns).mT
+    rows = weight.movedim(layer.read_axis, -1)
+    matrix_gio = rows.reshape(groups, channels, columns).mT
     # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
     moments.subtract_(matrix_gio.double())
     zeros_gio = matrix_gio == 0  # an earlier stage pruned them
@@ -248,9 +248,7 @@ def _refit_layer_(
     change_gio, shift_go, remaining = least_squares(
         moments, ridge, intercept=intercept, fixed_gio=zeros_gio
     )
-    change_OI = change_gio.mT.reshape(-1, change_gio.shape[1])
-    change = change_OI.mT if layer.read_axis == 0 else change_OI.reshape(weight.shape)
-    weight.add_(change.to(weight))
+    rows.add_(change_gio.mT.reshape(rows.shape).to(weight))
     if layer.bias is not None:
         bias = module.get_parameter(layer.bias)
         bias.add_(shift_go.flatten().to(bias))

@@ -54,26 +54,19 @@ class WeightLayout:
     kernel: int
     """Positions of a convolution's window; 1 for a linear layer."""
 
-    def columns(self, matrix_gxi: torch.Tensor) -> torch.Tensor:
-        """Reorder columns from (channel, window position) to (window position, channel).
-
-        Then channels of one position are neighbours, as sparse kernels require.
-        """
-        by_channel = matrix_gxi.reshape(*matrix_gxi.shape[:-1], self.channels, self.kernel)
-        return by_channel.transpose(-1, -2).reshape(matrix_gxi.shape)
-
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """Reshape a weight to `(groups, outputs, columns)`, channels of one position adjacent."""
-        rows = weight.t() if self.read_axis == 0 else weight
-        return self.columns(rows.reshape(self.groups, -1, self.channels * self.kernel))
+        """Reshape a weight to `(groups, outputs, columns)`, in the order of a call's parts.
+
+        Channels of one position are neighbours, as sparse kernels require.
+        """
+        rows = weight.movedim(self.read_axis, -1)
+        return rows.reshape(self.groups, -1, self.channels * self.kernel)
 
     def weight(self, matrix_goi: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Undo ``matrix``: return a matrix in the shape of its weight."""
-        by_position = matrix_goi.reshape(*matrix_goi.shape[:-1], self.kernel, self.channels)
-        rows = by_position.transpose(-1, -2)
-        if self.read_axis == 0:
-            return rows.reshape(shape[1], shape[0]).t()
-        return rows.reshape(shape)
+        axis = self.read_axis
+        rows = matrix_goi.reshape(*shape[:axis], *shape[axis + 1 :], shape[axis])
+        return rows.movedim(-1, axis).contiguous()
 
 
 @dataclass(frozen=True)
@@ -350,7 +343,7 @@ def set_calibrated_zeros_(
         def add_to_moments(call: LayerCall, moments: dict[str, Moments] = moments) -> None:
             if call.weight in moments and call.columns <= MAX_COLUMNS:
                 for (columns_gpi,) in call.parts():
-                    moments[call.weight].add_(layouts[call.weight].columns(columns_gpi))
+                    moments[call.weight].add_(columns_gpi)
 
         observe_layer_calls(module, batches, add_to_moments, device)
         for name in group:
