@@ -110,16 +110,20 @@ class GraphModel(Artifact):
         """Count multiply-accumulates for one sample."""
         return self._counts(tuple((sizes or {}).items()))[1]
 
-    def count(self, program: torch.export.ExportedProgram, sizes: Mapping[str, int]) -> None:
-        """Count weights and multiply-accumulates of the program, which need not be read for it."""
+    def count(self, program: torch.export.ExportedProgram, *sizes: Mapping[str, int]) -> None:
+        """Count weights and multiply-accumulates of the program, which need not be read for it.
+
+        At each of some sizes of the inputs' axes.
+        """
         from compress.graph.flops import count_graph_weights, count_macs
         from compress.graph.torch_export import reshape_views_
 
         module = program.module()
         reshape_views_(module)
-        inputs = self.signature.example(batch=1, sizes=dict(sizes))
-        macs = count_macs(module, inputs)
-        self._counted[tuple(sizes.items())] = count_graph_weights(program), macs
+        weights = count_graph_weights(program)
+        for key in {tuple(each.items()) for each in sizes}:
+            inputs = self.signature.example(batch=1, sizes=dict(key))
+            self._counted[key] = weights, count_macs(module, inputs)
 
     def _counts(self, sizes: tuple[tuple[str, int], ...]) -> tuple[int, int]:
         if sizes not in self._counted:

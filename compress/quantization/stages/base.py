@@ -172,9 +172,9 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
             facts=self.recorded(quantized, facts, fidelity, stay),
             carried=model.carried_files(),
         )
-        if not context.is_quick:  # the export and the report ask for it
+        if not context.is_quick:  # the export and the report ask for it, the one without sizes
             with suppress(Exception):  # which then tell what is wrong
-                saved.count(program, context.typical_sizes(model.signature))
+                saved.count(program, {}, context.typical_sizes(model.signature))
         return saved
 
     def recorded(
