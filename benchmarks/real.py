@@ -66,10 +66,10 @@ same calibration rows. Ours is `compress run` from the checkpoint on with all it
 rows that judge, of which those that are scored here are none, and its CPU seconds are those of
 every process. The last column divides them by those of the plain export and the best peer, which
 judge nothing: the cheapest of those within a point of the best one. A blank time or cost was not
-measured: the run went without times, or was resumed. Our costs of EfficientNet-Lite1 and
-Resemblyzer are of older versions, which were slower, and also have the rows that are scored.
-ResNet-18 has seeded weights and stands here for its cost and size alone: the classes of an
-untrained network nearly tie.
+measured: the run went without times, or was resumed. All models but EfficientNet-Lite1, whose
+figures are of an older version that was slower, were run in one go on a machine without other load.
+ResNet-18 and MobileNetV2 have seeded weights and stand here for their cost and size alone: the
+classes of an untrained network nearly tie.
 
 TensorFlow's "same" padding, a `Pad` by zeros before a convolution, becomes part of the convolution
 in our file as it does in that of ONNX Runtime's tool. EfficientNet-Lite0 has 17. As operators of
@@ -83,7 +83,7 @@ call, loses most. The peers compute it in integers all the same, and compare not
 PNet, whose layers have 10 to 32 channels, is slower in integers by every tool; our run warns of it.
 
 The row of EfficientNet-Lite1 with `corrections: auto` is from before `rounding: gptq` and
-`observer: l3` were among what it tries. Olive has a row where it was run.
+`observer: l3` were among what it tries.
 
 Where channels are removed without training, the 256 crops are of eight photographs, and those
 that are scored of seven others, so that a photograph more or less is up to 14 points;
@@ -93,8 +93,7 @@ alone, which Torch-Pruning's documented recipe does not. Without it 27.3 % of th
 equal, and 22.1 % were when `obs` took errors relative to each layer's own output. How errors are
 weighted, and `include`, were chosen among some fifteen variants by labels of these same scored
 photographs, so that the figure is optimistic. Not better there were a ridge of the refit chosen
-by held-out photographs, and crops of changed colours, blends and collages. Its CPU seconds are of
-different days, beside other load; ours on an Intel Xeon.
+by held-out photographs, and crops of changed colours, blends and collages.
 
 SmolLM2-135M stands on the page about [decoders](decoders.md#beside-other-tools).
 

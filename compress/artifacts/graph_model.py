@@ -121,7 +121,7 @@ class GraphModel(Artifact):
         module = program.module()
         reshape_views_(module)
         weights = count_graph_weights(program)
-        for key in {tuple(each.items()) for each in sizes}:
+        for key in dict.fromkeys(tuple(each.items()) for each in sizes):
             inputs = self.signature.example(batch=1, sizes=dict(key))
             self._counted[key] = weights, count_macs(module, inputs)
 

@@ -309,7 +309,7 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Return a regular file's content; ArtifactInvalid where it has more bytes, or is another."""
+    """Return a regular file's content; ArtifactInvalid for another file, or more bytes."""
     with open_regular(path) as stream:  # a pipe or a device could hold it up, or have no end
         content = stream.read(most + 1)
     if len(content) > most:

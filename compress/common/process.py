@@ -61,7 +61,9 @@ def end_processes(processes: Iterable[BaseProcess], seconds: float) -> None:
 
 def end_with_parent(number: signal.Signals) -> None:
     """Let the kernel send this process a signal when its parent ends, even if that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux alone has it
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def derive_seed(*parts: int) -> int:

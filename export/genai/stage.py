@@ -171,7 +171,8 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
 
     def check_parity(self, model: Artifact, artifact: Artifact, context: Context) -> None:
         """Raise StageFailed where a stored folder answers otherwise than the model."""
-        self._compare(model, artifact.payload_path, artifact.manifest.facts, context)
+        sizes = {name: artifact.fact(name) for name in ("vocabulary", "context")}
+        self._compare(model, artifact.payload_path, sizes, context)
 
     def _compare(
         self, model: Artifact, file: Path, facts: Mapping[str, Any], context: Context

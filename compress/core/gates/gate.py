@@ -15,8 +15,10 @@ from compress.common.config import Settings, Unmet
 from compress.common.errors import (
     CompressError,
     PipelineInvalid,
+    StageFailed,
     Unavailable,
     exits_refused,
+    located,
     raise_if_resources_ran_out,
 )
 from compress.common.requirements import Requirement, announced, unmet_in
@@ -190,7 +192,8 @@ class Gate(Settings):
             raise
         except Exception as error:  # noqa: BLE001 - a model or metric of the user's may raise any
             if not self.on:  # of a device's memory a model may need too much
-                raise_if_resources_ran_out(error)
+                with located(f"gate {self.gate}: ", StageFailed):
+                    raise_if_resources_ran_out(error)
             if isinstance(error, CompressError):
                 return self.verdict(None, str(error), was_busy=isinstance(error, NotMeasurable))
             return self.verdict(None, f"{type(error).__name__}: {error}")

@@ -39,6 +39,7 @@ _SIGNATURES: dict[Any, tuple[tuple[str, ...], int]] = {
     torch.Tensor.__matmul__: (("input", "weight"), 0),
 }
 """Function → its arguments, and the weight's input axis."""
+SCALES = {"alpha", "beta"}  # arguments of `addmm`
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class LayerInput:
     weight: str
     bias: str | None
     added: torch.Tensor | None
-    """What it adds to the product with the weight; the bias, if that is a parameter."""
+    """Tensor that is added to the product: the bias, or what `addmm` adds."""
     read_axis: int
     """The weight's input axis; its output axis is the other of the first two."""
     input: torch.Tensor
@@ -97,6 +98,10 @@ class LayerInput:
         # [samples, groups, channels, *positions, …] -> [samples, *positions, groups, …, channels]
         tensors = [x.movedim((1, 2), (1 + spatial, -1)) for x in (inputs, *rows)]
         positions = inputs.shape[3 : 3 + spatial]
+        for x in tensors[1:]:  # as of an expert that gets other tokens in one of two models
+            if x.shape[: 1 + spatial] != (len(inputs), *positions):
+                found, expected = tuple(x.shape[: 1 + spatial]), (len(inputs), *positions)
+                raise ValueError(f"outputs of {self.weight} at {found}, expected at {expected}")
         step = max(1, int(MAX_PART / (share * inputs[:1].numel())))
         for i in range(0, len(inputs), step):
             parts = [x[i : i + step] for x in tensors]
@@ -159,6 +164,8 @@ class LayerCallMode(TorchFunctionMode):
         self._uses_of_mean: Counter[str | None] = Counter()
         self.used_elsewhere: set[str] = set()
         """Parameters that functions other than a layer's used, too."""
+        self.not_fitted: set[str] = set()
+        """Parameters of calls that raised, which the module may catch, or that scale a product."""
 
     @property
     def means(self) -> dict[str, str]:
@@ -174,17 +181,23 @@ class LayerCallMode(TorchFunctionMode):
     ) -> Any:
         """Run a function, and pass it to the callback if it is a layer."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        names = {name for x in leaves if (name := self._names.get(id(x)))}
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.not_fitted |= names
+            raise
+        if SCALES & kwargs.keys():
+            self.not_fitted |= names
         is_tensor = isinstance(result, torch.Tensor)
         call = layer_input_of(func, args, kwargs, self._names) if is_tensor else None
         own: tuple[Any, ...] = ()
         if call is not None:
             own = (call.weight, call.bias)
             self._on_call(LayerCall(**vars(call), output=result))
-        leaves = pytree.tree_leaves((args, kwargs))
         if is_tensor:
-            used = (self._names.get(id(x)) for x in leaves)
-            self.used_elsewhere |= {name for name in used if name and name not in own}
+            self.used_elsewhere |= names.difference(own)
         # Functions that give sizes or numbers of dimensions read no output.
         if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result)):
             mean = next((self._means[id(x)] for x in leaves if id(x) in self._means), None)
@@ -285,11 +298,10 @@ def layer_input_of(
     if func not in _SIGNATURES:
         return None
     arguments, read_axis = _SIGNATURES[func]
-    # torch.addmm names its bias "input", so a call with keywords is not recognised; with `alpha` it
-    # gives another product.
+    # torch.addmm names its bias "input", so a call with keywords is not recognised.
     given = {**dict(zip(arguments, args, strict=False)), **kwargs}
     name = names.get(id(given.get("weight")))
-    if name is None or given["weight"].dim() < 2 or not given.keys() <= {*arguments}:
+    if name is None or given["weight"].dim() < 2:
         return None
     kernel = tuple(given["weight"].shape[2:])
     dilation = _each(given.get("dilation", 1), kernel)

@@ -390,7 +390,7 @@ class Moments:
         self.energy += float(answers_gpo.square().sum())
 
     def subtract_(self, matrix_gio: torch.Tensor) -> None:
-        """Take from the answers what a matrix gives of the columns, in place."""
+        """Subtract the product of the columns and a matrix from the answers, in place."""
         # The module itself need not be run for it, and these products are few.
         given_gio = self.gram_gii @ matrix_gio
         self.energy += float((matrix_gio * (given_gio - 2 * self.cross_gio)).sum())

@@ -190,8 +190,9 @@ class PausedForward:
             if call is not None:
                 self._passed.add(call.weight)
                 if call.weight == weight:
-                    if calls > 1:  # what follows the first calls may change it in place
-                        call = replace(call, input=call.input.clone())
+                    if calls > 1:  # what follows the first calls may change these in place
+                        added = None if call.added is None else call.added.clone()
+                        call = replace(call, input=call.input.clone(), added=added)
                     own.append(call)
                     if len(own) == calls:
                         return own
@@ -201,7 +202,7 @@ class PausedForward:
         return own
 
     def outputs_of(self, weight: str, calls: int) -> list[torch.Tensor]:
-        """Run on behind the last of a layer's calls, and return what they give."""
+        """Run past the last of a layer's calls, and return their outputs."""
         own: list[torch.Tensor] = []
         for _ in range(calls):
             if self.inputs_of(weight, 1) and isinstance(self._pending, _Request):

@@ -161,7 +161,7 @@ def refittable_layers(
         if (
             is_sliced
             and alike
-            and weight not in observed.used_elsewhere
+            and weight not in observed.used_elsewhere | observed.not_fitted
             and last.columns <= MAX_COLUMNS
         ):
             bias = (
@@ -183,7 +183,7 @@ def _add_products_(
     moments: Moments,
     outputs: list[torch.Tensor],
     inputs: list[LayerInput],
-    rows: torch.Tensor | None,
+    outputs_left: torch.Tensor | None,
     share: float,
     generator: torch.Generator,
 ) -> float:
@@ -193,8 +193,8 @@ def _add_products_(
     """
     energy = 0.0
     for expected, call in zip(outputs, inputs, strict=True):
-        if rows is not None:
-            expected = expected.index_select(call.channel_axis, rows)
+        if outputs_left is not None:
+            expected = expected.index_select(call.channel_axis, outputs_left)
         answers = [expected]
         if call.added is not None:  # behind the channels' axis there are those of the positions
             added = call.added.reshape(call.added.shape + (1,) * len(call.kernel))
@@ -415,8 +415,8 @@ class ReferenceOutputs:
     ) -> float:
         """Return the squared error of a module's outputs, relative to their energy.
 
-        With ``count``, on so many of the batches; with the differences of ``others`` on these, on
-        fewer where the module's errors are as large before.
+        With ``count``, on so many of the batches. ``others`` are another module's differences on
+        the same ones: once this module's squared error reaches theirs, no more batches are run.
         """
         most = sum(error for error, _ in others) if others else inf
         for part in (module, self._reference):

@@ -467,7 +467,7 @@ def test_a_lack_of_memory_or_disk_is_no_verdict(error: Exception, trained, conte
         def unsuitable_device(self, kind) -> str:
             raise error
 
-    with pytest.raises(StageFailed, match=r"memory ran out|No space left"):
+    with pytest.raises(StageFailed, match=r"gate max_size: .*(memory ran out|No space left)"):
         Full(ratio=1).evaluate(trained, trained, context)
     # A device may have too little for this model.
     verdict = (

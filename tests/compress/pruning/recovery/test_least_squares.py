@@ -173,11 +173,62 @@ def test_what_a_layer_adds_to_its_product_stays(code, shape) -> None:
     assert layer.after == pytest.approx(float(left), rel=1e-6)
 
 
-def test_a_product_that_is_scaled_is_no_layer() -> None:
-    net = Adds(lambda net, _, hidden: torch.addmm(net.bias, hidden, net.weight, alpha=2), (16, 3))
-    calls, observed = layer_calls.record_layer_calls(net, Batch((torch.ones(2, 4),), None), "cpu")
-    assert [call.weight for call in calls] == ["first.weight"]
-    assert "weight" in observed.used_elsewhere
+def falls_back(net: Adds, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    try:
+        return F.linear(hidden.half(), net.weight)
+    except RuntimeError:
+        return F.linear(hidden, net.weight)
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [
+        (lambda net, _, hidden: torch.addmm(net.bias, hidden, net.weight, alpha=2), (16, 3)),
+        (falls_back, (3, 16)),
+    ],
+)
+def test_a_product_that_is_scaled_or_fails_at_first_is_not_refitted(code, shape) -> None:
+    torch.manual_seed(0)
+    net = Adds(code, shape).double().eval()
+    given = batches(4)
+    calls, _ = layer_calls.record_layer_calls(net, given[0], "cpu")
+    assert [call.weight for call in calls] == ["first.weight", "weight"]
+    smaller, kept = cut(net, everything(given)[:2])
+    assert refit_(smaller, net, kept, given, ridge=NO_RIDGE) == []
+
+
+class AddsTwice(nn.Module):
+    """Adds what it changes between two calls of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 16), nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, added = torch.relu(self.first(x)), x.repeat(1, 4)
+        hidden = torch.relu(torch.addmm(added, hidden, self.weight))
+        added += 1
+        return torch.addmm(added, hidden, self.weight)
+
+
+def test_what_is_added_may_change_between_two_calls() -> None:
+    torch.manual_seed(0)
+    net, given = AddsTwice().double().eval(), batches(4)
+    module = copy.deepcopy(net)
+    with torch.no_grad():
+        module.weight.mul_(0.9)  # the refit of the whole layer finds the weights again
+    kept = {"weight": {0: list(range(16))}}
+    refit_(module, net, kept, given, ridge=NO_RIDGE)
+    # The second call's inputs are those of the weights before, so that its equations are others.
+    x = everything(given)
+    with torch.no_grad():
+        hidden, added = torch.relu(net.first(x)), x.repeat(1, 4)
+        inputs = [hidden, torch.relu(torch.addmm(added, hidden, 0.9 * net.weight))]
+        right = [hidden, torch.relu(torch.addmm(added, hidden, net.weight))]
+        (expected,) = lstsq(
+            torch.cat(inputs), torch.cat([h @ net.weight for h in right]), intercept=False
+        )
+    torch.testing.assert_close(module.weight, expected)
 
 
 def test_layers_are_taken_in_turn_and_make_up_for_errors_before_them() -> None:
