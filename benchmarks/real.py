@@ -66,8 +66,8 @@ same calibration rows. Ours is `compress run` from the checkpoint on with all it
 rows that judge, of which those that are scored here are none, and its CPU seconds are those of
 every process. The last column divides them by those of the plain export and the best peer, which
 judge nothing: the cheapest of those within a point of the best one. A blank time or cost was not
-measured: the run went without times, or was resumed. All models but EfficientNet-Lite1, whose
-figures are of an older version that was slower, were run in one go on a machine without other load.
+measured: the run went without times, or was resumed. All were run one after the other, on a machine
+without other load.
 ResNet-18 and MobileNetV2 have seeded weights and stand here for their cost and size alone: the
 classes of an untrained network nearly tie.
 
@@ -82,9 +82,6 @@ input is a spectrogram of powers, of which ONNX Runtime's integer kernel, with o
 call, loses most. The peers compute it in integers all the same, and compare nothing.
 The three detectors, whose layers have few channels, gain no time in integers on this processor by
 any tool (on an AMD EPYC ONet took 0.78 of the float time); PNet loses half, which our run says.
-
-The row of EfficientNet-Lite1 with `corrections: auto` is from before `rounding: gptq` and
-`observer: l3` were among what it tries.
 
 Where channels are removed without training, the 256 crops are of eight photographs, and those
 that are scored of seven others, so that a photograph more or less is up to 14 points;
