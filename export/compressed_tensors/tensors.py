@@ -141,9 +141,11 @@ def packed_state(name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
             f"{name} has zero points between two integers, as method hqq fits them, which "
             "compressed-tensors has not; use gptq, awq or rtn"
         )
-    outputs = len(weight.zero_point)
-    # To whole words of 32 bits.
-    padded = nn.functional.pad(weight.zero_point.T, (0, -outputs % (32 // weight.bits)))
+    outputs, groups = weight.zero_point.shape
+    integers_in_word = 32 // weight.bits
+    padded = torch.zeros(groups, -(-outputs // integers_in_word) * integers_in_word)
+    padded = padded.to(torch.uint8)
+    padded[:, :outputs] = weight.zero_point.T
     if weight.bits == 4:
         padded = padded[:, ::2] | (padded[:, 1::2] << 4)
     inputs = weight.packed.shape[1] * 8 // weight.bits
