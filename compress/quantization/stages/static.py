@@ -126,8 +126,9 @@ class QuantizeStatic(CalibratedStage):
             stage, facts, rounded = self._with_best_corrections(module, graph, model, calibration)
         report = self.calibration_progress(context)
         # A trial that was chosen has shown what its weights are worth: they are not rounded again.
-        common = (graph, model, calibration, report, rounded)
-        prepared, quantizer, corrections = stage.calibrated(*common)
+        prepared, quantizer, corrections = stage.calibrated(
+            graph, model, calibration, report, rounded
+        )
         corrections.facts |= facts
         return prepared, quantizer, corrections
 
