@@ -44,7 +44,12 @@ timed-%:
 # Packages compiled once, as pip does, or the tests would take warnings of others' syntax for errors, and each
 # process that they start would compile what it imports where PYTHONDONTWRITEBYTECODE is set; what no test
 # imports, or few, is a third. Then what all workers read, the tests' modules with rewritten assertions.
-UNUSED := /(tests|pip|setuptools|mypy|mypyc|transformers/models|ray/(rllib|data|serve|tune)|torch/testing/_internal)/
+UNUSED := (?x)/(tests|benchmarks|bleach|distlib|jedi|lexers|mypyc?|numpy/distutils|parso|pip|prompt_toolkit \
+	|pydevd_attach_to_process|pymdownx|setuptools|table_grapheme_overrides|testing/_internal|tornado/test \
+	|torch/_vendor|virtualenv|moto/(?!core|s3|iam|sts|events|cloudwatch|moto_|utilities)\w+ \
+	|onnxruntime/(quantization|tools|transformers)|ray/(air|data|llm|rllib|serve|train|tune) \
+	|sklearn/(cluster|ensemble|linear_model)|sympy/(parsing|physics|stats|vector)|torchao/(_models|prototype) \
+	|(huggingface_hub|transformers)/(cli|exporters|inference|models))/
 prepared: .venv/dev .venv/tensorrt-rtx .venv/triton
 	$(BIN)/python -m compileall -qq -j 2 -x '$(UNUSED)' .venv/lib || true
 	$(BIN)/pytest -q --collect-only -m 'not soak' > .venv/collected || { tail -n 40 .venv/collected; exit 1; }
@@ -128,7 +133,8 @@ mutation: .venv/mutation
 	$(BIN)/pip install -q '$(UV)'
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[dev]' || $(BIN)/pip install -q -e '.[dev]'
 	# Without torchvision, of which pip would bring the CUDA build.
-	$(BIN)/pip install -q --no-deps 'timm>=1.0.20,<2'
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps 'timm>=1.0.20,<2' \
+		|| $(BIN)/pip install -q --no-deps 'timm>=1.0.20,<2'
 	touch $@ .venv/demo
 
 # For Linux on x86-64 alone, as the next.
@@ -140,7 +146,8 @@ mutation: .venv/mutation
 
 # A Triton server for tests/serve/test_triton.py. In a folder: installed, it would bring numpy 1.
 .venv/triton: | .venv/dev
-	$(BIN)/pip install -q --no-deps --target $@ nvidia-pytriton==0.7.0 \
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $@ nvidia-pytriton==0.7.0 \
+		|| { rm -rf $@; $(BIN)/pip install -q --no-deps --target $@ nvidia-pytriton==0.7.0; } \
 		|| echo "no Triton for this machine: its tests are skipped"
 
 .venv/lock: .venv/dev
