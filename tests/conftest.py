@@ -29,12 +29,15 @@ import pytest
 
 from compress.profiling import benchmark
 from tests import cpu_time
+from tests.forked_workers import fork_workers
 
 # What imports torch is imported in functions: xdist's controller, which no test runs in, and which
 # starts the workers only then, needs none of it.
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+
+    from execnet import XSpec
 
     from compress.artifacts.eager_model import EagerModel
     from compress.data.splits import Splits
@@ -76,6 +79,15 @@ def pytest_configure(config: pytest.Config) -> None:
     benchmark.CallTimer.doubt = ""  # type: ignore[method-assign,assignment]
     # Else models are opened anew for each of eight blocks: most of the time of a brief measurement.
     benchmark.OPENING_SECONDS = 0.0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[XSpec]) -> None:
+    """Import what most tests import once for all workers."""
+    if sys.platform == "linux":
+        here = [spec for spec in specs if spec.popen]
+        server = fork_workers(here, Path(os.environ["XDG_CACHE_HOME"]))
+        config.add_cleanup(server.communicate)
 
 
 def _check_open(file: int | IO[bytes]) -> None:
