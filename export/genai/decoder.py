@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -23,6 +23,7 @@ from compress.common.errors import StageFailed
 from compress.common.foreign.patching import patched_attribute
 from compress.common.forward import batched_experts
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.export.genai.runtime import INPUT_IDS, MASK, CacheShape
 from compress.export.onnx.graph import PACKED_MATMUL, add_tensor, producer, remove_unread_, stored
 from compress.export.onnx.lowering import lower
 from compress.export.onnx.passes.matmul_nbits import (
@@ -214,18 +215,6 @@ ROTARY = "apply_rotary_pos_emb"
 ROTARY_MULTIPLE = 16  # onnxruntime's rotary embeddings take heads whose size is a multiple of this
 ANGLES_BY_LENGTH = ("dynamic", "longrope")
 """Types of rotary embeddings whose angles depend on the length of the text."""
-INPUT_IDS, MASK = "input_ids", "attention_mask"
-
-
-class CacheShape(NamedTuple):
-    """Sizes of the cache, and of the attention that reads it."""
-
-    layers: int
-    heads: int
-    cached_heads: int
-    head_size: int
-    rotary_layers: int
-    """Layers whose rotary embedding is part of `GroupQueryAttention`."""
 
 
 class CachedDecoder(nn.Module):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from compress.common.config import Count, Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, raised_as
@@ -19,11 +19,20 @@ from compress.common.requirements import Requirement, pip_install
 from compress.common.sealed_json import parse_settings
 from compress.profiling.benchmark import CallTimer, NotMeasurable, unmeasurable
 
-if TYPE_CHECKING:
-    from compress.export.genai.decoder import CacheShape
-
 logger = logging.getLogger(__name__)
 GREEDY_TEXT_FILE = "greedy_text.json"
+INPUT_IDS, MASK = "input_ids", "attention_mask"
+
+
+class CacheShape(NamedTuple):
+    """Sizes of the cache, and of the attention that reads it."""
+
+    layers: int
+    heads: int
+    cached_heads: int
+    head_size: int
+    rotary_layers: int
+    """Layers whose rotary embedding is part of `GroupQueryAttention`."""
 
 
 class GreedyText(NamedTuple):

@@ -12,8 +12,7 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.core.gates.quality import token_input, unmasked_inputs
-from compress.export.genai.decoder import INPUT_IDS, MASK
-from compress.export.genai.runtime import GreedyText, near_tie
+from compress.export.genai.runtime import INPUT_IDS, MASK, GreedyText, near_tie
 from compress.export.onnx.session import exact_session
 from compress.export.parity.sample_parity import tolerance_for
 
