@@ -452,19 +452,20 @@ def test_colours_and_bars_are_left_out_where_they_are_not_wanted(
     assert "\x1b" not in said
 
 
-def _read_by(reader: str, *arguments: str, cwd: Path) -> tuple[int, str]:
+def _read_by(reader: str, *command: str, cwd: Path) -> tuple[int, str]:
     """Pipe both outputs of a command into another; return the command's exit code and what came."""
-    command = f"{{ {shlex.join([*COMPRESS, *arguments])}; echo $? > code; }} 2>&1 | {reader}"
-    done = subprocess.run(command, shell=True, cwd=cwd, capture_output=True, text=True, timeout=120)
+    line = f"{{ {shlex.join(command)}; echo $? > code; }} 2>&1 | {reader}"
+    done = subprocess.run(line, shell=True, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     return int((cwd / "code").read_text()), done.stdout
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_early_changes_nothing(ran: Path) -> None:
+def test_a_reader_that_leaves_early_changes_nothing(ran: Path, commands: Commands) -> None:
+    commands.write_program(ran / "compress", first=BRIEFLY)
     refused = FILE.replace("parity, atol: 1e-4", "max_size, ratio: 1e-4")
     (ran / "small.yaml").write_text(refused)
-    code, said = _read_by("head -1", "run", "small.yaml", cwd=ran)
+    code, said = _read_by("head -1", "./compress", "run", "small.yaml", cwd=ran)
     assert (code, len(said.splitlines())) == (3, 1)
     assert json.loads((ran / "runs/small/report.json").read_text())["status"] == "refused"
 
@@ -479,7 +480,7 @@ def test_a_reader_that_leaves_early_changes_nothing(ran: Path) -> None:
     ],
 )
 def test_a_reader_that_is_gone_leaves_the_exit_code(user: Path, command: str, code: int) -> None:
-    assert _read_by("true", *command.split(), cwd=user) == (code, "")
+    assert _read_by("true", *COMPRESS, *command.split(), cwd=user) == (code, "")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
