@@ -202,7 +202,7 @@ MODELS = {
     "mobilenet": _seeded_images("MobileNetV2, seeded weights", "models:mobilenet_v2", False),
     "resnet18": _seeded_images("ResNet-18, seeded weights", "models:resnet18", False),
     "resnet50": _seeded_images("ResNet-50, seeded weights", "models:resnet50", False),
-    "vit": _seeded_images("ViT-S/16, seeded weights", "models:vit_small", True),
+    "vit": _seeded_images("ViT-S/16, seeded weights", "encoders:vit_small", True),
     "bert": _text_encoder("BERT-base, seeded weights", "encoders:bert_base", sizes=(64, 64, 128)),
 }
 

@@ -1,9 +1,9 @@
-"""Factories of the text encoders, for `model.factory`; transformers is imported as users do."""
+"""Factories of the encoders, for `model.factory`; transformers is imported as users do."""
 
 import torch
 from pruner.sentences import Encoder
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassification
 
 
 class FirstToken(nn.Module):
@@ -18,6 +18,21 @@ class FirstToken(nn.Module):
         return self.bert(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
 
 
+class ImageClassifier(nn.Module):
+    """A ViT-S/16 that answers with the scores of 1000 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # As in DeiT's paper (arXiv:2012.12877); other sizes are the configuration's own.
+        config = ViTConfig(
+            hidden_size=384, num_attention_heads=6, intermediate_size=1536, num_labels=1000
+        )
+        self.vit = ViTForImageClassification(config)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.vit(pixel_values=image).logits
+
+
 def sentence_encoder(config: str) -> nn.Module:
     """Return a BERT whose tokens' mean, of length 1, stands for the sentence."""
     return Encoder(BertConfig.from_pretrained(config))
@@ -27,3 +42,9 @@ def bert_base() -> nn.Module:
     """Return a BERT-base of seeded weights."""
     torch.manual_seed(0)
     return FirstToken()
+
+
+def vit_small() -> nn.Module:
+    """Return a ViT-S/16 of seeded weights."""
+    torch.manual_seed(0)
+    return ImageClassifier()

@@ -38,14 +38,6 @@ class SpeakerEncoder(nn.Module):
         return raw / torch.norm(raw, dim=1, keepdim=True)
 
 
-def vit_small() -> nn.Module:
-    """Return a ViT-S/16 of seeded weights."""
-    import timm
-
-    torch.manual_seed(0)
-    return timm.create_model("vit_small_patch16_224")
-
-
 def mobilenet_v2() -> nn.Module:
     """Return a network of MobileNetV2's shape, whose BatchNorms are those of seeded weights."""
     from shapes import mobilenet_v2
