@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
@@ -73,6 +74,11 @@ def write(model: ir.Model, file: Path) -> None:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         reason = " ".join(str(error).split())
         raise StageFailed(f"the exported graph is not valid ONNX: {reason}") from error
+    for value in model.graph.initializers.values():
+        array = getattr(value.const_value, "raw", None)
+        if isinstance(array, np.ndarray) and not array.flags.c_contiguous:
+            # Such as folded transposes, which numpy writes element by element: 1.3 GB in 11 s.
+            value.const_value = _written_at_once(array, value)
     if _is_large(model):
         ir.save(model, file, external_data=WEIGHTS, size_threshold_bytes=SMALLEST_OUTSIDE)
         return
@@ -83,6 +89,16 @@ def write(model: ir.Model, file: Path) -> None:
             else:
                 # Unlike tobytes without a copy. The protocol leaves it out, all tensors have it.
                 part.tofile(stream)  # type: ignore[attr-defined]
+
+
+def _written_at_once(array: np.ndarray, value: ir.Value) -> ir.LazyTensor:
+    """Return a tensor that copies its array to contiguous memory for as long as it is written."""
+    tensor = value.const_value
+    assert tensor is not None
+    dtype, shape = tensor.dtype, ir.Shape(sizes(tensor))
+    return ir.LazyTensor(
+        lambda: ir.Tensor(np.ascontiguousarray(array), dtype=dtype), dtype, shape, name=value.name
+    )
 
 
 def write_mapped(model: ir.Model, file: Path) -> None:
