@@ -43,7 +43,7 @@ LINEAR = Recipe(factory="torch.nn:Linear", arguments={"in_features": 20, "out_fe
 
 @pytest.fixture
 def graph() -> ir.Model:
-    """Return a product and a sum: a weight that is plain, one that is not, and a small one."""
+    """Return products and a sum: a weight that is plain, two that are not, and two small ones."""
     rows = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 20]) for n in "xy"]
     weight = torch.randn(20, 20, generator=torch.Generator().manual_seed(0)).numpy()
     described = numpy_helper.from_array(weight, "described")
@@ -51,25 +51,30 @@ def graph() -> ir.Model:
     tensors = [
         numpy_helper.from_array(weight, "plain"),
         described,
+        numpy_helper.from_array(weight, "transposed"),
         numpy_helper.from_array(weight[0], "small"),
         helper.make_tensor("listed", TensorProto.FLOAT, [20], weight[1]),
     ]
     nodes = [
         helper.make_node("MatMul", ["x", "plain"], ["a"]),
         helper.make_node("MatMul", ["a", "described"], ["b"]),
-        helper.make_node("Sum", ["b", "small", "listed"], ["y"]),
+        helper.make_node("MatMul", ["b", "transposed"], ["c"]),
+        helper.make_node("Sum", ["c", "small", "listed"], ["y"]),
     ]
     made = helper.make_graph(nodes, "g", rows[:1], rows[1:], tensors, doc_string="after them")
     opset = helper.make_opsetid("", 20)
     model = helper.make_model(made, opset_imports=[opset], ir_version=10)
     helper.set_model_props(model, {"signature": "{}"})
-    return ir.from_proto(model)
+    graph = ir.from_proto(model)
+    # As onnxscript folds a transpose: in memory columns come one after the other.
+    graph.graph.initializers["transposed"].const_value = ir.Tensor(weight.T, name="transposed")
+    return graph
 
 
 def test_a_file_written_in_parts_is_as_protobuf_writes_it(graph: ir.Model, tmp_path: Path) -> None:
     file = tmp_path / "model.onnx"
-    write(graph, file)
     whole = ir.to_proto(graph)
+    write(graph, file)
     del whole.graph.value_info[:]  # of the tensors, whose types they say themselves
     for tensor in whole.graph.initializer:  # each has its name, sizes, type and raw data alone
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
@@ -84,7 +89,7 @@ def test_a_mapped_graph_reads_the_weights_of_the_file(graph: ir.Model, tmp_path:
         assert beside != file
         outside = onnx.load(beside, load_external_data=False).graph.initializer
         external = TensorProto.EXTERNAL
-        assert [t.data_location for t in outside] == [external, external, 0, 0]
+        assert [t.data_location for t in outside] == [*[external] * 3, 0, 0]
         x = torch.randn(3, 20)
         (whole,), (through,) = (session_predictor(f, 1)(x) for f in (file, beside))
         assert torch.equal(whole, through)
