@@ -21,7 +21,7 @@ def keep(files: list[Path]) -> None:
     hook = install_importhook(get_config())
     state = hook.config.stash[rewrite.assertstate_key]
     for file in files:
-        if "tests" in file.parts:
+        if file.is_relative_to(ROOT / "tests"):
             folder = rewrite.get_cache_dir(file)
             folder.mkdir(parents=True, exist_ok=True)
             stat, code = rewrite._rewrite_test(file, hook.config)
